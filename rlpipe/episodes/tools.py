@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
-from transformers.utils.chat_template_utils import parse_google_format_docstring
 
 from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError
@@ -85,7 +84,7 @@ class FunctionTool:
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.name = name or function.__name__
         self._function = function
-        description, arguments, _ = parse_google_format_docstring(inspect.getdoc(function) or "") or (None, None, None)
+        description, arguments = _parse_docstring(inspect.getdoc(function) or "")
         self._model = _arguments_model(function, self.name)
         parameters = _untitled(self._model.model_json_schema())
         for key, text in (arguments or {}).items():
@@ -134,6 +133,13 @@ async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any)
         return await function(*args, **kwargs)
     found = await asyncio.to_thread(function, *args, **kwargs)
     return await found if inspect.isawaitable(found) else found
+
+
+def _parse_docstring(text: str) -> tuple[str | None, Mapping[str, str] | None]:
+    from transformers.utils.chat_template_utils import parse_google_format_docstring  # a second, for tools alone
+
+    description, arguments, _ = parse_google_format_docstring(text)
+    return description, arguments
 
 
 def _arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
