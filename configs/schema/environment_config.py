@@ -45,7 +45,8 @@ class EnvironmentConfig(Freezable):
     )
     parser: str = option(
         "auto",
-        "How tool calls are read: hermes, json, file.py:name of a function, or auto, by the chat template.",
+        "How tool calls are read: hermes, json, a parser of vLLM, file.py:name of a function, or auto, by the chat "
+        "template.",
     )
     on_error: str = option(
         "drop_episode",

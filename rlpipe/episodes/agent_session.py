@@ -16,7 +16,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.echo import Branching, Continuation, Known, locate
 from rlpipe.episodes.graph import Node
-from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text
+from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text, with_tools
 from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray
 
@@ -242,7 +242,8 @@ class AgentSession:
         text = read_turn(drawn.token_ids, bridge)
         for stop in question.stop:
             text = text.partition(stop)[0]
-        parsed = self._parser(text, f"{number}c") if question.tools else parse_text(text, "")
+        parser = with_tools(self._parser, question.tools) if question.tools else parse_text
+        parsed = parser(text, f"{number}c")
         if any(call.problem is not None for call in parsed.calls):
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
         return ChatAnswer(

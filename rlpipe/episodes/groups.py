@@ -16,11 +16,12 @@ from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import Access
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
+from rlpipe.episodes.choose_parser import open_parser
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.mcp_tools import open_servers
-from rlpipe.episodes.parsing import Parser, open_parser
+from rlpipe.episodes.parsing import Parser
 from rlpipe.episodes.rollouts import episode_metrics, episode_rollout
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
 from rlpipe.episodes.tools import ToolUse

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.common.imports import import_object
-from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
-from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.tools import ToolCall
-from rlpipe.errors import ConfigError
 
 ID_CHARS = 9
 """Characters of a call's id; Mistral's templates take no other number."""
@@ -63,55 +59,23 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
     entries = found if isinstance(found, list) else [found]
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         return ParsedTurn(content=rest, reasoning=reasoning)
-    calls = [_make_call(entry, prefix, number) for number, entry in enumerate(entries)]
+    calls = [make_call(entry, prefix, number) for number, entry in enumerate(entries)]
     return ParsedTurn(content="", reasoning=reasoning, calls=calls)
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
 
 
-def open_parser(name: str, template: ChatTemplate, *, has_tools: bool) -> Parser:
-    """Return the parser that ``environment.parser`` names; ``auto`` tries them on a call that the template renders.
-
-    Raises ``ConfigError`` if no parser reads the template's calls, which only matters if there are tools.
-    """
-    if name in PARSERS:
-        return PARSERS[name]
-    if name != "auto":
-        parser: Parser = import_object(name, what="environment.parser", error=ConfigError)
-        return parser
-    for known in PARSERS.values():
-        if _reads_calls(known, template):
-            return known
-    if has_tools:
-        raise ConfigError(
-            "environment.parser: no known parser reads the calls that the model's chat template writes; set it to "
-            f"{' or '.join(PARSERS)}, or to file.py:name of your own"
-        )
-    return parse_text
+def with_tools(parser: Parser, tools: Sequence[Any]) -> Parser:
+    """Return a parser that knows the schemas of the tools, if it can use them."""
+    bind: Callable[[Sequence[Any]], Parser] | None = getattr(parser, "with_tools", None)
+    return parser if bind is None else bind(tools)
 
 
 def parse_text(text: str, prefix: str) -> ParsedTurn:
     """Read a turn without calls."""
     rest, reasoning = split_reasoning(text)
     return ParsedTurn(content=rest, reasoning=reasoning)
-
-
-def _reads_calls(parser: Parser, template: ChatTemplate) -> bool:
-    call = ToolCall(id="q8Zk3Lw7P", name="look", arguments={"at": PROBE_WORD, "far": True})
-    asked = {"role": "user", "content": "Where?"}
-    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
-    template = template.with_tools([schema])
-    try:
-        before = template.text([asked], add_generation_prompt=True)
-        whole = template.text([asked, ParsedTurn(content="", calls=[call]).as_message()])
-    except UnusableRow:
-        return False
-    text = whole.removeprefix(before)
-    for ends in template.tokenizer.all_special_tokens:
-        text = text.rstrip().removesuffix(ends)
-    found = parser(text.strip(), "")
-    return [(own.name, own.arguments) for own in found.calls] == [(call.name, call.arguments)]
 
 
 def split_reasoning(text: str) -> tuple[str, str | None]:
@@ -125,10 +89,11 @@ def _read_call(text: str, prefix: str, number: int) -> ToolCall:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
         return ToolCall(id=_id(prefix, number), name="", problem=f"the call is not JSON ({error})")
-    return _make_call(entry, prefix, number)
+    return make_call(entry, prefix, number)
 
 
-def _make_call(entry: Any, prefix: str, number: int) -> ToolCall:
+def make_call(entry: Any, prefix: str, number: int) -> ToolCall:
+    """Return the call of an object with a name and arguments, in one of the forms that models write."""
     own = _id(prefix, number)
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         return ToolCall(id=own, name="", problem='a call is an object with "name" and "arguments"')

@@ -17,7 +17,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.environment import Environment, as_messages
 from rlpipe.episodes.graph import EpisodeGraph, Node
-from rlpipe.episodes.parsing import ParsedTurn, Parser
+from rlpipe.episodes.parsing import ParsedTurn, Parser, with_tools
 from rlpipe.episodes.tools import Tool, Toolbox, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
@@ -120,7 +120,8 @@ class Session:
         self.toolbox = Toolbox([*one_at_a_time(environment.tools()), *tools], timeout_s=rules.tool_timeout_s)
         self._template = bridge.template.with_tools(self.toolbox.schemas or None)
         self._bridge = replace(bridge, template=self._template)
-        self._environment, self._parser, self._draw, self._rules = environment, parser, draw, rules
+        self._parser = with_tools(parser, self.toolbox.schemas)
+        self._environment, self._draw, self._rules = environment, draw, rules
 
     async def play(self, row: Mapping[str, Any], seed: int) -> Episode:
         """Play an episode; a limit that it reaches truncates it, an exception fails it, and what was played is kept."""

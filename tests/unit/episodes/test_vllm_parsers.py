@@ -1,0 +1,88 @@
+"""Tests that calls of many model families are read by vLLM's parsers, found by the chat template alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from template_cases import made_tokenizer, shipped_templates
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.episodes.choose_parser import open_parser
+from rlpipe.episodes.parsing import ParsedTurn, with_tools
+from rlpipe.episodes.tools import FunctionTool, ToolCall
+from rlpipe.errors import ConfigError
+
+pytest.importorskip("vllm")
+TEMPLATES = dict(shipped_templates())
+FAMILIES = [
+    "gemma4_v5",
+    "glm4moe",
+    "qwen3_5_think",
+    "qwen3_6",
+    "nemotron_3_nano",
+    "deepseekv3",
+    "lfm2_v2",
+    "muse_glimmer",
+]
+
+
+def search(query: str, limit: int, exact: bool = False, tags: list[str] | None = None) -> str:
+    """Search."""
+    return query
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"query": "two words", "limit": 3},
+    {"query": 'a "quoted" <b>text</b>\nin 2 lines', "limit": -1, "exact": True},
+    {"query": "x", "limit": 0, "tags": ["a", "b c"]},
+]
+
+
+def open_for(name: str) -> tuple[ChatTemplate, Any]:
+    template = ChatTemplate(made_tokenizer(TEMPLATES[f"trl/{name}"]), DataConfig(source="jsonl"))
+    tool = FunctionTool(search)
+    parser = with_tools(open_parser("auto", template, has_tools=True), [tool.schema])
+    return template.with_tools([tool.schema]), parser
+
+
+def written(template: ChatTemplate, calls: list[ToolCall]) -> str:
+    """Return what the template writes for a turn with calls, without the end of the turn."""
+    asked = {"role": "user", "content": "Find it."}
+    before = template.text([asked], add_generation_prompt=True)
+    text = template.text([asked, ParsedTurn(content="", calls=calls).as_message()]).removeprefix(before)
+    for end in template.tokenizer.all_special_tokens:
+        text = text.rstrip().removesuffix(end)
+    return text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_a_family_are_read_as_its_template_writes_them(name: str) -> None:
+    template, parser = open_for(name)
+    for arguments in ARGUMENTS:
+        call = ToolCall(id="q8Zk3Lw7P", name="search", arguments=arguments)
+        (found,) = parser(written(template, [call]), "0c").calls
+        model = FunctionTool(search)._model.model_validate(dict(found.arguments))
+        assert {key: getattr(model, key) for key in model.model_fields_set} == arguments
+        assert found.name == "search"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_texts_are_no_calls_and_break_nothing(name: str) -> None:
+    template, parser = open_for(name)
+    call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
+    assert parser("Just a text.", "0c").calls == []
+    assert parser("Just a text.", "0c").content == "Just a text."
+    for cut in range(0, len(call), 7):
+        parsed = parser(call[:cut], "0c")
+        assert all(isinstance(own, ToolCall) for own in parsed.calls)
+
+
+def test_a_parser_may_be_named_and_an_unknown_one_is_told() -> None:
+    template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen3_6"]), DataConfig(source="jsonl"))
+    assert open_parser("qwen3_xml", template, has_tools=True)("no call", "0c").content == "no call"
+    with pytest.raises(ConfigError, match=r"'hermse' is not auto, hermes, json or file\.py:name; vLLM has .*qwen3_xml"):
+        open_parser("hermse", template, has_tools=True)
+    with pytest.raises(ConfigError, match=r"environment\.parser=lfm2: .*tool_call_start"):
+        open_parser("lfm2", template, has_tools=True)
