@@ -12,6 +12,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.choose_parser import open_parser
 from rlpipe.episodes.parsing import ParsedTurn, with_tools
 from rlpipe.episodes.tools import FunctionTool, ToolCall
+from rlpipe.episodes.vllm_parsers import MAX_CALLS
 from rlpipe.errors import ConfigError
 
 pytest.importorskip("vllm")
@@ -77,6 +78,17 @@ def test_other_texts_are_no_calls_and_break_nothing(name: str) -> None:
     for cut in range(0, len(call), 7):
         parsed = parser(call[:cut], "0c")
         assert all(isinstance(own, ToolCall) for own in parsed.calls)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_policy_that_repeats_itself_does_not_hold_up_its_process(name: str) -> None:
+    """GLM's parser alone takes minutes for 100 calls, and Qwen's for 200 beginnings of calls."""
+    template, parser = open_for(name)
+    call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
+    begun = call[: len(call) // 2]
+    for text in (call * 100, begun * 200, call[:12] * 1000, call[-12:] * 1000, call[:-5] + " " * 20_000):
+        assert len(parser(text, "0c").calls) <= MAX_CALLS + 1
 
 
 def test_a_parser_may_be_named_and_an_unknown_one_is_told() -> None:
