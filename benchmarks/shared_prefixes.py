@@ -144,12 +144,13 @@ def measure(shape: str, policy: Policy, vocabulary: int, steps: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="number of steps of each side that are timed")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPED, default=[*SHAPED])
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, dtype = SHAPES[device.type], "bfloat16" if device.type == "cuda" else "float32"
     model = ModelConfig(path=str(make_model(shape, FOLDER / "model", getattr(torch, dtype))), dtype=dtype)
     policy = load_policy(model, LearnerConfig(), device)
-    found = {name: measure(name, policy, shape.vocabulary, arguments.steps) for name in SHAPED}
+    found = {name: measure(name, policy, shape.vocabulary, arguments.steps) for name in arguments.shapes}
     print(json.dumps({"device": device.type, **found}))
 
 

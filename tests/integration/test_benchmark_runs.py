@@ -27,7 +27,7 @@ COMMANDS = {
     "offload_search": ("--blocks", "8", "--chunks", "30", "--repeats", "1"),
     "orchestration": ("--engines", "2", "--groups", "256", "--warmup-groups", "128"),
     "overlap": ("--ratios", "1", "--random-ratios", "1", "--max-staleness", "1", "--seconds", "0.1", "--steps", "2"),
-    "shared_prefixes": ("--steps", "1"),
+    "shared_prefixes": ("--steps", "1", "--shapes", "compacted"),
     "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
 }
 KEYS = {
@@ -40,7 +40,7 @@ KEYS = {
     "offload_search": {"blocks", "chunks", "seconds"},
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
-    "shared_prefixes": {"device", "compacted", "rewritten", "tree"},
+    "shared_prefixes": {"device", "compacted"},
     "scoring": {
         "groups_per_second",
         "overhead_ms_per_rollout",

@@ -106,7 +106,7 @@ def test_two_ranks_train_as_one(ranks: Ranks, tiny: Path, tmp_path: Path, case: 
     for metrics, parameters, _, _ in results:
         assert_close(expected_parameters, parameters, 1e-5)
         for mine, theirs in zip(expected, metrics, strict=True):
-            for name in mine.keys() - {"time/train"}:
+            for name in mine.keys() - {"time/train", "tokens/run", "tokens/shared_ratio"}:  # other micro batches
                 assert theirs[name] == pytest.approx(mine[name], abs=1e-5), name
     assert max(metrics["grad_norm"] for metrics in expected) > 0.05  # clipping has something to do
 
