@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import os
 import pickle
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from rlpipe.common.imports import describe_error, enter_folder
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.episodes.environment import Environment
-from rlpipe.episodes.kinds import import_kind
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.tools import InvalidArguments, Step, Tool, as_text
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit
@@ -77,15 +77,17 @@ class IsolatedHost:
         """Run one object's process until it ends or is not wanted any more, and tell why it ended."""
         config = self._config
         time_s = config.timeout_s if tool is None else config.tool_timeout_s
+        is_confined = config.isolation == "sandbox"
         limits = Limits(
-            timeout_s=time_s + config.tool_timeout_s + END_S,
+            # Without a sandbox it serves many episodes, and the process that plays ends it if one takes too long.
+            timeout_s=time_s + config.tool_timeout_s + END_S if is_confined else math.inf,
             memory=None if config.memory_gb is None else MemoryLimit(option="memory_gb", gb=config.memory_gb),
-            is_confined=config.isolation == "sandbox",
+            is_confined=is_confined,
         )
         try:
             with Connection(control) as asked_by:
                 runner = CallRunner(asked_by, self._scratch)
-                if limits.is_confined:
+                if is_confined:
                     raise_priority()
                 job = pickle.dumps((None, {"link": link, "tool": tool}))
                 reason, _ = runner.run(self._serve, job, limits, kept_fds=[link], check_s=CHECK_S)
@@ -97,11 +99,7 @@ class IsolatedHost:
 
     def _serve(self, link: int, tool: str | None) -> None:
         with Connection(link) as asked_by, asyncio.Runner() as runner:
-            try:
-                served = ServedObject(self._kind.make() if tool is None else None, self._kind.tools)
-            except Exception as error:  # noqa: BLE001 - a user's class raises anything
-                asked_by.send_bytes(json.dumps({"raised": describe_error(error)}).encode())
-                return
+            served = ServedObject(self._kind, tool)
             with suppress(EOFError):
                 while True:
                     name, arguments = asked_by.recv()
@@ -110,11 +108,12 @@ class IsolatedHost:
 
 
 class ServedObject:
-    """An environment with its tools, or tools alone, whose methods another process calls."""
+    """An environment with its tools, or one tool, whose methods another process calls; each reset makes another."""
 
-    def __init__(self, environment: Environment | None, tools: Sequence[Tool]) -> None:
-        self._environment = environment
-        self._tools = {tool.name: tool for tool in (tools if environment is None else environment.tools())}
+    def __init__(self, kind: EpisodeKind, tool: str | None) -> None:
+        self._kind = kind
+        self._environment: Environment | None = None
+        self._tools: dict[str, Tool] = {own.name: own for own in kind.tools if own.name == tool}
 
     async def answer(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """Return the value of a method, or what it raised, as JSON."""
@@ -122,15 +121,32 @@ class ServedObject:
             if name == "call":
                 tool, given = arguments
                 value = await self._tools[tool].call(given)
-                return {"value": asdict(value)} if isinstance(value, Step) else {"text": as_text(value)}
+                answer = {"value": asdict(value)} if isinstance(value, Step) else {"text": as_text(value)}
+                return answer | {"is_alone": _is_alone()}
+            if name == "reset":
+                self._environment = self._kind.make()
+                self._tools = {own.name: own for own in self._environment.tools()}
             value = getattr(self._environment, name)(*arguments)
             if asyncio.iscoroutine(value):
                 value = await value
+            if name == "close":
+                self._environment, self._tools = None, {}
+                return {"is_alone": _is_alone()}
             return {"value": asdict(value) if isinstance(value, Step) else value}
         except InvalidArguments as error:
             return {"invalid": str(error)}
         except Exception as error:  # noqa: BLE001 - a user's code raises anything
             return {"raised": describe_error(error)}
+
+
+def _is_alone() -> bool:
+    """Return whether this process has no children, after reaping those that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0] != 0:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def main() -> None:

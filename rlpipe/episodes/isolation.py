@@ -1,4 +1,7 @@
-"""Environments and tools in processes of their own, so that one that hangs, crashes or floods costs nothing else."""
+"""Environments and tools in processes of their own, so that one that hangs, crashes or floods costs nothing else.
+
+Starting a process takes tens of milliseconds, so that it serves one episode after the other, outside of a sandbox.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,8 @@ class Isolation:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
+        self._idle: dict[str | None, list[ObjectLink]] = {}
+        """Processes without an episode or call, by the tool that they serve."""
         self._start()
 
     def make_environment(self) -> Environment:
@@ -73,7 +78,12 @@ class Isolation:
         return IsolatedTool(self, tool.schema)
 
     def open(self, tool: str | None = None) -> ObjectLink:
-        """Start the process of an environment, or of one call of a tool."""
+        """Return an idle process, or start one, for an episode's environment or a call of a tool."""
+        idle, loop = self._idle.get(tool, []), asyncio.get_running_loop()
+        while idle:
+            link = idle.pop()
+            if link.loop is loop and not link.has_ended:
+                return link
         ours, theirs = socket.socketpair()
         control, their_control = socket.socketpair()
         with theirs, their_control:
@@ -84,7 +94,17 @@ class Isolation:
                 self.close()
                 self._start()
                 socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
-        return ObjectLink(ours, control)
+        return ObjectLink(ours, control, loop)
+
+    def release(self, link: ObjectLink, tool: str | None = None, *, is_alone: bool = False) -> None:
+        """Keep a process for the next episode or call, or end it; one in a sandbox serves no other.
+
+        A process that is not alone has started others, which end with it.
+        """
+        if is_alone and not link.has_ended and self._config.isolation == "process":
+            self._idle.setdefault(tool, []).append(link)
+        else:
+            link.close()
 
     def close(self) -> None:
         """End the host, and with it all processes that it has forked."""
@@ -128,7 +148,8 @@ class ObjectLink:
     A call that is cancelled ends the process, since it may hang.
     """
 
-    def __init__(self, link: socket.socket, control: socket.socket) -> None:
+    def __init__(self, link: socket.socket, control: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self._socket, self._control = link, Connection(control.detach())
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -199,8 +220,8 @@ class IsolatedEnvironment(Environment):
     """An environment in a process of its own."""
 
     def __init__(self, isolation: Isolation, schemas: list[dict[str, Any]]) -> None:
+        self._isolation, self._schemas = isolation, schemas
         self._link = isolation.open()
-        self._schemas = schemas
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         observation: Observation = (await self._link.ask("reset", dict(row), seed))["value"]
@@ -218,11 +239,12 @@ class IsolatedEnvironment(Environment):
         return [_MethodTool(self._link, schema) for schema in self._schemas]
 
     async def close(self) -> None:
+        is_alone = False
         try:
             if not self._link.has_ended:
-                await self._link.ask("close")
+                is_alone = bool((await self._link.ask("close")).get("is_alone"))
         finally:
-            self._link.close()
+            self._isolation.release(self._link, is_alone=is_alone)
 
 
 class _MethodTool:
@@ -235,7 +257,7 @@ class _MethodTool:
 
 
 class IsolatedTool:
-    """A function as a tool, each call in a process of its own."""
+    """A function as a tool, each call in a process that does nothing else meanwhile."""
 
     def __init__(self, isolation: Isolation, schema: dict[str, Any]) -> None:
         self._isolation, self.schema = isolation, schema
@@ -243,10 +265,13 @@ class IsolatedTool:
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
         link = self._isolation.open(self.name)
+        is_alone = False
         try:
-            return _as_value(await link.ask("call", self.name, dict(arguments)))
+            answer = await link.ask("call", self.name, dict(arguments))
+            is_alone = bool(answer.get("is_alone"))
         finally:
-            link.close()
+            self._isolation.release(link, self.name, is_alone=is_alone)
+        return _as_value(answer)
 
 
 def _as_value(answer: Mapping[str, Any]) -> Any:

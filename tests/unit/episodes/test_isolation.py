@@ -27,13 +27,16 @@ import asyncio, os, pathlib, signal, socket, subprocess, sys, time
 import rlpipe
 
 class Counter(rlpipe.Environment):
+    plays = 0
+
     def __init__(self, start=0):
         self.count = start
 
     async def reset(self, row, seed):
         await asyncio.sleep(0)
         self.row = row
-        return [{"role": "user", "content": f"{row['word']} {seed} {os.getpid()}"}]
+        Counter.plays += 1
+        return [{"role": "user", "content": f"{row['word']} {seed} {os.getpid()} {Counter.plays}"}]
 
     def step(self, action):
         if action == "raise":
@@ -121,6 +124,12 @@ def own_processes() -> list[str]:
     return [line for line in found if line and "resource_tracker" not in line]
 
 
+def is_quiet(kind: EpisodeKind) -> bool:
+    """Return whether there are no processes but the host and those that wait for an episode or call, two for each."""
+    idle = sum(map(len, kind.make.__self__._idle.values()))  # type: ignore[attr-defined]
+    return len(own_processes()) == 1 + 2 * idle
+
+
 def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -149,7 +158,27 @@ def test_an_environment_plays_as_it_does_here(kind: EpisodeKind) -> None:
             await environment.close()  # type: ignore[misc]
 
     asyncio.run(play())
-    wait_for(lambda: len(own_processes()) == 1)
+    wait_for(lambda: is_quiet(kind))
+
+
+def test_a_process_serves_one_episode_after_the_other_outside_of_a_sandbox(file: Path) -> None:
+    for isolation, count in [("process", 4), ("sandbox", 1)] if find_obstacle() is None else [("process", 4)]:
+        config = EnvironmentConfig(path=f"{file}:Counter", tools=[f"{file}:double"], isolation=isolation, timeout_s=20)
+        kind = isolate(import_kind(config), config)
+
+        async def play(kind: EpisodeKind = kind) -> set[str]:
+            found = set()
+            for _ in range(4):
+                environment = kind.make()
+                first = await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
+                found.add(first[0]["content"].split()[3])
+                assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
+                await environment.close()  # type: ignore[misc]
+                assert await kind.tools[0].call({"number": 4}) == "8"
+            return found
+
+        assert len(asyncio.run(play())) == count
+        kind.make.__self__.close()  # type: ignore[attr-defined]
 
 
 def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKind) -> None:
@@ -187,7 +216,7 @@ def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str
         await good.close()  # type: ignore[misc]
 
     asyncio.run(play())
-    wait_for(lambda: len(own_processes()) == 1)
+    wait_for(lambda: is_quiet(kind))
 
 
 def test_an_episode_ends_with_all_processes_that_it_started(kind: EpisodeKind) -> None:
@@ -199,7 +228,7 @@ def test_an_episode_ends_with_all_processes_that_it_started(kind: EpisodeKind) -
         await environment.close()  # type: ignore[misc]
 
     asyncio.run(play())
-    wait_for(lambda: len(own_processes()) == 1)
+    wait_for(lambda: is_quiet(kind))
 
 
 def test_a_function_that_hangs_is_killed_and_others_go_on(kind: EpisodeKind) -> None:
@@ -215,7 +244,7 @@ def test_a_function_that_hangs_is_killed_and_others_go_on(kind: EpisodeKind) -> 
         assert results[1].text == "42"
 
     asyncio.run(play())
-    wait_for(lambda: len(own_processes()) == 1)
+    wait_for(lambda: is_quiet(kind))
 
 
 @pytest.mark.skipif(find_obstacle() is not None, reason="no sandbox here")
