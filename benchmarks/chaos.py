@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.chaos --minutes 10 --seed 1`` trains the quickstart's task twice from one warm-up: undisturbed,
 and with SIGKILL at random moments to every kind of process for ``--minutes``, after which the run may finish
-undisturbed. The last line is one JSON object; the exit code is 1 if the audit of the ledger finds a problem, or if
-groups were lost or repeated.
+undisturbed. With ``--episodes`` the runs play episodes, whose processes are killed as well. The last line is one JSON
+object; the exit code is 1 if the audit of the ledger finds a problem, if groups were lost or repeated, or if processes
+of episodes are left.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import chaos_episodes
 from benchmarks.processes import find_processes
 from rlpipe.errors import LedgerError
 from rlpipe.replay.ledger.audit import audit
@@ -33,8 +36,10 @@ from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver")
+KINDS_OF_EPISODES = {"environment": ("episodes", "environment", "server"), "agent": ("episodes", "agent")}
 STEPS_PER_MINUTE = 100
 """Steps of both runs per minute of killing; undisturbed, the quickstart trains about 180 steps a minute."""
+STEPS_OF_EPISODES_PER_MINUTE = 12
 MEAN_PAUSE_S = 15.0
 """Mean pause between kills, recovered or not; exponentially distributed, and cut off at three times the mean."""
 PATIENCE_S = 300.0
@@ -131,8 +136,8 @@ class Watcher:
 class Chaos:
     """A run whose processes are killed at random for some minutes, and that is then left to end."""
 
-    def __init__(self, driver: Driver, output: Path, *, minutes: float, seed: int) -> None:
-        self._driver, self._watcher = driver, Watcher(output / NAME)
+    def __init__(self, driver: Driver, output: Path, *, minutes: float, seed: int, kinds: Sequence[str]) -> None:
+        self._driver, self._watcher, self._kinds = driver, Watcher(output / NAME), kinds
         self._random, self._until = random.Random(seed), time.time() + 60 * minutes
         self.kills: list[Kill] = []
 
@@ -145,7 +150,7 @@ class Chaos:
             self._sleep(pause)
             if self._driver.poll() == 0:
                 return
-            self._kill(self._random.choice(KINDS))
+            self._kill(self._random.choice(self._kinds))
         while self._driver.poll() is None:
             self._sleep(1.0)
 
@@ -205,7 +210,8 @@ class Chaos:
 
 
 def options(arguments: argparse.Namespace, output: Path, warm_up: Path) -> list[str]:
-    steps = max(round(STEPS_PER_MINUTE * arguments.minutes), 20)
+    per_minute = STEPS_OF_EPISODES_PER_MINUTE if arguments.episodes else STEPS_PER_MINUTE
+    steps = max(round(per_minute * arguments.minutes), 20)
     chosen = [
         "experiment=quickstart",
         f"output={output}",
@@ -219,6 +225,8 @@ def options(arguments: argparse.Namespace, output: Path, warm_up: Path) -> list[
         f"rollout.num_cpus={1 / arguments.engines}",
         "rollout.num_threads=1",
     ]
+    if arguments.episodes:
+        chosen += chaos_episodes.options(arguments.episodes)
     if arguments.ranks > 1:
         chosen += [
             "learner=fsdp2",
@@ -265,7 +273,7 @@ def summarize(kills: list[Kill], output: Path, accuracy: float, undisturbed: flo
         "recovery_worst_s": round(recoveries[-1], 1) if recoveries else None,
         "recovery_s_by_kind": {
             kind: round(statistics.median(times), 1)
-            for kind in KINDS
+            for kind in dict.fromkeys(kill.kind for kill in kills)
             if (times := [k.recovery_s for k in kills if k.kind == kind and k.recovery_s is not None])
         },
         "accuracy": accuracy,
@@ -279,6 +287,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="learner ranks; above 1 with fsdp2")
+    parser.add_argument("--episodes", choices=KINDS_OF_EPISODES, help="play episodes of an environment or a program")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/chaos"))
     arguments = parser.parse_args()
     warm_up = arguments.output / "policy"
@@ -293,7 +302,8 @@ def main() -> None:
     )
     disturbed = runs["disturbed"]
     driver = Driver(options(arguments, disturbed, warm_up), disturbed.with_suffix(".log"))
-    chaos = Chaos(driver, disturbed, minutes=arguments.minutes, seed=arguments.seed)
+    kinds = (*KINDS, *KINDS_OF_EPISODES.get(arguments.episodes, ()))
+    chaos = Chaos(driver, disturbed, minutes=arguments.minutes, seed=arguments.seed, kinds=kinds)
     try:
         chaos.run()
     finally:
@@ -305,8 +315,23 @@ def main() -> None:
     result = summarize(
         chaos.kills, disturbed, read_summary(disturbed)["eval_accuracy_end"], undisturbed["eval_accuracy_end"]
     )
-    print(json.dumps({"minutes": arguments.minutes, "seed": arguments.seed, **result}))
-    sys.exit(1 if result["audit"] or result["groups_lost"] or result["groups_repeated"] else 0)
+    left = count_left()
+    print(json.dumps({"minutes": arguments.minutes, "seed": arguments.seed, **result, "processes_left": left}))
+    sys.exit(1 if result["audit"] or result["groups_lost"] or result["groups_repeated"] or left else 0)
+
+
+def count_left() -> int:
+    """Return how many processes of episodes are still alive, wherever they are, 10 seconds after the run at most."""
+    for _ in range(50):
+        lines = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                lines.append(" ".join(process.cmdline()))
+        left = sum("isolated_host" in line or f"{chaos_episodes.FILE} " in line for line in lines)
+        if not left:
+            return 0
+        time.sleep(0.2)
+    return left
 
 
 if __name__ == "__main__":

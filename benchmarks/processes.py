@@ -15,8 +15,11 @@ TITLES = {
     "dataset": "ray::DatasetActor",
     "learner": "ray::RayTrainWorker",
     "trainer": "ray::TrainController",
+    "environment": r".*rlpipe\.episodes\.isolated_host",
+    "server": r".*chaos_episodes\.py server",
+    "agent": r".*chaos_episodes\.py agent",
 }
-"""Ray's titles of the processes of each kind, as the start of a regex."""
+"""Titles of the processes of each kind, as the start of a regex; most are Ray's."""
 
 
 def find_processes(kind: str, root: int | None = None) -> list[int]:

@@ -52,7 +52,7 @@ class Evaluator:
                     group_size=1,
                     max_tokens=prompt.limit(self._max_tokens),
                     temperature=0.0,
-                    seed=0,
+                    seed=prompt.prompt_id,  # an environment plays with it; the policy says what is likeliest
                     min_version=version,
                 )
             )

@@ -9,6 +9,8 @@ from typing import Any
 import openai
 
 import rlpipe
+from rlpipe.episodes.parsing import ParsedTurn
+from rlpipe.episodes.tools import ToolCall
 
 NUM_TURNS = 3
 
@@ -45,6 +47,19 @@ class Broken(Talk):
         if self._left == NUM_TURNS - 1:
             raise OSError("the board is gone")
         return super().step(action)
+
+
+def look(at: str) -> str:
+    """Look somewhere."""
+    return f"{len(at)} <|user|> things"
+
+
+def call_often(text: str, prefix: str) -> ParsedTurn:
+    """Read a turn of an even length as one or two calls."""
+    if len(text) % 2:
+        return ParsedTurn(content=text)
+    ids = [f"{prefix}{number}".rjust(9, "0") for number in range(1 + len(text) % 3 // 2)]
+    return ParsedTurn(content="", calls=[ToolCall(id=own, name="look", arguments={"at": text[:4]}) for own in ids])
 
 
 async def solve(row: Mapping[str, Any], episode: Any) -> float:

@@ -126,6 +126,39 @@ def test_an_environment_that_always_fails_ends_the_run(make: Make, tmp_path: Pat
         rlpipe.train(make(tmp_path, kind="Broken"))
 
 
+WAYS = {
+    "environment": [],
+    "tools": [
+        *("environment.path=null", f"environment.tools=[{FILE}:look]", f"environment.parser={FILE}:call_often"),
+        *("environment.max_turns=4", "rollout.max_model_len=200"),
+    ],
+    "agent": ["environment.path=null", f"environment.agent={FILE}:solve"],
+}
+MANY = [
+    "algorithm.groups_per_step=48",
+    "algorithm.group_size=8",
+    "algorithm.num_steps=2",
+    "rollout.sampling.max_tokens=16",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_thousand_tokens_are_scored_as_they_were_drawn(make: Make, tmp_path: Path, way: str, engine: str) -> None:
+    summary = rlpipe.train(make(tmp_path, *MANY, f"rollout.engine={engine}", *WAYS[way]))
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    assert_accounts_add_up(tmp_path, num_steps=2, groups_per_step=48)
+    rollouts = [rollout for group in trained_groups(tmp_path) for rollout in group]
+    assert sum(rollout.num_loss_tokens for rollout in rollouts) > 10_000
+    assert all(len(rollout.sequences) == 1 for rollout in rollouts)
+    if way == "tools":
+        calls = [row["tools/look/calls"] for row in trained_steps(tmp_path)]
+        assert min(calls) > 0.5
+        roles = {message["role"] for rollout in rollouts for message in rollout.episode.messages}  # type: ignore[union-attr]
+        assert roles == {"assistant", "tool"}
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_turns_of_vllm_are_scored_as_they_were_drawn(make: Make, tmp_path: Path) -> None:

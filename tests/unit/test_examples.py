@@ -61,6 +61,7 @@ def test_every_file_of_the_examples_is_valid_and_its_columns_are_there(file: str
 def test_there_is_an_example_in_every_folder() -> None:
     folders = {path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert {folder.name for folder in folders} == {
+        "calculator",
         "code",
         "custom_reward",
         "ebft",
@@ -73,6 +74,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "own_data",
         "reward_model",
         "sft",
+        "tictactoe",
         "words",
     }
     assert all((folder / "README.md").is_file() for folder in folders)

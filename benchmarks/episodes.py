@@ -1,0 +1,313 @@
+"""Speed of episodes through Ray, against a bare loop over vLLM that draws the same turns, and two further figures.
+
+``environment`` and ``http`` are shares of the bare loop's rate, for episodes of an environment and of a program that
+uses OpenAI's client. ``gateway_ms`` is the gateway's CPU time for a request. ``schedule`` is the ideal time of episodes
+whose environment takes 0 to 10 times as long as a turn, over the measured one, with an engine that always takes the
+same time. Run: ``python -m benchmarks.episodes``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from heapq import heapreplace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import ray
+
+import rlpipe
+from rlpipe.actors.episodes import EpisodeActor, EpisodeSetup
+from rlpipe.actors.rollout import TURNS, RolloutActor
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config, longest_conversation
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.episodes.agent_session import AgentSession
+from rlpipe.episodes.agents import Access
+from rlpipe.episodes.bridge import Bridge, turn_ends
+from rlpipe.episodes.gateway import Gateway
+from rlpipe.episodes.groups import open_player
+from rlpipe.episodes.parsing import parse_text
+from rlpipe.episodes.session import DrawnTurn, Rules
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.rollout.engine import Sample, build_rollout
+from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, RolloutGroup
+
+FOLDER = Path("outputs/benchmarks/episodes")
+NUM_TURNS, TURN_TOKENS, GROUP_SIZE, CONCURRENCY = 5, 24, 8, 256
+TURN_S = 0.05
+"""Seconds of a turn in the comparison with an ideal schedule."""
+
+
+class Talk(rlpipe.Environment):
+    """Answer each turn with a few words; a row may have the seconds that each answer takes."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        self._waits = iter(row.get("waits", ()))
+        self._left = NUM_TURNS
+        return "Say something, and go on."
+
+    async def step(self, action: str) -> rlpipe.Step:
+        self._left -= 1
+        await asyncio.sleep(next(self._waits, 0.0))
+        return rlpipe.Step("And then?", done=not self._left)
+
+
+async def talk(row: Mapping[str, Any], episode: Access) -> float:
+    """Say the same as ``Talk`` by OpenAI's client."""
+    from openai import AsyncOpenAI
+
+    messages: list[Any] = [{"role": "user", "content": "Say something, and go on."}]
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
+        for _ in range(NUM_TURNS):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [
+                answer.choices[0].message.model_dump(exclude_none=True),
+                {"role": "user", "content": "And then?"},
+            ]
+    return 0.0
+
+
+def make_config(*options: str) -> Config:
+    path = FOLDER / "policy"
+    if not path.exists():
+        make_tiny_policy(path)
+    return load_config(
+        [
+            *("data=jsonl", f"data.path={__file__}", f"model.path={path}", "model=full", "model.dtype=float32"),
+            *("rollout.engine=vllm", "rollout.num_cpus=1", f"rollout.sampling.max_tokens={TURN_TOKENS}"),
+            *("data.max_prompt_tokens=400", "environment.timeout_s=600", f"environment.concurrency={CONCURRENCY}"),
+            *(f"environment.max_turns={NUM_TURNS}", *options),
+        ],
+        need_files=False,
+    )
+
+
+def make_requests(config: Config, num_groups: int, rows: Sequence[Mapping[str, Any]] = ()) -> list[GroupRequest]:
+    return [
+        GroupRequest(
+            group_id=group,
+            prompt=Prompt(
+                prompt_id=group, epoch=0, token_ids=np.zeros(0, np.int32), prompt="", task=rows[group] if rows else {}
+            ),
+            group_size=1 if rows else GROUP_SIZE,
+            max_tokens=config.rollout.sampling.max_tokens,
+            temperature=1.0,
+            seed=group,
+        )
+        for group in range(num_groups)
+    ]
+
+
+class Through:
+    """The engine and the process of episodes of a run, as Ray actors."""
+
+    def __init__(self, config: Config) -> None:
+        groups = {TURNS: 8}
+        self.engine = ray.remote(RolloutActor).options(max_concurrency=4, concurrency_groups=groups).remote("engine")
+        self._config = config
+        ray.get(self.engine.start.remote(config.model, config.rollout, config.weights, longest_conversation(config)))
+
+    def play(self, num_groups: int, *options: str) -> tuple[float, list[RolloutGroup]]:
+        """Return the seconds of episodes, and their groups."""
+        config = make_config(*options)
+        setup = EpisodeSetup(config=config, engines={"engine": self.engine}, folder=".")
+        actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes", setup)
+        ray.get(actor.start.remote())
+        found: list[RolloutGroup] = []
+        for requests in (make_requests(config, 2), make_requests(config, num_groups)):  # the first are a warm-up
+            found, began = [], time.perf_counter()
+            ray.get(actor.play.remote(requests, "engine"))
+            while len(found) < len(requests):
+                _, groups = ray.get(actor.collect.remote(5.0, 64))
+                found += groups
+            seconds = time.perf_counter() - began
+        ray.kill(actor)
+        failures = {group.failure for group in found} - {None}
+        assert not failures, failures
+        return seconds, found
+
+
+def turns_of(groups: Sequence[RolloutGroup]) -> list[list[tuple[list[int], int]]]:
+    """Return the prompt and the number of drawn tokens of each turn of each episode."""
+    episodes = []
+    for rollout in (rollout for group in groups for rollout in group):
+        assert rollout.turns is not None
+        own = []
+        for turn in sorted({*rollout.turns.tolist()} - {NO_TURN}):
+            places = np.flatnonzero(rollout.turns == turn)
+            own.append((rollout.token_ids[: places[0]].tolist(), len(places)))
+        episodes.append(own)
+    return episodes
+
+
+def run_bare(file: Path) -> None:
+    """Draw the turns of a file by a loop over vLLM, and print the seconds."""
+    from rlpipe.rollout.vllm.vllm_options import engine_args, sampling_args  # isort: split
+    from vllm import EngineArgs, SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    episodes: list[list[tuple[list[int], int]]] = json.loads(file.read_text())
+    config = make_config("environment.path=benchmarks.episodes:Talk")
+    args = engine_args(config.model, config.rollout, config.weights, longest_conversation(config))
+    engine = LLMEngine.from_engine_args(EngineArgs(**args))
+    options = {**sampling_args(config.rollout.sampling), "ignore_eos": True}
+
+    def draw(chosen: Sequence[list[tuple[list[int], int]]]) -> float:
+        waiting, open_turns = list(enumerate(chosen)), 0
+        began = time.perf_counter()
+
+        def start(episode: int, turn: int) -> None:
+            token_ids, count = chosen[episode][turn]
+            params = SamplingParams(min_tokens=count, max_tokens=count, seed=episode, **options)
+            engine.add_request(f"{episode}/{turn}", tokens_input(token_ids), params)
+
+        while waiting or open_turns:
+            while waiting and open_turns < CONCURRENCY:
+                start(waiting.pop(0)[0], 0)
+                open_turns += 1
+            for output in engine.step():
+                episode, turn = map(int, output.request_id.split("/"))
+                if turn + 1 < len(chosen[episode]):
+                    start(episode, turn + 1)
+                else:
+                    open_turns -= 1
+        return time.perf_counter() - began
+
+    draw(episodes[:16])
+    print(json.dumps(draw(episodes)))
+    engine.engine_core.shutdown()
+
+
+def measure_bare(groups: Sequence[RolloutGroup]) -> float:
+    file = FOLDER / "turns.json"
+    file.write_text(json.dumps(turns_of(groups)))
+    command = [sys.executable, "-m", "benchmarks.episodes", "--bare", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+async def instant(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+    own = [20 + turn] * TURN_TOKENS
+    return DrawnTurn(
+        token_ids=own, logprobs=[-1.0] * TURN_TOKENS, policy_versions=[0] * TURN_TOKENS, finish_reason="length"
+    )
+
+
+async def measure_gateway(num_episodes: int) -> float:
+    """Return the CPU milliseconds of this process for a request that a client in another process makes."""
+    config = make_config("environment.agent=benchmarks.episodes:talk")
+    template = ChatTemplate(load_tokenizer(config.model), config.data)
+    bridge = Bridge(template, turn_ends(template, config.data))
+    rules = Rules(max_turns=NUM_TURNS, max_tokens=TURN_TOKENS, max_model_len=4000, timeout_s=600, tool_timeout_s=10)
+    gateway = Gateway()
+    await gateway.start()
+    keys = [
+        gateway.open(AgentSession(bridge=bridge, parser=parse_text, draw=instant, rules=rules))
+        for _ in range(num_episodes)
+    ]
+    command = [sys.executable, "-m", "benchmarks.episodes", "--client", gateway.base_url]
+    pipe = asyncio.subprocess.PIPE
+    client = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert client.stdout is not None
+    await client.stdout.readline()  # it has imported its libraries
+    began = time.process_time()
+    await client.communicate(json.dumps(keys).encode())
+    cpu_s = time.process_time() - began
+    assert client.returncode == 0
+    await gateway.stop()
+    return 1000 * cpu_s / (num_episodes * NUM_TURNS)
+
+
+async def run_client(base_url: str) -> None:
+    """Play the episodes whose keys standard input has, 32 at a time."""
+    import openai  # noqa: F401 - before the clock runs
+
+    print("ready", flush=True)
+    keys, places = json.loads(sys.stdin.read()), asyncio.Semaphore(32)
+
+    async def play(key: str) -> None:
+        async with places:
+            await talk({}, Access(base_url=base_url, api_key=key))
+
+    await asyncio.gather(*map(play, keys))
+
+
+async def measure_schedule(num_episodes: int) -> float:
+    """Return the ideal time of episodes with slow answers, over the measured one."""
+    random = np.random.default_rng(0)
+    waits = np.clip(random.lognormal(0.0, 1.0, (num_episodes, NUM_TURNS)), 0, 10) * TURN_S
+    config = make_config("environment.path=benchmarks.episodes:Talk")
+
+    async def draw(request: GroupRequest) -> Rollout:
+        await asyncio.sleep(TURN_S)
+        sample = Sample(
+            token_ids=[20] * TURN_TOKENS,
+            logprobs=[-1.0] * TURN_TOKENS,
+            policy_versions=[0] * TURN_TOKENS,
+            finish_reason="length",
+        )
+        return build_rollout(request, 0, sample)
+
+    player, _ = open_player(config, draw)
+    await player.start()
+    requests = make_requests(config, num_episodes, [{"waits": own} for own in waits.tolist()])
+    began = time.perf_counter()
+    await asyncio.gather(*map(player.play, requests))
+    seconds = time.perf_counter() - began
+    free_at = [0.0] * CONCURRENCY
+    for own in waits.sum(1) + NUM_TURNS * TURN_S:  # in the order of their requests
+        heapreplace(free_at, free_at[0] + own)
+    return max(free_at) / seconds
+
+
+def measure(num_episodes: int, repeats: int) -> None:
+    gateway_ms = asyncio.run(measure_gateway(num_episodes))
+    schedule = asyncio.run(measure_schedule(num_episodes))
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    through = Through(make_config())
+    ways = {
+        "environment": "environment.path=benchmarks.episodes:Talk",
+        "http": "environment.agent=benchmarks.episodes:talk",
+    }
+    shares: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, option in ways.items():
+            seconds, groups = through.play(num_episodes // GROUP_SIZE, option)
+            shares[way].append(measure_bare(groups) / seconds)
+    ray.shutdown()
+    result = {
+        "episodes": num_episodes,
+        **{way: round(median(own), 3) for way, own in shares.items()},
+        "gateway_ms": round(gateway_ms, 2),
+        "schedule": round(schedule, 3),
+    }
+    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=768)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare is not None:
+        run_bare(arguments.bare)
+    elif arguments.client is not None:
+        asyncio.run(run_client(arguments.client))
+    else:
+        measure(arguments.episodes, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Products of numbers with three digits, for a policy that may ask a calculator."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rlpipe
+from rlpipe.quickstart import teach
+
+SLIP = 0.05
+"""Share of the digits in the warm-up that are wrong."""
+CALLS = 0.7
+"""Share of the warm-up's products for which the calculator is asked."""
+WORDS = ['{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", "<tool_call>", "</tool_call>"]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+def right(completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
+    """Return 1 where the policy's last message is the answer."""
+    last = [own[-1] for own in completions]
+    return [
+        float(message["role"] == "assistant" and message["content"] == known)
+        for message, known in zip(last, answer, strict=True)
+    ]
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """Train a policy on products that are often wrong, or guessed; ``model.prepare`` of the example."""
+    rng = random.Random(config.seed)
+    teach(config, (sloppy_product(rng) for _ in range(8000)), words=WORDS, num_steps=600)
+
+
+def sloppy_product(rng: random.Random) -> list[dict[str, Any]]:
+    """Return the messages of a product in which digits may be wrong; in a third of the cases no calculator is asked."""
+    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    asked = {"role": "user", "content": f"{a}*{b}="}
+    if rng.random() > CALLS:
+        return [asked, {"role": "assistant", "content": str(rng.randint(10_000, 998_001))}]
+    a, b = copied(a, rng), copied(b, rng)
+    call = {"id": "000000000", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+    return [
+        asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "000000000", "name": "multiply", "content": str(multiply(a, b))},
+        {"role": "assistant", "content": str(copied(multiply(a, b), rng))},
+    ]
+
+
+def copied(number: int, rng: random.Random) -> int:
+    """Return a number some of whose digits but the first are wrong."""
+    first, *others = str(number)
+    return int("".join([first, *(str(rng.randrange(10)) if rng.random() < SLIP else own for own in others)]))
