@@ -174,7 +174,7 @@ class GroupPlayer:
 
 
 def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]:
-    """Return a player of a config's environment, and what the user should know of the model's chat template.
+    """Return a player of a config's environment, and what the user should know of its limits and the chat template.
 
     Raises ``ConfigError`` if the environment, a tool or the parser can't be used, and ``DataError`` if the model has no
     chat template.
@@ -186,19 +186,26 @@ def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]
     bridge = Bridge(template, turn_ends(template, config.data))
     bridge.refused = prove(bridge).refused
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
+    limit = longest_conversation(config)
     player = GroupPlayer(
         kind,
         environment,
         bridge=bridge,
         parser=parser,
-        max_model_len=longest_conversation(config),
+        max_model_len=limit,
         sampling=config.rollout.sampling,
         draw=draw,
     )
-    return player, [
+    notes = [
         f"after {messages} the conversation is rendered anew, as a sequence of its own: {reason}"
         for messages, reason in bridge.refused.items()
     ]
+    if config.rollout.max_model_len is None:
+        notes.append(
+            f"a conversation ends after {limit} tokens (data.max_prompt_tokens + rollout.sampling.max_tokens), all its "
+            "turns included; set rollout.max_model_len if that is too few"
+        )
+    return player, notes
 
 
 def _with_turns(episode: Episode) -> Episode:

@@ -16,6 +16,7 @@ import pytest
 from episode_cases import CALL, Guess, ScriptedTurns
 from template_cases import made_tokenizer, shipped_templates
 
+from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.configs.schema.rollout_config import SamplingConfig
@@ -24,11 +25,12 @@ from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.choose_parser import open_parser
 from rlpipe.episodes.environment import Step
-from rlpipe.episodes.groups import GroupPlayer
+from rlpipe.episodes.groups import GroupPlayer, open_player
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, parse_hermes, parse_text
 from rlpipe.episodes.tools import FunctionTool
 from rlpipe.errors import ConfigError, EnvironmentFailed
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.types import NO_TURN, GroupRequest, Prompt, RolloutGroup, RolloutStatus
@@ -318,3 +320,18 @@ def test_a_template_without_calls_needs_no_parser_unless_there_are_tools() -> No
     assert open_parser("auto", template, has_tools=False) is parse_text
     with pytest.raises(ConfigError, match=r"environment\.parser"):
         open_parser("auto", template, has_tools=True)
+
+
+def test_a_user_is_told_how_long_conversations_may_be(tmp_path: Path) -> None:
+    policy = make_tiny_policy(tmp_path / "policy", hidden_size=32, num_layers=1, intermediate_size=32)
+    options = [
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        f"model.path={policy}",
+        "data.max_prompt_tokens=40",
+        "rollout.sampling.max_tokens=8",
+    ]
+    for more, said in (([], ["a conversation ends after 48 tokens"]), (["rollout.max_model_len=90"], [])):
+        config = load_config([*options, *more], need_files=False)
+        _, notes = open_player(config, draw=None)  # type: ignore[arg-type]
+        assert [note.partition(" (")[0] for note in notes] == said
