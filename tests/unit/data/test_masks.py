@@ -15,9 +15,7 @@ from rlpipe.types import ChatMessages
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 END_OUTSIDE = CHAT_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
 NEWLINE_AFTER_END = UNMARKED.replace("<|end|>", "<|end|>\n")
-THINKS_LAST = UNMARKED.replace(
-    "{{ message['content'] }}", "{% if loop.last %}<think></think>{% endif %}{{ message['content'] }}"
-)
+THINKS_LAST = UNMARKED.replace("<|assistant|>{{", "<|assistant|>{% if loop.last %}<think></think>{% endif %}{{")
 
 DATA = DataConfig(source="jsonl")
 

@@ -11,13 +11,15 @@ import pytest
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.row import RowLocation, UnusableRow
-from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.models.tiny import make_tokenizer
 
 TURN = "<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}BODY"
 LOOP = "{% for message in messages %}" + TURN + "{% endif %}{% endfor %}"
 CALLS = "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}<|end|>"
 PRINTS = LOOP.replace("BODY", "{{ message.content }}" + CALLS)
 """A template that prints the content, like GLM-4.5's."""
+WITHOUT_CALLS = LOOP.replace("BODY", "{{ message.content }}<|end|>")
+"""A template that knows no tool calls."""
 PARTS = LOOP.replace("BODY", "{% for part in message.content %}{{ part.text }}{% endfor %}" + CALLS)
 """A template that loops over content parts, like Qwen3-VL's, but without text content."""
 ASKS = LOOP.replace(
@@ -59,7 +61,7 @@ def test_a_call_without_content_is_rendered_as_the_call_alone(
 
 def test_a_call_that_the_template_does_not_render_makes_a_row_unusable() -> None:
     with pytest.raises(UnusableRow, match="the chat template leaves out tool_calls of a turn without content"):
-        trained(CHAT_TEMPLATE, CALL)
+        trained(WITHOUT_CALLS, CALL)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_no_empty_turn_is_trained_beside_a_call_with_an_empty_content() -> None:
 
 def test_a_call_beside_a_text_that_the_template_leaves_out_makes_a_row_unusable() -> None:
     with pytest.raises(UnusableRow, match=r"the chat template leaves out tool_calls$"):
-        trained(CHAT_TEMPLATE, CALL | {"content": "I look."})
+        trained(WITHOUT_CALLS, CALL | {"content": "I look."})
 
 
 def test_schemas_of_tools_may_be_json_in_parts() -> None:
