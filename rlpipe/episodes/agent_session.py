@@ -143,6 +143,7 @@ class AgentSession:
         self._num_drawn = 0
         self._is_sealed = False
         self._templates: dict[str, ChatTemplate] = {}
+        self._parsers: dict[str, Parser] = {}
 
     @property
     def is_sealed(self) -> bool:
@@ -242,8 +243,7 @@ class AgentSession:
         text = read_turn(drawn.token_ids, bridge)
         for stop in question.stop:
             text = text.partition(stop)[0]
-        parser = with_tools(self._parser, question.tools) if question.tools else parse_text
-        parsed = parser(text, f"{number}c")
+        parsed = self._parser_of(question.tools, tools)(text, f"{number}c")
         if any(call.problem is not None for call in parsed.calls):
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
         return ChatAnswer(
@@ -285,6 +285,11 @@ class AgentSession:
             return bridge.whole(messages)
         except Unbridgeable as error:
             raise RequestRefused(400, "invalid", f"the conversation can't be rendered: {error}") from error
+
+    def _parser_of(self, tools: Sequence[Any], key: str) -> Parser:
+        if key not in self._parsers:
+            self._parsers[key] = with_tools(self._parser, tools) if tools else parse_text
+        return self._parsers[key]
 
     def _bridge_of(self, tools: Sequence[Any], key: str) -> Bridge:
         if key not in self._templates:

@@ -122,7 +122,10 @@ class ServedObject:
                 tool, given = arguments
                 value = await self._tools[tool].call(given)
                 answer = {"value": asdict(value)} if isinstance(value, Step) else {"text": as_text(value)}
-                return answer | {"is_alone": _is_alone()}
+                # An environment may still wait for processes that it has started, and reap them itself.
+                return answer if self._environment is not None else answer | {"is_alone": _is_alone()}
+            if name == "close" and self._environment is None:  # it could not be made
+                return {"is_alone": _is_alone()}
             if name == "reset":
                 self._environment = self._kind.make()
                 self._tools = {own.name: own for own in self._environment.tools()}

@@ -136,7 +136,8 @@ async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _parse_docstring(text: str) -> tuple[str | None, Mapping[str, str] | None]:
-    from transformers.utils.chat_template_utils import parse_google_format_docstring  # a second, for tools alone
+    # Imported here because it takes a second, and environments without tools do without it.
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
 
     description, arguments, _ = parse_google_format_docstring(text)
     return description, arguments

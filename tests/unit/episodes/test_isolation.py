@@ -181,6 +181,22 @@ def test_a_process_serves_one_episode_after_the_other_outside_of_a_sandbox(file:
         kind.make.__self__.close()  # type: ignore[attr-defined]
 
 
+def test_an_environment_that_can_no_longer_be_made_says_why_and_is_closed(file: Path) -> None:
+    config = EnvironmentConfig(path=f"{file}:Counter", kwargs={"start": 5}, timeout_s=20)
+    kind = isolate(import_kind(config), config)
+
+    async def play() -> None:
+        environment = kind.make()
+        with pytest.raises(Raised, match="KeyError"):
+            await environment.reset({}, 3)  # type: ignore[misc]
+        await environment.close()  # type: ignore[misc]
+        unused = kind.make()
+        await unused.close()  # type: ignore[misc]
+
+    asyncio.run(play())
+    kind.make.__self__.close()  # type: ignore[attr-defined]
+
+
 def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKind) -> None:
     async def play() -> None:
         environment = kind.make()
