@@ -38,6 +38,19 @@ class Shape:
     vocabulary: int
     tied: bool = False
 
+    def config(self, **options: Any) -> Qwen3Config:
+        return Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            tie_word_embeddings=self.tied,
+            **options,
+        )
+
 
 @dataclass(kw_only=True, frozen=True)
 class Case:
@@ -100,18 +113,7 @@ def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
     ``dtype`` is that of the weights; by default float32 if all are trained, else the compute dtype.
     """
     dtype = dtype or (torch.float32 if case.kind == "full" else COMPUTE)
-    shape = case.shape
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=max(case.tokens, 32768),
-    )
+    config = case.shape.config(max_position_embeddings=max(case.tokens, 32768))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.set_attn_implementation(NAME)

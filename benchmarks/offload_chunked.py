@@ -22,7 +22,7 @@ from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
 from rlpipe.offload.planner.cost import ChunkProfile, Knobs, Mode, Profile, Rates, arrange, first_cached
 from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import Decision, decide
-from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline
+from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline, start_seconds
 from rlpipe.offload.planner.trace import Operator, TensorTracker, Trace
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import find_units, take_inventory
@@ -124,7 +124,7 @@ def make_plan(scorer: TokenScorer, case: Case, machine: Device, device: torch.de
         return loss_of(scorer, case, row)
 
     precision = precision_of(case)
-    trace = trace_model(scorer, units, run, observe, compute_dtype=precision.compute)
+    trace = trace_model(scorer, units, run, observe, compute_dtype=precision.compute, start_s=start_seconds(machine))
     inventory = take_inventory(scorer, units, compute_dtype=precision.compute)
     layout = make_layout(inventory.tensors, sizes=sizes_of(case))
     profile = make_profile(scorer, inventory, layout, trace, precision=precision, num_micro_batches=case.micro_batches)

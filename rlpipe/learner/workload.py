@@ -78,7 +78,7 @@ def pack_full(config: Config) -> tuple[int, MicroBatch]:
     """
     algorithm, learner = config.algorithm, config.learner
     return pack_fullest(
-        [*_rollouts(config)],
+        [*full_rollouts(config)],
         num_ranks=learner.num_ranks,
         max_tokens=learner.max_tokens_per_microbatch,
         num_minibatches=algorithm.num_minibatches,
@@ -98,7 +98,7 @@ def sequence_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
 
 
-def _rollouts(config: Config) -> Iterator[Rollout]:
+def full_rollouts(config: Config) -> Iterator[Rollout]:
     """Yield the rollouts of a step at full length, with a different prompt for each group."""
     is_rl, length = config.algorithm.kind == "rl", sequence_tokens(config)
     mask = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)

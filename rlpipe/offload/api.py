@@ -22,7 +22,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.planner.cost import Capacity, Knobs
-from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
+from rlpipe.offload.planner.fake_trace import traceable_experts
 from rlpipe.offload.planner.planner import (
     AMORTISING_SEQUENCES,
     Decision,
@@ -32,7 +32,7 @@ from rlpipe.offload.planner.planner import (
     given_decision,
     ranks_of,
 )
-from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline
+from rlpipe.offload.planner.profiler import make_profile, rates_of, trace_on
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free, chunk_state, load_chunk_state
@@ -203,7 +203,7 @@ def plan(
     assert hardware is not None, "what is searched needs rates"
     try:
         with traceable_experts(model):
-            trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
+            trace = trace_on(hardware, model, units, loss_of, compute_dtype=precision.compute)
     except RuntimeError as error:
         raise CannotBeTraced(
             f"{type(model).__name__} can't be traced without real tensors ({describe_error(error)}): "

@@ -23,9 +23,9 @@ from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows, misses_tower
 from rlpipe.learner.workload import needs_copy, read_workload
 from rlpipe.offload.planner.cost import Capacity, Profile
-from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
+from rlpipe.offload.planner.fake_trace import traceable_experts
 from rlpipe.offload.planner.planner import Decision
-from rlpipe.offload.planner.profiler import rates_of, roofline
+from rlpipe.offload.planner.profiler import rates_of, trace_on
 from rlpipe.offload.planner.search import DoesNotFit
 from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold
 from rlpipe.offload.runtime.runtime import least_memory
@@ -72,7 +72,7 @@ def trace_policy(
     places = {unit: place for place, unit in enumerate(stands_for)}
     try:
         with _only_layers(scorer.causal_model, [places[unit] for unit in kept]), traceable_experts(scorer):
-            trace = trace_model(scorer, outline.units, loss_of, roofline(device), compute_dtype=compute_dtype)
+            trace = trace_on(device, scorer, outline.units, loss_of, compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
         raise ModelError(
             f"model.path={config.model.path}: a plan can't trace {type(scorer.causal_model).__name__} without "

@@ -21,7 +21,7 @@ from rlpipe.hardware.dtypes import AUTO
 from rlpipe.learner.forward import drop_unread
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.planner.fake_trace import ForwardCost, trace_forward
-from rlpipe.offload.planner.profiler import roofline
+from rlpipe.offload.planner.profiler import roofline, start_seconds
 from rlpipe.plan.dtype_work import dtype_on, scorer_products
 from rlpipe.plan.learner_memory import Outline, nf4_bytes, outline_policy
 from rlpipe.plan.model_shape import describe_offline
@@ -156,7 +156,12 @@ class ScorerModel:
         key = (num_sequences, num_tokens, device.name)
         if key not in self._costs:
             try:
-                found = trace_forward(self.module, lambda: self.run(num_sequences, num_tokens), roofline(device))
+                found = trace_forward(
+                    self.module,
+                    lambda: self.run(num_sequences, num_tokens),
+                    roofline(device),
+                    start_s=start_seconds(device),
+                )
             except UNTRACEABLE as error:
                 raise ModelError(
                     f"{self.path} can't be traced without real tensors ({describe_error(error)})"

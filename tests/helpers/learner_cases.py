@@ -107,11 +107,12 @@ def make_learner(
     learner: LearnerConfig | None = None,
     algorithm: AlgorithmConfig | None = None,
     model: ModelConfig | None = None,
+    device: str = "cpu",
 ) -> Learner:
     learner = learner or LearnerConfig(optimizer=OptimizerConfig(lr=1e-2 if adapter == "lora" else 1e-3))
     model, algorithm = model or make_model_config(path, adapter=adapter), algorithm or AlgorithmConfig(num_steps=10)
     workload = Workload(copied_for=algorithm if needs_copy(model, algorithm) else None)
-    policy = load_policy(model, learner, torch.device("cpu"), workload=workload)
+    policy = load_policy(model, learner, torch.device(device), workload=workload)
     return Learner(policy, learner, algorithm, temperature=0.9, max_completion_tokens=16)
 
 

@@ -141,14 +141,15 @@ def trace_model(
     seconds: Seconds,
     *,
     compute_dtype: torch.dtype | None = None,
+    start_s: float = 0.0,
 ) -> Trace:
     """Trace ``loss_of``, which calls the model for a loss; the model and its gradients stay as they are.
 
-    Trained weights in chunks count as having ``compute_dtype``, if it is given. The model may be on the meta device.
-    Raises torch's error if shapes depend on values.
+    ``seconds`` and ``start_s`` are those of ``Trace``. Trained weights in chunks count as having ``compute_dtype``, if
+    it is given. The model may be on the meta device. Raises torch's error if shapes depend on values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    trace = Trace(units, seconds)
+    trace = Trace(units, seconds, start_s=start_s)
     wrapper = _UnitCall(model, lambda: loss_of(trace))
     with mode:
         fakes = _fakes(wrapper, None if is_adapted(model) else compute_dtype)
@@ -166,20 +167,23 @@ class ForwardCost:
     """Most bytes of the tensors that it makes; weights do not count."""
 
 
-def trace_forward(model: nn.Module, run: Callable[[], Tensor], seconds: Seconds) -> ForwardCost:
+def trace_forward(
+    model: nn.Module, run: Callable[[], Tensor], seconds: Seconds, *, start_s: float = 0.0
+) -> ForwardCost:
     """Return the cost of ``run``, which calls the model without gradients, traced as in ``trace_model``."""
-    mode, total = FakeTensorMode(allow_non_fake_inputs=True), 0.0
+    mode, total, starts = FakeTensorMode(allow_non_fake_inputs=True), 0.0, 0
 
     def observe(operator: Operator) -> None:
-        nonlocal total
+        nonlocal total, starts
         total += seconds(operator)
+        starts += operator.num_bytes > 0
 
     wrapper, tracker = _UnitCall(model, run), TensorTracker(observe)
     with mode:
         fakes = _fakes(wrapper, None)
     with traceable_experts(model), mode, RealUnlessWeighted(), torch.no_grad(), tracker:
         functional_call(wrapper, fakes, ())
-    return ForwardCost(seconds=total, peak_bytes=tracker.peak)
+    return ForwardCost(seconds=max(total, starts * start_s), peak_bytes=tracker.peak)
 
 
 @contextmanager

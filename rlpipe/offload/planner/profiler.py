@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from heapq import nlargest
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlpipe.hardware.device import Device, adding
 from rlpipe.hardware.host_memory import room_bytes
 from rlpipe.offload.layout import ALIGNMENT, Chunk, ChunkLayout, aligned
 from rlpipe.offload.planner.cost import FREE_LINK, ChunkProfile, Profile, Rates
+from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.trace import Operator, Seconds, Stage, Trace
 from rlpipe.offload.runtime.gradients import NUM_STAGED
 from rlpipe.offload.runtime.runtime import Precision
-from rlpipe.offload.units import Inventory
+from rlpipe.offload.units import Inventory, Unit
 
 DEVICES_PER_MACHINE = 8
 """Ranks per machine; further ranks count as running on other machines, each with the same host memory."""
@@ -43,15 +44,41 @@ def _share(rates: Mapping[str, float], count: int) -> dict[str, float]:
     return {name: rate / count for name, rate in rates.items()}
 
 
+GPU_START_S = 22e-6
+"""Seconds in which a host starts an operator of a model on a GPU, with the Python and autograd code around it."""
+GPU_COPY_SHARE = 0.7
+"""Bandwidth of a model's operators without products on a GPU, over a copy's: many are strided, casting or small."""
+
+
+def start_seconds(device: Device) -> float:
+    """Return the least seconds of an operator; both constants fit learners of 0.6B to 1.7B parameters on one H200."""
+    return GPU_START_S if device.kind == "cuda" else 0.0
+
+
 def roofline(device: Device) -> Seconds:
     """Return a function for an operator's seconds: the time of its arithmetic or of its memory, whichever is longer."""
     slowest = min(device.matmul_flops.values())
+    share = GPU_COPY_SHARE if device.kind == "cuda" else 1.0
 
     def seconds(operator: Operator) -> float:
         flops = device.matmul_flops.get(str(operator.dtype).removeprefix("torch."), slowest)
-        return max(operator.flops / flops, operator.num_bytes / device.memory_bandwidth)
+        bandwidth = device.memory_bandwidth * (1.0 if operator.flops else share)
+        return max(operator.flops / flops, operator.num_bytes / bandwidth)
 
     return seconds
+
+
+def trace_on(
+    device: Device,
+    model: nn.Module,
+    units: Sequence[Unit],
+    loss_of: Callable[[Trace], Tensor],
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> Trace:
+    """Trace ``loss_of`` with the times that it takes on a device; see ``trace_model``."""
+    seconds, start_s = roofline(device), start_seconds(device)
+    return trace_model(model, units, loss_of, seconds, compute_dtype=compute_dtype, start_s=start_s)
 
 
 FLOAT32_BYTES = 4

@@ -125,6 +125,9 @@ class Stage:
     """Live bytes when its backward pass begins."""
     forward_s: float = 0.0
     backward_s: float = 0.0
+    forward_starts: int = 0
+    backward_starts: int = 0
+    """Operators that the host starts on the device, views left out."""
     has_work: bool = False
     is_left: bool = False
     """Whether the end of its backward pass is noticed, because its inputs have gradients."""
@@ -150,10 +153,13 @@ class Input:
 
 
 class Trace:
-    """Trace of a function that returns a model's loss, which ``run`` calls once; use ``profiles`` afterwards."""
+    """Trace of a function that returns a model's loss, which ``run`` calls once; use ``profiles`` afterwards.
 
-    def __init__(self, units: Sequence[Unit], seconds: Seconds) -> None:
-        self._units, self._seconds = units, seconds
+    ``start_s`` is the time in which the host starts an operator: a stage takes at least that for all of its operators.
+    """
+
+    def __init__(self, units: Sequence[Unit], seconds: Seconds, *, start_s: float = 0.0) -> None:
+        self._units, self._seconds, self._start_s = units, seconds, start_s
         self._tracker = TensorTracker(self._observe)
         self.stages: list[Stage] = [Stage(None)]
         self._current = self.stages[0]
@@ -193,6 +199,9 @@ class Trace:
                 self.shared_bytes = sum(given.num_bytes for given in self._inputs.values() if given.is_shared)
                 self._is_backward = True
                 loss.backward()
+            for stage in self.stages:
+                stage.forward_s = max(stage.forward_s, stage.forward_starts * self._start_s)
+                stage.backward_s = max(stage.backward_s, stage.backward_starts * self._start_s)
         finally:
             for handle in handles:
                 handle.remove()
@@ -222,13 +231,15 @@ class Trace:
         ]
 
     def _observe(self, operator: Operator) -> None:
-        stage, seconds = self._current, self._seconds(operator)
+        stage, seconds, has_work = self._current, self._seconds(operator), operator.num_bytes > 0
         if self._is_backward:
             stage.backward_s += seconds
+            stage.backward_starts += has_work
             stage.backward_peak = max(stage.backward_peak, self._tracker.live)
         else:
-            stage.has_work |= operator.num_bytes > 0
+            stage.has_work |= has_work
             stage.forward_s += seconds
+            stage.forward_starts += has_work
             stage.forward_peak = max(stage.forward_peak, self._tracker.live)
 
     def _enter(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -29,7 +29,8 @@ from rlpipe.offload.planner.cost import (
     reduce_s,
 )
 from rlpipe.offload.planner.fake_trace import trace_model
-from rlpipe.offload.planner.profiler import make_profile, rates_of
+from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline
+from rlpipe.offload.planner.trace import Operator
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import find_units
 
@@ -132,6 +133,28 @@ class Copies(TorchDispatchMode):
         elif func is torch.ops.aten.copy_.default:
             self.num_bytes += args[0].nbytes + args[1].nbytes
         return result
+
+
+def test_a_stage_takes_at_least_the_time_in_which_the_host_starts_its_operators() -> None:
+    model, hidden = Layers(), torch.ones(4, WIDTH)
+
+    def trace(work_s: float, start_s: float) -> list[tuple[float, float]]:
+        units = find_units(model)
+        found = trace_model(model, units, lambda _: model(hidden), lambda _: work_s, start_s=start_s)
+        return [(stage.forward_s, stage.backward_s) for stage in found.stages if stage.unit is not None]
+
+    # A layer has one product; its backward pass also multiplies for the input's gradient, but not in the first layer.
+    assert trace(0.0, 1.0) == [(1.0, 1.0), (1.0, 2.0)]
+    assert trace(2.0, 0.0) == trace(2.0, 1.0), "views take the work's time here, so that work is longer"
+
+
+def test_operators_without_products_do_not_reach_the_rate_of_copies_on_a_gpu() -> None:
+    gpu = h100()
+    adding_up = Operator(name="add", flops=0, num_bytes=10**9, dtype=torch.bfloat16)
+    product = replace(adding_up, name="mm", flops=1)
+    assert roofline(gpu)(adding_up) == pytest.approx(10**9 / (0.7 * gpu.memory_bandwidth))
+    assert roofline(gpu)(product) == pytest.approx(10**9 / gpu.memory_bandwidth)
+    assert roofline(replace(gpu, kind="cpu"))(adding_up) == pytest.approx(10**9 / gpu.memory_bandwidth)
 
 
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])

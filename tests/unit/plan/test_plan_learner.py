@@ -169,13 +169,21 @@ def test_work_is_packed_as_in_a_run() -> None:
 
 def test_more_tokens_and_more_layers_take_more() -> None:
     tokens = [plan(SMALL, f"learner.max_tokens_per_microbatch={count}") for count in (2048, 3072)]
-    models = [plan(f"Qwen/Qwen3-{size}B") for size in ("0.6", "8")]
+    models = [plan(f"Qwen/Qwen3-{size}B", "learner.max_tokens_per_microbatch=24576") for size in ("0.6", "8")]
     for entries in (tokens, models):
         peaks = [entry.memory.device.total for entry in entries if entry.memory is not None]
         assert len(peaks) == len(entries)
         assert all(less < more for less, more in pairwise(peaks))
     seconds = [entry.time.seconds for entry in models if entry.time is not None]
     assert seconds[0] < seconds[1] / 4
+
+
+def test_a_small_model_takes_the_time_in_which_its_operators_are_started() -> None:
+    """Twice as many micro batches of half the tokens take about twice as long, though they compute the same."""
+    large, small = (plan(SMALL, f"learner.max_tokens_per_microbatch={count}").time for count in (3072, 1536))
+    assert large is not None
+    assert small is not None
+    assert small.seconds > 1.7 * large.seconds
 
 
 def test_checkpointing_trades_memory_for_time() -> None:

@@ -10,8 +10,8 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.learner.strategies.chunked import full_rows
-from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
-from rlpipe.offload.planner.profiler import roofline
+from rlpipe.offload.planner.fake_trace import traceable_experts
+from rlpipe.offload.planner.profiler import trace_on
 from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold
 from rlpipe.plan.learner_case import trace_policy
 from rlpipe.plan.learner_memory import Outline, outline_policy
@@ -41,7 +41,7 @@ def trace_whole(outline: Outline, config: Config, dtype: torch.dtype | None) -> 
         return scorer.logprobs(row, 1.0, config.learner.logprob_chunk_tokens, with_entropy=True)[0].sum()
 
     with traceable_experts(scorer):
-        return trace_model(scorer, outline.units, loss_of, roofline(DEVICE), compute_dtype=dtype)
+        return trace_on(DEVICE, scorer, outline.units, loss_of, compute_dtype=dtype)
 
 
 QWEN = Qwen3Config(num_hidden_layers=5, **SMALL)
