@@ -112,7 +112,7 @@ class Through:
 
     def __init__(self, config: Config) -> None:
         groups = {TURNS: 8}
-        self.engine = ray.remote(RolloutActor).options(max_concurrency=4, concurrency_groups=groups).remote("engine")
+        self.engine = ray.remote(concurrency_groups=groups)(RolloutActor).options(max_concurrency=4).remote("engine")
         self._config = config
         ray.get(self.engine.start.remote(config.model, config.rollout, config.weights, longest_conversation(config)))
 
@@ -123,7 +123,8 @@ class Through:
         actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes", setup)
         ray.get(actor.start.remote())
         found: list[RolloutGroup] = []
-        for requests in (make_requests(config, 2), make_requests(config, num_groups)):  # the first are a warm-up
+        # The first are a warm-up, and start a process for each episode that is played at one time.
+        for requests in (make_requests(config, CONCURRENCY // GROUP_SIZE), make_requests(config, num_groups)):
             found, began = [], time.perf_counter()
             ray.get(actor.play.remote(requests, "engine"))
             while len(found) < len(requests):
@@ -260,6 +261,7 @@ async def measure_schedule(num_episodes: int) -> float:
 
     player, _ = open_player(config, draw)
     await player.start()
+    await asyncio.gather(*map(player.play, make_requests(config, CONCURRENCY, [{} for _ in range(CONCURRENCY)])))
     requests = make_requests(config, num_episodes, [{"waits": own} for own in waits.tolist()])
     began = time.perf_counter()
     await asyncio.gather(*map(player.play, requests))
@@ -273,6 +275,7 @@ async def measure_schedule(num_episodes: int) -> float:
 def measure(num_episodes: int, repeats: int) -> None:
     gateway_ms = asyncio.run(measure_gateway(num_episodes))
     schedule = asyncio.run(measure_schedule(num_episodes))
+    print(f"gateway: {gateway_ms:.2f} ms a request; schedule: {schedule:.3f}", flush=True)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     through = Through(make_config())
     ways = {
@@ -283,7 +286,9 @@ def measure(num_episodes: int, repeats: int) -> None:
     for _ in range(repeats):
         for way, option in ways.items():
             seconds, groups = through.play(num_episodes // GROUP_SIZE, option)
-            shares[way].append(measure_bare(groups) / seconds)
+            bare_s = measure_bare(groups)
+            print(f"{way}: {seconds:.1f} s, a bare loop {bare_s:.1f} s", flush=True)
+            shares[way].append(bare_s / seconds)
     ray.shutdown()
     result = {
         "episodes": num_episodes,

@@ -32,7 +32,7 @@ from rlpipe.scoring.sandbox.confinement import remove_folder
 from rlpipe.scoring.sandbox.sandbox_child import Limits
 from rlpipe.scoring.sandbox.sandbox_server import try_confinement
 
-CHECK_S = 2.0
+CHECK_S = 5.0
 """Seconds between two checks of an episode's processes and their memory."""
 MAX_START_BYTES = 4096
 END_S = 10.0

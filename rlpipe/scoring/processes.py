@@ -79,6 +79,30 @@ def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[i
     return found
 
 
+class Family:
+    """The descendants of this process, for frequent looks on a machine with many processes.
+
+    A process that was none in two looks is not read again; a living one could only be taken for it if its id were used
+    again between two looks.
+    """
+
+    def __init__(self) -> None:
+        self._strangers: set[int] = set()
+        self._once: set[int] = set()
+
+    def find(self) -> set[int]:
+        """Return the ids of the living descendants."""
+        living = {int(entry) for entry in os.listdir(PROC) if entry.isdigit()} if PROC.is_dir() else set()
+        self._strangers &= living
+        found = {pid: own for pid in living - self._strangers if (own := read_process(pid)) is not None}
+        family = descendants([os.getpid()], found)
+        # The child of one that dies during the look seems to be a stranger, until it is this process's child.
+        others = found.keys() - family - {os.getpid()}
+        self._strangers |= others & self._once
+        self._once = others
+        return family
+
+
 def marked(mark: str, pids: Iterable[int]) -> set[int]:
     """Return those of ``pids`` that were started with ``mark``, such as ``NAME=value``, in their environment."""
     found = set()

@@ -6,13 +6,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from rlpipe.scoring.processes import GIB, PROC, MemoryLimit, descendants, end_processes, list_processes
+from rlpipe.scoring.processes import GIB, PROC, Family, MemoryLimit, descendants, end_processes, list_processes
 from rlpipe.scoring.sandbox.confinement import remove_folder
 from rlpipe.scoring.sandbox.sandbox_child import Limits, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
@@ -85,7 +85,7 @@ class CallRunner:
         answer = bytearray()
         started = time.monotonic()
         base_bytes = memory_bytes(os.getpid())
-        checked = started
+        checked, family = started, Family()
         with DefaultSelector() as selector:
             for source in (read_end, self._wake, self._connection.fileno()):
                 selector.register(source, EVENT_READ)
@@ -108,7 +108,9 @@ class CallRunner:
                     return f"it took longer than {limits.timeout_s:g} seconds (timeout_s) in its sandbox", b""
                 if now - checked >= check_s:
                     self.check_parent()
-                    if (reason := describe_excess(limits.memory, base_bytes)) is not None:
+                    # Without a sandbox a hundred runners may watch at one time, and a call can do worse than hide.
+                    running = descendants([os.getpid()], list_processes()) if limits.is_confined else family.find()
+                    if (reason := describe_excess(running, limits.memory, base_bytes)) is not None:
                         return reason, b""
                     checked = time.monotonic()
 
@@ -164,12 +166,11 @@ def describe_end(status: int, limits: Limits) -> str | None:
     return f"its sandboxed process{hint} died of {signal.Signals(-code).name}"
 
 
-def describe_excess(memory: MemoryLimit | None, base_bytes: int) -> str | None:
+def describe_excess(family: Collection[int], memory: MemoryLimit | None, base_bytes: int) -> str | None:
     """Return why the processes of the running call are too many or too large together, or None if they are not.
 
     The server's ``base_bytes`` are subtracted from each: a process either shares them or is small.
     """
-    family = descendants([os.getpid()], list_processes())
     if len(family) > MAX_PROCESSES:
         return f"it had more than {MAX_PROCESSES} processes at one time in its sandbox"
     if memory is None:

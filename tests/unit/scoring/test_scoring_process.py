@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,8 @@ from pathlib import Path
 import isolation_cases
 import pytest
 
-from rlpipe.scoring.processes import list_processes
+from rlpipe.scoring import processes
+from rlpipe.scoring.processes import list_processes, read_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are those of Linux")
 
@@ -65,3 +68,27 @@ def test_a_process_that_memory_does_not_come_back_to_is_given_up(tmp_path: Path)
 def test_children_of_a_scoring_process_end_with_it_or_with_the_failure(tmp_path: Path, how: str) -> None:
     run_scorer(tmp_path, how)
     assert all_dead(tmp_path)
+
+
+def test_a_family_is_found_again_without_reading_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def note(pid: int) -> processes.Process | None:
+        read.append(pid)
+        return read_process(pid)
+
+    monkeypatch.setattr(processes, "read_process", note)
+    family = processes.Family()
+    before = family.find()
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        grandchild = int(child.stdout.readline())
+        assert family.find() - before == {child.pid, grandchild}
+        assert os.getppid() in read
+        family.find()
+        read.clear()
+        assert family.find() >= {child.pid, grandchild}
+        assert os.getppid() not in read, "it was no descendant twice"
+        os.kill(grandchild, signal.SIGKILL)
+        child.wait()
+    assert not family.find() & {child.pid, grandchild}
