@@ -49,11 +49,17 @@ class Process:
 
 def list_processes() -> dict[int, Process]:
     """Return every living process by its id, without zombies; empty if there is no /proc."""
-    found = {}
-    for entry in os.listdir(PROC) if PROC.is_dir() else ():
-        if entry.isdigit() and (process := read_process(int(entry))) is not None:
-            found[int(entry)] = process
-    return found
+    return read_processes(process_ids())
+
+
+def process_ids() -> set[int]:
+    """Return the ids of all processes; empty if there is no /proc."""
+    return {int(entry) for entry in os.listdir(PROC) if entry.isdigit()} if PROC.is_dir() else set()
+
+
+def read_processes(pids: Iterable[int]) -> dict[int, Process]:
+    """Return those of ``pids`` that are alive, by their ids."""
+    return {pid: process for pid in pids if (process := read_process(pid)) is not None}
 
 
 def read_process(pid: int) -> Process | None:
@@ -92,9 +98,9 @@ class Family:
 
     def find(self) -> set[int]:
         """Return the ids of the living descendants."""
-        living = {int(entry) for entry in os.listdir(PROC) if entry.isdigit()} if PROC.is_dir() else set()
-        self._strangers &= living
-        found = {pid: own for pid in living - self._strangers if (own := read_process(pid)) is not None}
+        pids = process_ids()
+        self._strangers &= pids
+        found = read_processes(pids - self._strangers)
         family = descendants([os.getpid()], found)
         # The child of one that dies during the look seems to be a stranger, until it is this process's child.
         others = found.keys() - family - {os.getpid()}
