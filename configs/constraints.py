@@ -347,6 +347,8 @@ def check_environment(config: Config) -> Iterator[str]:
         return
     names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]
     name = f"environment.{names[0]}"
+    if environment.port is not None and environment.num_processes > 1:
+        yield "environment.port: each process that plays needs a port of its own; set environment.num_processes=1"
     if environment.agent is not None and names != ["agent"]:
         other = next(name for name in names if name != "agent")
         yield f"environment.agent: a program brings its own tools and answers; remove environment.{other}, or agent"

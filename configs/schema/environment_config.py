@@ -17,7 +17,12 @@ class EnvironmentConfig(Freezable):
     tools: list[Any] = option([], "Functions that the policy may call, each as package.module:name or file.py:name.")
     agent: Any = option(
         None,
-        "A program that asks for chat completions: file.py:name of a function, or {command: [program, argument, ...]}.",
+        "A program that asks for chat completions: file.py:name of a function, {command: [program, argument, ...]}, or "
+        "{nemo_gym: URL of the head server, name: AGENT}.",
+    )
+    host: str = option("127.0.0.1", "Address at which agents reach the run's policy.")
+    port: int | None = option(
+        None, "Port at which agents reach the run's policy; null: any free one.", minimum=1, maximum=65_535
     )
     weight: float = option(
         1.0, "Weight of the environment's reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT

@@ -78,11 +78,11 @@ def _as_read(messages: ChatMessages) -> ChatMessages:
         if role not in ("system", "developer", "user", "assistant", "tool"):
             raise RequestRefused(400, "invalid", f"a message has the role {role!r:.50}")
         _check_content(message.get("content"))
-        for call in message.get("tool_calls") or ():
-            try:
+        try:
+            for call in message.get("tool_calls") or ():
                 names[str(call.get("id"))] = call["function"]["name"]
-            except (TypeError, KeyError, AttributeError):
-                raise RequestRefused(400, "invalid", "a call has no function with a name") from None
+        except (TypeError, KeyError, AttributeError):
+            raise RequestRefused(400, "invalid", "tool_calls has to be a list of calls of named functions") from None
         own = {**message, "role": "system" if role == "developer" else role}
         if role == "tool" and not own.get("name"):
             own["name"] = names.get(str(own.get("tool_call_id")), "")
@@ -135,6 +135,8 @@ class AgentSession:
         self.episode = Episode()
         self.rewards: dict[str, float] = {}
         """Rewards of answers, by their ids, and of the whole episode, by an empty one."""
+        self.conversations: dict[str, ChatMessages] = {}
+        """Conversations up to the answers that further requests may name, by the answers' ids."""
         self._received: list[ChatAnswer] = []
         self._known: Known = {}
         self._tools: dict[int, str] = {}
@@ -234,7 +236,7 @@ class AgentSession:
         if room <= 0:
             self.episode.end_early("length")
             limit = self._rules.max_model_len
-            message = f"the conversation has {len(context)} tokens; this run's limit is {limit}"
+            message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
             raise RequestRefused(400, "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
         number, self._num_drawn = self._num_drawn, self._num_drawn + 1

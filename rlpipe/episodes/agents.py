@@ -90,18 +90,6 @@ class CommandAgent:
         return read_reward(output.decode(errors="replace"))
 
 
-def open_agent(agent: Any) -> Agent:
-    """Return the agent that ``environment.agent`` names; raise ``ConfigError`` if it is none."""
-    if isinstance(agent, str):
-        return FunctionAgent(agent)
-    command = agent.get("command") if isinstance(agent, Mapping) and set(agent) == {"command"} else None
-    if not isinstance(command, Sequence) or isinstance(command, str) or not command:
-        raise ConfigError(
-            f"environment.agent: {agent!r:.200} is neither file.py:function nor {{command: [program, argument, ...]}}"
-        )
-    return CommandAgent([str(part) for part in command])
-
-
 def read_reward(output: str) -> Reward:
     """Return the reward in the last line of a command's output, or None if there is none."""
     lines = output.strip().splitlines()

@@ -61,7 +61,12 @@ class GroupPlayer:
         self._kind, self._config, self._bridge, self._parser, self._draw = kind, config, bridge, parser, draw
         self._max_model_len, self._sampling = max_model_len, sampling
         self._places = asyncio.Semaphore(config.concurrency)
-        self._gateway = Gateway() if kind.agent is not None else None
+        self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
+
+    @property
+    def base_url(self) -> str | None:
+        """URL at which programs reach the policy, once started; None if no program plays."""
+        return None if self._gateway is None else self._gateway.base_url
 
     async def start(self) -> None:
         """Open the gateway if programs play, and try the MCP servers; raise ``ConfigError`` if one can't be started."""

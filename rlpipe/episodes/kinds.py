@@ -9,8 +9,9 @@ from typing import Any
 
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.agents import Agent, open_agent
+from rlpipe.episodes.agents import Agent, CommandAgent, FunctionAgent
 from rlpipe.episodes.environment import Environment
+from rlpipe.episodes.gym_agents import GymAgent
 from rlpipe.episodes.mcp_tools import McpServer
 from rlpipe.episodes.tools import FunctionTool, Observation, Tool
 from rlpipe.errors import ConfigError
@@ -42,7 +43,7 @@ class EpisodeKind:
 def import_kind(config: EnvironmentConfig) -> EpisodeKind:
     """Import the environment and tools of a config, and make one environment to try; raise ``ConfigError``."""
     if config.agent is not None:
-        return EpisodeKind(make=Given, tools=[], has_reward=True, agent=open_agent(config.agent))
+        return EpisodeKind(make=Given, tools=[], has_reward=True, agent=_open_agent(config.agent, config.concurrency))
     made: Callable[[], Environment] = Given
     own_tools: Sequence[Tool] = ()
     if config.path is not None:
@@ -62,6 +63,20 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         has_reward=config.path is not None,
         servers=servers,
         has_tools=bool(tools or servers or own_tools),
+    )
+
+
+def _open_agent(agent: Any, concurrency: int) -> Agent:
+    match agent:
+        case str():
+            return FunctionAgent(agent)
+        case {"command": [program, *arguments], **others} if not others:
+            return CommandAgent([str(part) for part in (program, *arguments)])
+        case {"nemo_gym": str(url), **others} if {*others} <= {"name"}:
+            return GymAgent(url, name=str(others.get("name") or ""), concurrency=concurrency)
+    raise ConfigError(
+        f"environment.agent: {agent!r:.200} is none of file.py:function, {{command: [program, argument, ...]}} and "
+        "{nemo_gym: URL of the head server, name: AGENT}"
     )
 
 

@@ -48,7 +48,7 @@ class JsonClient:
         self,
         url: str,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         retries: int,
         concurrency: int,
         headers: Mapping[str, str] | None = None,
@@ -85,7 +85,7 @@ class JsonClient:
                     raise RequestFailed(f"{server}: {reason}")
                 pause_s = _wanted_pause_s(response)
             except (httpx.TimeoutException, TimeoutError):
-                reason = f"no answer within {self._timeout_s:g} seconds"
+                reason = f"no answer within {self._timeout_s or 0:g} seconds"
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
             except UnusableAnswer as error:

@@ -6,6 +6,7 @@ import math
 import time
 from base64 import b64encode
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rlpipe.scoring.http import JsonClient, UnusableAnswer, together
@@ -40,25 +41,27 @@ class NemoGym(RewardActor):
         return list(await together(self._verify(group, text) for text in self.texts(group)))
 
     async def _verify(self, group: RolloutGroup, text: str) -> float:
-        return await self._client.post("/verify", verify_request(group, text), self._read)
+        return await self._client.post("/verify", verify_request(group, text), partial(reward_of, of=self._component))
 
-    def _read(self, answer: Any) -> float:
-        found = answer if isinstance(answer, Mapping) else {}
-        value = found.get("reward")
-        if self._component is not None:
-            components = found.get("reward_components")
-            value = components.get(self._component) if isinstance(components, Mapping) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            named = "reward" if self._component is None else f"reward_components[{self._component!r}]"
-            raise UnusableAnswer(f"its {named} is {value!r}, not a finite number")
-        return float(value)
+
+def reward_of(answer: Any, *, of: str | None = None) -> float:
+    """Return the reward in a server's answer, or that of a component; raise ``UnusableAnswer`` if there is none."""
+    found = answer if isinstance(answer, Mapping) else {}
+    value = found.get("reward")
+    if of is not None:
+        components = found.get("reward_components")
+        value = components.get(of) if isinstance(components, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        named = "reward" if of is None else f"reward_components[{of!r}]"
+        raise UnusableAnswer(f"its {named} is {value!r:.100}, not a finite number")
+    return float(value)
 
 
 def verify_request(group: RolloutGroup, text: str) -> dict[str, Any]:
     """Return the body of a ``/verify`` request: the row, and the completion as a response of OpenAI's Responses API."""
     params = group.prompt.task.get(CREATE_PARAMS) or {"input": _as_input(group)}
     return {
-        **{name: _as_json(value) for name, value in group.prompt.task.items()},
+        **row_as_json(group.prompt.task),
         CREATE_PARAMS: params,
         "response": {
             "id": f"resp_{group.group_id}",
@@ -79,6 +82,11 @@ def verify_request(group: RolloutGroup, text: str) -> dict[str, Any]:
             "tools": [],
         },
     }
+
+
+def row_as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's columns, with images as ``data:`` URLs."""
+    return {name: _as_json(value) for name, value in row.items()}
 
 
 def _as_json(value: Any) -> Any:

@@ -45,6 +45,30 @@ def with_openai(question: str) -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
 
+def with_responses(question: str) -> str:
+    from openai import OpenAI
+
+    client, answer, given = OpenAI(), None, [{"role": "user", "content": question}]
+    number = {"type": "integer"}
+    schema = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
+    tool: Any = {"type": "function", "name": "multiply", "description": "Multiplies.", "parameters": schema}
+    while True:
+        answer = client.responses.create(
+            model="any", input=given, instructions=SYSTEM, tools=[tool], previous_response_id=answer and answer.id
+        )
+        calls = [item for item in answer.output if item.type == "function_call"]
+        if not calls:
+            return answer.output_text
+        given = [
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": str(multiply(**json.loads(call.arguments))),
+            }
+            for call in calls
+        ]
+
+
 def with_langgraph(question: str) -> str:
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
@@ -53,14 +77,46 @@ def with_langgraph(question: str) -> str:
     return str(agent.invoke({"messages": [("user", question)]})["messages"][-1].content)
 
 
+def with_langgraph_responses(question: str) -> str:
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    agent = create_react_agent(ChatOpenAI(model="any", use_responses_api=True), [multiply], prompt=SYSTEM)
+    return str(agent.invoke({"messages": [("user", question)]})["messages"][-1].text)
+
+
 def with_openai_agents(question: str) -> str:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from agents import OpenAIChatCompletionsModel
     from openai import AsyncOpenAI
 
+    return _with_openai_agents(question, OpenAIChatCompletionsModel(model="any", openai_client=AsyncOpenAI()))
+
+
+def with_openai_agents_responses(question: str) -> str:
+    return _with_openai_agents(question, "any")  # its own default
+
+
+def _with_openai_agents(question: str, model: Any) -> str:
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
+
     set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel(model="any", openai_client=AsyncOpenAI())
     agent = Agent(name="calculator", instructions=SYSTEM, tools=[function_tool(multiply)], model=model)
     return str(asyncio.run(Runner.run(agent, question)).final_output)
+
+
+def with_openai_agents_stream(question: str) -> str:
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    agent = Agent(name="calculator", instructions=SYSTEM, tools=[function_tool(multiply)], model="any")
+
+    async def run() -> str:
+        running = Runner.run_streamed(agent, question)
+        async for _ in running.stream_events():
+            pass
+        return str(running.final_output)
+
+    return asyncio.run(run())
 
 
 def with_smolagents(question: str) -> str:
@@ -75,8 +131,12 @@ def with_smolagents(question: str) -> str:
 
 PROGRAMS = {
     "openai": with_openai,
+    "responses": with_responses,
     "langgraph": with_langgraph,
+    "langgraph-responses": with_langgraph_responses,
     "openai-agents": with_openai_agents,
+    "openai-agents-responses": with_openai_agents_responses,
+    "openai-agents-stream": with_openai_agents_stream,
     "smolagents": with_smolagents,
 }
 

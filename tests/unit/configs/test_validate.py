@@ -211,6 +211,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"environment.tools": ["m:f"], "rollout.sampling.stop": ["x"]}, "environment.tools", "set it to []"),
         ({"environment.path": "m:E", "data.chat": False}, "environment.path", "set data.chat=true"),
         ({"environment.path": "m:E", "environment.agent": "m:f"}, "environment.agent", "remove environment.path"),
+        (
+            {"environment.agent": "m:f", "environment.port": 8000, "environment.num_processes": 2},
+            "environment.port",
+            "set environment.num_processes=1",
+        ),
         ({"environment.path": "m:E", "algorithm.ebft.reward": True}, "environment.path", "ebft.reward=false"),
         ({"algorithm.advantage.credit": "turns"}, "algorithm.advantage.credit", "set environment.path"),
         (

@@ -25,7 +25,18 @@ def program(framework: str) -> EpisodeKind:
     return import_kind(EnvironmentConfig(agent={"command": [sys.executable, str(PROGRAM), framework]}))
 
 
-@pytest.mark.parametrize("framework", ["openai", "langgraph", "openai-agents"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "openai",
+        "responses",
+        "langgraph",
+        "langgraph-responses",
+        "openai-agents",
+        "openai-agents-responses",
+        "openai-agents-stream",
+    ],
+)
 def test_a_conversation_of_turns_with_calls_is_one_sequence(framework: str) -> None:
     said = [CALL, AGAIN, "It is 42."]
     group, turns = play(said, said, kind=program(framework), row=ROW, timeout_s=120.0)

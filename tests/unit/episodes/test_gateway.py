@@ -21,6 +21,7 @@ from rlpipe.episodes.bridge import Bridge, turn_ends
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules
+from rlpipe.errors import ConfigError
 from rlpipe.types import IntArray
 
 TEMPLATES = dict(shipped_templates())
@@ -68,7 +69,9 @@ class Scene:
         )
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=self.key, **{"max_retries": 0, **options})
+        return openai.AsyncOpenAI(
+            **{"base_url": self.gateway.base_url, "api_key": self.key, "max_retries": 0, **options}
+        )
 
 
 def play(scene: Scene, program: Callable[[Scene], Awaitable[Any]]) -> tuple[Episode, Any]:
@@ -275,7 +278,7 @@ def test_turns_and_the_context_may_run_out() -> None:
     assert episode.end == "max_turns"
 
     async def long(scene: Scene) -> None:
-        with pytest.raises(openai.BadRequestError, match="this run's limit is 3000"):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 3000 tokens"):
             await scene.client().chat.completions.create(
                 model="any", messages=[{"role": "user", "content": "word " * 4000}]
             )
@@ -320,3 +323,27 @@ def test_bodies_that_are_no_requests_are_refused() -> None:
         return statuses
 
     assert play(Scene([]), program)[1] == [400] * 7
+
+
+def test_an_address_that_another_process_has_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.episodes.gateway.ADDRESS_WAIT_S", 0.5)
+
+    async def run() -> None:
+        first = Gateway()
+        await first.start()
+        port = int(first.base_url.split(":")[-1].removesuffix("/v1"))
+        second = Gateway(port=port)
+        with pytest.raises(ConfigError, match=f"environment.port={port}: agents can't be served there: .* in use"):
+            await second.start()
+        await second.stop()
+        third = Gateway(port=port)
+        starting = asyncio.create_task(third.start())
+        await asyncio.sleep(0.1)
+        await first.stop()
+        await starting
+        assert third.base_url == first.base_url
+        await third.stop()
+        with pytest.raises(ConfigError, match=r"environment\.host=203\.0\.113\.1"):
+            await Gateway("203.0.113.1").start()
+
+    asyncio.run(run())

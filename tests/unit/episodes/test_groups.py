@@ -46,9 +46,26 @@ def play(
     name: str = "trl/qwen2_5",
     row: dict[str, Any] | None = None,
     prompt: Any = (),
-    max_model_len: int = 4000,
     **options: Any,
 ) -> tuple[RolloutGroup, ScriptedTurns]:
+    player, turns = player_of(said, kind=kind, name=name, **options)
+    request = request_of({"number": 20} if row is None else row, prompt=list(prompt), group_size=len(said))
+
+    async def run() -> RolloutGroup:
+        await player.start()
+        return await player.play(request)
+
+    return asyncio.run(run()), turns
+
+
+def player_of(
+    said: Sequence[Sequence[str]],
+    *,
+    kind: EpisodeKind,
+    name: str = "trl/qwen2_5",
+    max_model_len: int = 4000,
+    **options: Any,
+) -> tuple[GroupPlayer, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
     bridge = Bridge(template, turn_ends(template, DATA))
     bridge.refused = prove(bridge).refused
@@ -62,22 +79,14 @@ def play(
         sampling=SamplingConfig(),
         draw=turns,
     )
-    asked = Prompt(
-        prompt_id=4,
-        epoch=0,
-        token_ids=np.zeros(0, np.int32),
-        prompt=list(prompt),
-        task={"number": 20} if row is None else row,
-    )
-    request = GroupRequest(
-        group_id=7, prompt=asked, group_size=len(said), max_tokens=200, temperature=0.7, seed=0, min_version=3
-    )
+    return player, turns
 
-    async def run() -> RolloutGroup:
-        await player.start()
-        return await player.play(request)
 
-    return asyncio.run(run()), turns
+def request_of(row: dict[str, Any], *, group_size: int, prompt: Sequence[Any] = ()) -> GroupRequest:
+    asked = Prompt(prompt_id=4, epoch=0, token_ids=np.zeros(0, np.int32), prompt=list(prompt), task=row)
+    return GroupRequest(
+        group_id=7, prompt=asked, group_size=group_size, max_tokens=200, temperature=0.7, seed=0, min_version=3
+    )
 
 
 def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:

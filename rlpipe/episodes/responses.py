@@ -1,0 +1,203 @@
+"""OpenAI's Responses API: its requests as those of chat completions, and answers in its forms.
+
+A request may hold the whole conversation, or go on from an earlier answer of the same episode.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlpipe.episodes.agent_session import ChatAnswer, RequestRefused
+from rlpipe.episodes.chat_completions import MODEL, as_message
+from rlpipe.types import ChatMessages
+
+REFUSED = ("background", "conversation", "prompt")
+"""Options that need a server which keeps them; a request may have them without a value."""
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+Item = Mapping[str, Any]
+
+
+def as_chat_request(body: Mapping[str, Any], earlier: Mapping[str, ChatMessages]) -> dict[str, Any]:
+    """Return a request as the body of one for a chat completion; raise ``RequestRefused`` if it is not one.
+
+    ``earlier`` has the conversations up to the answers that ``previous_response_id`` may name, by their ids.
+    """
+    for name in REFUSED:
+        if body.get(name):
+            raise RequestRefused(400, "unsupported", f"{name} is not supported in training")
+    instructions, previous = body.get("instructions"), body.get("previous_response_id")
+    if previous is not None and not (isinstance(previous, str) and previous in earlier):
+        raise RequestRefused(400, "invalid", f"this episode has no answer {previous!r:.50}")
+    messages: ChatMessages = [{"role": "system", "content": instructions}] if instructions else []
+    messages += [*(earlier[previous] if previous is not None else ()), *_as_messages(body.get("input"))]
+    return {"messages": messages, "max_tokens": body.get("max_output_tokens"), "tools": _as_tools(body.get("tools"))}
+
+
+def follows(body: Mapping[str, Any], request: Mapping[str, Any], answer: ChatAnswer) -> ChatMessages:
+    """Return the conversation up to an answer, for requests that name it; instructions hold for one request alone."""
+    asked: ChatMessages = request["messages"]
+    return [*(asked[1:] if body.get("instructions") else asked), as_message(answer)]
+
+
+def _as_tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list | None):
+        raise RequestRefused(400, "invalid", "tools has to be a list of objects")
+    functions = []
+    for tool in tools or ():
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            raise RequestRefused(400, "unsupported", f"the tool {kind!r:.50} is none of the program's functions")
+        own = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        functions.append({"type": "function", "function": own})
+    return functions
+
+
+def _as_messages(items: Any) -> ChatMessages:
+    """Return the items of a request as chat messages: an answer's reasoning, text and calls are one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise RequestRefused(400, "invalid", "input has to be a text or a list of objects")
+    messages: ChatMessages = []
+    answer: dict[str, Any] | None = None
+    """The message of the policy that further items belong to."""
+    for item in items:
+        kind = item.get("type") or "message"
+        is_answers = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+        if not is_answers:
+            answer = None
+            messages.append(_as_message(item, kind))
+            continue
+        if answer is None or (kind != "function_call" and ("content" in answer or "tool_calls" in answer)):
+            answer = {"role": "assistant"}
+            messages.append(answer)
+        _add(answer, item, kind)
+    return [{"content": "", **message} for message in messages]
+
+
+def _add(answer: dict[str, Any], item: Item, kind: str) -> None:
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        answer["reasoning_content"] = _text(item.get("content") or item.get("summary") or "")
+    else:
+        answer["content"] = _text(item.get("content"))
+
+
+def _as_message(item: Item, kind: str) -> dict[str, Any]:
+    if kind == "message":
+        return {"role": item.get("role"), "content": _text(item.get("content"))}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
+    raise RequestRefused(400, "unsupported", f"an item of the type {kind!r:.50} is not supported in training")
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise RequestRefused(400, "unsupported", "an item's content has to be a text, or parts of text")
+    return "".join(part["text"] for part in parts)
+
+
+def as_response(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer as the body of a response to a request."""
+    is_cut = answer.finish_reason == "length"
+    return {
+        **_head(answer, body),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _output(answer),
+        "usage": {
+            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": answer.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
+        },
+    }
+
+
+def _head(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": answer.id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "model": MODEL,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": body.get("tools") or [],
+        "top_p": None,
+        "usage": None,
+    }
+
+
+def _output(answer: ChatAnswer) -> list[dict[str, Any]]:
+    message = as_message(answer)
+    number = answer.id.rpartition("-")[2]
+    output: list[dict[str, Any]] = []
+    if "reasoning_content" in message:
+        part = {"type": "reasoning_text", "text": message["reasoning_content"]}
+        output.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [part]})
+    if message["content"] is not None:
+        part = {"type": "output_text", "text": message["content"], "annotations": []}
+        output.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]})
+    for call in message.get("tool_calls", ()):
+        own = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], **call["function"]}
+        output.append(own)
+    return [{**item, "status": "completed"} for item in output]
+
+
+def response_events(answer: ChatAnswer, body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an answer as the events of a stream; each text comes in one piece."""
+    for number, (kind, event) in enumerate(_events(answer, body)):
+        text = json.dumps({"type": kind, "sequence_number": number, **event})
+        yield f"event: {kind}\ndata: {text}\n\n"
+
+
+def _events(answer: ChatAnswer, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun, whole = _head(answer, body), as_response(answer, body)
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for index, item in enumerate(whole["output"]):
+        yield "response.output_item.added", {"output_index": index, "item": _emptied(item)}
+        place = {"output_index": index, "item_id": item["id"]}
+        if item["type"] == "function_call":
+            yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
+            own = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**place, **own}
+        else:
+            yield from _part_events(item["content"], place)
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{whole['status']}", {"response": whole}
+
+
+def _part_events(parts: Sequence[Item], place: Item) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, part in enumerate(parts):
+        own = {**place, "content_index": number}
+        logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        yield "response.content_part.added", {**own, "part": {**part, "text": ""}}
+        yield f"response.{part['type']}.delta", {**own, "delta": part["text"], **logprobs}
+        yield f"response.{part['type']}.done", {**own, "text": part["text"], **logprobs}
+        yield "response.content_part.done", {**own, "part": part}
+
+
+def _emptied(item: Item) -> dict[str, Any]:
+    empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    return {**item, **empty, "status": "in_progress"}
