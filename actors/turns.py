@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from rlpipe.actors.rollout import TURNS
+from rlpipe.episodes.session import Deadline
 from rlpipe.errors import EngineFailed
 from rlpipe.types import GroupRequest, Rollout, RolloutGroup
 
@@ -26,6 +27,9 @@ PAUSE_S = 0.2
 class _Turn:
     group_id: int
     request: GroupRequest
+    deadline: Deadline
+    is_stopped: bool = False
+    """Whether the deadline stands still, because the engine has died."""
     answer: asyncio.Future[Rollout] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -53,19 +57,21 @@ class TurnClient:
         self._assigned |= dict.fromkeys(moved, engine)
         for number, turn in self._turns.items():
             if turn.group_id in moved:
+                _go_on(turn)
                 self._send(engine, number)
 
     def release(self, group_id: int) -> None:
         """Forget a group that is over."""
         self._assigned.pop(group_id, None)
 
-    async def draw(self, request: GroupRequest) -> Rollout:
+    async def draw(self, request: GroupRequest, deadline: Deadline) -> Rollout:
         """Return one answer; raise ``EngineFailed`` if the engine can't sample the request.
 
-        If it is cancelled, the engine stops to draw it.
+        If it is cancelled, the engine stops to draw it. The deadline stands still from the death of an engine until the
+        group is assigned to another.
         """
         number, self._next_id = self._next_id, self._next_id + 1
-        turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number))
+        turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number), deadline)
         self._send(self._assigned[request.group_id], number)
         try:
             return await turn.answer
@@ -73,7 +79,7 @@ class TurnClient:
             self._drop(number, request.group_id)
             raise
         finally:
-            del self._turns[number]
+            _go_on(self._turns.pop(number))
 
     def _send(self, engine: str, number: int) -> None:
         if not self._unsent[engine]:
@@ -107,7 +113,7 @@ class TurnClient:
         try:
             await self._call(engine, method, argument)
         except RayError:
-            return  # the engine has died, and the driver assigns its groups to another
+            self._stop(engine)
 
     def _call(self, engine: str, method: str, argument: Any) -> Any:
         call: Any = getattr(self._engines[engine], method).options(concurrency_group=TURNS)
@@ -119,10 +125,18 @@ class TurnClient:
             try:
                 groups: list[RolloutGroup] = await self._call(engine, "drawn", POLL_S)
             except RayError:
+                self._stop(engine)
                 await asyncio.sleep(PAUSE_S)
                 continue
             for group in groups:
                 self._answer(group)
+
+    def _stop(self, engine: str) -> None:
+        """Stop the deadlines of a dead engine's turns; the driver assigns their groups to another one."""
+        for turn in self._turns.values():
+            if self._assigned.get(turn.group_id) == engine and not turn.is_stopped:
+                turn.is_stopped = True
+                turn.deadline.stop()
 
     def _answer(self, group: RolloutGroup) -> None:
         turn = self._turns.get(group.group_id)
@@ -132,3 +146,9 @@ class TurnClient:
             turn.answer.set_exception(EngineFailed(group.failure))
         else:
             turn.answer.set_result(group.rollouts[0])
+
+
+def _go_on(turn: _Turn) -> None:
+    if turn.is_stopped:
+        turn.is_stopped = False
+        turn.deadline.go_on()

@@ -37,7 +37,7 @@ from rlpipe.episodes.bridge import Bridge, turn_ends
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.groups import open_player
 from rlpipe.episodes.parsing import parse_text
-from rlpipe.episodes.session import DrawnTurn, Rules
+from rlpipe.episodes.session import Deadline, DrawnTurn, Rules
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.rollout.engine import Sample, build_rollout, num_threads
 from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, RolloutGroup
@@ -251,7 +251,7 @@ async def measure_schedule(num_episodes: int) -> float:
     waits = np.clip(random.lognormal(0.0, 1.0, (num_episodes, NUM_TURNS)), 0, 10) * TURN_S
     config = make_config("environment.path=benchmarks.episodes:Talk")
 
-    async def draw(request: GroupRequest) -> Rollout:
+    async def draw(request: GroupRequest, _: Deadline) -> Rollout:
         await asyncio.sleep(TURN_S)
         sample = Sample(
             token_ids=[20] * TURN_TOKENS,

@@ -14,6 +14,7 @@ from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.row_view import ShownRow, find_row, split_row
 from rlpipe.episodes.groups import open_player
+from rlpipe.episodes.session import Deadline
 from rlpipe.errors import ConfigError, DataError, EngineFailed, EnvironmentFailed
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.rollout.factory import open_engine
@@ -76,7 +77,7 @@ def _play(config: Config, request: GroupRequest) -> Rollout:
         ),
     )
 
-    async def draw(request: GroupRequest) -> Rollout:
+    async def draw(request: GroupRequest, _: Deadline) -> Rollout:
         group = await asyncio.to_thread(engine.ask, request, config.environment.timeout_s)
         if group.failure is not None:
             raise EngineFailed(group.failure)

@@ -23,7 +23,7 @@ from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.mcp_tools import open_servers
 from rlpipe.episodes.parsing import Parser
 from rlpipe.episodes.rollouts import episode_metrics, episode_rollout
-from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
+from rlpipe.episodes.session import Deadline, DrawnTurn, Episode, Rules, Session
 from rlpipe.episodes.tools import ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
@@ -40,8 +40,11 @@ MIN_SIBLINGS = 2
 
 
 class DrawTurn(Protocol):
-    async def __call__(self, request: GroupRequest) -> Rollout:
-        """Draw one answer to the request's prompt, on the engine that its group is assigned to."""
+    async def __call__(self, request: GroupRequest, deadline: Deadline) -> Rollout:
+        """Draw one answer to the request's prompt, on the engine that its group is assigned to.
+
+        The episode's deadline is stopped while there is no such engine.
+        """
 
 
 class GroupPlayer:
@@ -119,7 +122,8 @@ class GroupPlayer:
                     max_tokens=max_tokens,
                     seed=(request.seed + SEED_STEP * number) % MAX_SEED,
                     sampling=replace(self._sampling, stop=[*stop]) if stop else None,
-                )
+                ),
+                deadline,
             )
             mask = rollout.loss_mask
             return DrawnTurn(
@@ -130,6 +134,7 @@ class GroupPlayer:
             )
 
         async with self._places:
+            deadline = Deadline(self._config.timeout_s)
             rules = Rules(
                 max_turns=self._config.max_turns,
                 max_tokens=request.max_tokens,
@@ -140,7 +145,7 @@ class GroupPlayer:
             )
             if self._gateway is not None:
                 own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)
-                return _with_turns(await self._run_agent(own, request.prompt.task)), {}
+                return _with_turns(await self._run_agent(own, request.prompt.task, deadline)), {}
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
             try:
                 async with open_servers(self._kind.servers) as served:
@@ -151,6 +156,7 @@ class GroupPlayer:
                         parser=self._parser,
                         draw=draw,
                         rules=rules,
+                        deadline=deadline,
                     )
                     return _with_turns(await session.play(row, request.seed)), session.toolbox.use
             except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made
@@ -158,18 +164,18 @@ class GroupPlayer:
                 episode.fail(describe_error(error))
                 return episode, {}
 
-    async def _run_agent(self, session: AgentSession, row: Mapping[str, Any]) -> Episode:
+    async def _run_agent(self, session: AgentSession, row: Mapping[str, Any], deadline: Deadline) -> Episode:
         assert self._gateway is not None
         assert self._kind.agent is not None
-        episode, limit = session.episode, asyncio.timeout(self._config.timeout_s)
+        episode = session.episode
         key = self._gateway.open(session)
         try:
-            async with limit:
+            async with deadline:
                 reward = await self._kind.agent.run(row, Access(base_url=self._gateway.base_url, api_key=key))
                 if reward is not None:
                     session.set_reward(reward)
         except Exception as error:  # noqa: BLE001 - programs raise anything
-            if limit.expired():
+            if deadline.has_passed:
                 episode.end_early("timeout")
             elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
                 episode.fail(describe_error(error))

@@ -32,6 +32,8 @@ from rlpipe.scoring.sandbox.confinement import remove_folder
 from rlpipe.scoring.sandbox.sandbox_child import Limits
 from rlpipe.scoring.sandbox.sandbox_server import try_confinement
 
+OUTAGE_S = 600.0
+"""Seconds that an episode's deadline may stand still, while an engine is replaced."""
 CHECK_S = 5.0
 """Seconds between two checks of an episode's processes and their memory."""
 MAX_START_BYTES = 4096
@@ -76,7 +78,7 @@ class IsolatedHost:
     def _keep(self, control: int, link: int, *, tool: str | None) -> NoReturn:
         """Run one object's process until it ends or is not wanted any more, and tell why it ended."""
         config = self._config
-        time_s = config.timeout_s if tool is None else config.tool_timeout_s
+        time_s = config.timeout_s + OUTAGE_S if tool is None else config.tool_timeout_s
         is_confined = config.isolation == "sandbox"
         limits = Limits(
             # Without a sandbox it serves many episodes, and the process that plays ends it if one takes too long.

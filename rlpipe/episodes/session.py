@@ -104,6 +104,46 @@ class Episode:
         self.status, self.end, self.failure = RolloutStatus.FAILED, "failed", failure
 
 
+class Deadline:
+    """Time limit of an episode, which stands still while no engine can answer it.
+
+    A context manager that is entered once, and raises ``TimeoutError`` as ``asyncio.timeout`` does.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._limit = asyncio.timeout(seconds)
+        self._is_running = False
+        self._left_s: float | None = None
+        self._num_stops = 0
+
+    async def __aenter__(self) -> Deadline:
+        self._is_running = True
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        self._is_running = False
+        return await self._limit.__aexit__(*error)
+
+    @property
+    def has_passed(self) -> bool:
+        return self._limit.expired()
+
+    def stop(self) -> None:
+        """Let no time pass until ``go_on`` was called as often."""
+        self._num_stops += 1
+        when = self._limit.when()
+        if self._is_running and not self.has_passed and self._left_s is None and when is not None:
+            self._left_s = when - asyncio.get_running_loop().time()
+            self._limit.reschedule(None)
+
+    def go_on(self) -> None:
+        self._num_stops -= 1
+        if self._is_running and not self.has_passed and self._left_s is not None and not self._num_stops:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
+            self._left_s = None
+
+
 class Session:
     """Plays one episode; the schemas of the tools replace those of the bridge's template."""
 
@@ -116,7 +156,9 @@ class Session:
         parser: Parser,
         draw: Draw,
         rules: Rules,
+        deadline: Deadline | None = None,
     ) -> None:
+        self._deadline = deadline
         self.toolbox = Toolbox([*one_at_a_time(environment.tools()), *tools], timeout_s=rules.tool_timeout_s)
         self._template = bridge.template.with_tools(self.toolbox.schemas or None)
         self._bridge = replace(bridge, template=self._template)
@@ -126,12 +168,12 @@ class Session:
     async def play(self, row: Mapping[str, Any], seed: int) -> Episode:
         """Play an episode; a limit that it reaches truncates it, an exception fails it, and what was played is kept."""
         episode = Episode()
-        limit = asyncio.timeout(self._rules.timeout_s)
+        deadline = self._deadline or Deadline(self._rules.timeout_s)
         try:
-            async with limit:
+            async with deadline:
                 await self._play(episode, row, seed)
         except Exception as error:  # noqa: BLE001 - environments raise anything
-            if limit.expired():
+            if deadline.has_passed:
                 episode.end_early("timeout")
             else:
                 episode.fail(describe_error(error))

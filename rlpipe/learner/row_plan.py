@@ -10,7 +10,7 @@ and runs on the plain causal kernels. Shapes: h query heads, g heads of keys and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -66,6 +66,8 @@ class AttentionPlan:
     """True if the groups apply in layers of full attention, too."""
     groups_past_window: bool = False
     """True if the groups apply to tokens that are further apart than a layer's window, too."""
+    has_shared: bool = True
+    """False if each token of the row is in one sequence alone."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -218,7 +220,11 @@ def _plan_attention(builder: _RowBuilder, layout: AttentionLayout, device: torch
             offset += longest
         blocks.append(torch.from_numpy(block).to(device, non_blocking=True))
         first = last
-    return AttentionPlan(blocks=blocks, selected=torch.from_numpy(selected).to(device, non_blocking=True))
+    return AttentionPlan(
+        blocks=blocks,
+        selected=torch.from_numpy(selected).to(device, non_blocking=True),
+        has_shared=sum(map(len, ordered)) > builder.num_tokens,
+    )
 
 
 NAME = "rlpipe_packed"
@@ -308,10 +314,13 @@ def packed_attention(
     if softcap is not None or s_aux is not None or position_bias is not None:
         raise ModelError(f"{type(module).__name__} caps or biases its attention: set model.attention=eager")
     assert attention_plan is not None, f"{type(module).__name__} does not hand its arguments on to attention"
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [M, h or g, d]
+    blocks, selected = attention_plan.blocks, attention_plan.selected
+    queries = _in_blocks(query, blocks, selected)
+    keys, values = (_in_blocks(own, blocks, None if attention_plan.has_shared else selected) for own in (key, value))
     outputs = []
-    for block, groups in zip(attention_plan.blocks, attention_plan.groups or cycle([None]), strict=False):
-        q, k, v = (row.index_select(0, block.view(-1)).unflatten(0, block.shape).transpose(1, 2) for row in rows)
+    for block, groups, q, k, v in zip(
+        blocks, attention_plan.groups or cycle([None]), queries, keys, values, strict=False
+    ):
         heeded = groups if sliding_window is not None or attention_plan.groups_in_full else None
         mask = _seen(block.shape[1], sliding_window, heeded, attention_plan.groups_past_window, q.device)
         output = scaled_dot_product_attention(
@@ -319,7 +328,57 @@ def packed_attention(
         )  # [S, h, L, d]
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return together.index_select(0, attention_plan.selected)[None], None
+    return _Selected.apply(together, selected)[None], None  # type: ignore[no-untyped-call]
+
+
+def _in_blocks(tensor: Tensor, blocks: Sequence[Tensor], selected: Tensor | None) -> Iterable[Tensor]:
+    """Return a tensor ``[1, h, M, d]`` by blocks ``[S, h, L, d]``.
+
+    ``selected`` may be given if only the places that it names have a gradient: for queries, whose other places are not
+    among the outputs, and for keys and values whose tokens are in one sequence each, as padding is never seen.
+    """
+    row = tensor[0].transpose(0, 1)
+    places = [block.view(-1) for block in blocks]
+    if selected is None:
+        parts: Sequence[Tensor] = [row.index_select(0, own) for own in places]
+    elif len(blocks) == 1:
+        parts = [_Placed.apply(row, places[0], selected)]  # type: ignore[no-untyped-call]
+    else:
+        placed: Tensor = _Placed.apply(row, torch.cat(places), selected)  # type: ignore[no-untyped-call]
+        parts = placed.split([len(own) for own in places])
+    return [part.unflatten(0, block.shape).transpose(1, 2) for part, block in zip(parts, blocks, strict=True)]
+
+
+class _Placed(torch.autograd.Function):
+    """Tokens of a row at places of blocks; the gradient is that of the selected places, one for each token.
+
+    A gather both ways: the sum over all places, which PyTorch takes otherwise, needs atomic additions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, places: Tensor, selected: Tensor) -> Tensor:
+        ctx.save_for_backward(selected)
+        return row.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (selected,) = ctx.saved_tensors
+        return gradient.index_select(0, selected), None, None
+
+
+class _Selected(torch.autograd.Function):
+    """Outputs at the selected places, each of which is selected once, so that gradients are copied and not added."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, selected: Tensor) -> Tensor:
+        ctx.save_for_backward(selected)
+        ctx.num_places = len(outputs)
+        return outputs.index_select(0, selected)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (selected,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.num_places, *gradient.shape[1:]).index_copy_(0, selected, gradient), None
 
 
 def _seen(

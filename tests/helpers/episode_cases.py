@@ -8,7 +8,7 @@ from typing import Any
 
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.environment import Environment, Step, tool
-from rlpipe.episodes.session import DrawnTurn
+from rlpipe.episodes.session import Deadline, DrawnTurn
 from rlpipe.rollout.engine import Sample, build_rollout
 from rlpipe.rollout.multi_turn import SEED_STEP
 from rlpipe.types import GroupRequest, IntArray, Rollout
@@ -69,7 +69,7 @@ class ScriptedTurns:
         self._template, self._said = template, said
         self.requests: list[GroupRequest] = []
 
-    async def __call__(self, request: GroupRequest) -> Rollout:
+    async def __call__(self, request: GroupRequest, _: Deadline) -> Rollout:
         await asyncio.sleep(0)
         self.requests.append(request)
         turn, sibling = divmod(request.seed // SEED_STEP, len(self._said))

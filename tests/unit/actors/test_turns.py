@@ -1,0 +1,119 @@
+"""Tests of the turns that a process of episodes draws: what the death of an engine does to them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rlpipe.actors.turns import TurnClient
+from rlpipe.episodes.session import Deadline
+from rlpipe.types import GroupRequest, Prompt, RolloutGroup
+
+LIMIT_S = 1.0
+PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="", task={})
+
+
+class Engine:
+    """Stands in for an engine's actor, with the calls that a client makes of it."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self.asked: list[GroupRequest] = []
+        self.finished: list[RolloutGroup] = []
+        self.draw, self.drawn, self.cancel = map(self._method, (self._draw, self._drawn, self._cancel))
+
+    def _method(self, function: Any) -> Any:
+        def call(_: str, argument: Any) -> Any:
+            return asyncio.ensure_future(function(argument))
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call))
+
+    async def _draw(self, requests: list[GroupRequest]) -> None:
+        self._check()
+        self.asked += requests
+
+    async def _drawn(self, _: float) -> list[RolloutGroup]:
+        for _step in range(3):
+            await asyncio.sleep(0.01)
+            self._check()
+        found, self.finished = self.finished, []
+        return found
+
+    async def _cancel(self, _: list[int]) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_dead:
+            raise ActorDiedError
+
+    def answer(self) -> None:
+        for request in self.asked:
+            group = RolloutGroup(group_id=request.group_id, prompt=PROMPT, rollouts=["answer"])  # type: ignore[list-item]
+            self.finished.append(group)
+
+
+def request(group_id: int) -> GroupRequest:
+    return GroupRequest(
+        group_id=group_id, prompt=PROMPT, group_size=1, max_tokens=4, temperature=1.0, seed=0, min_version=0
+    )
+
+
+def test_no_time_passes_between_the_death_of_an_engine_and_the_next_one() -> None:
+    async def run() -> None:
+        engines = {"a": Engine(), "b": Engine()}
+        client = TurnClient("episodes-0", engines)  # type: ignore[arg-type]
+        client.assign([1], "a")
+        client.assign([2], "b")
+        deadline, other = Deadline(LIMIT_S), Deadline(LIMIT_S)
+
+        async def play(group_id: int, limit: Deadline) -> Any:
+            async with limit:
+                return await client.draw(request(group_id), limit)
+
+        playing = asyncio.create_task(play(1, deadline)), asyncio.create_task(play(2, other))
+        await asyncio.sleep(0.1)
+        assert [own.group_id for own in engines["a"].asked] == [0]
+        engines["a"].is_dead = True
+        await asyncio.sleep(2 * LIMIT_S)
+        with pytest.raises(TimeoutError):
+            await playing[1]
+        assert not playing[0].done(), "its engine has died"
+        client.assign([1], "b")
+        await asyncio.sleep(0.1)
+        engines["b"].answer()
+        assert await playing[0] == "answer"
+        client.assign([1], "b")
+        with pytest.raises(TimeoutError):  # the time of the next turn passes as ever
+            await play(1, Deadline(LIMIT_S))
+
+    asyncio.run(run())
+
+
+def test_time_goes_on_where_the_deadline_stood_still() -> None:
+    async def wait(deadline: Deadline) -> None:
+        async with deadline:
+            await asyncio.sleep(LIMIT_S / 2)
+            deadline.stop()
+            deadline.stop()
+            await asyncio.sleep(LIMIT_S)
+            deadline.go_on()
+            await asyncio.sleep(LIMIT_S)
+            deadline.go_on()
+            await asyncio.sleep(60)
+
+    async def run() -> float:
+        deadline, now = Deadline(LIMIT_S), asyncio.get_running_loop().time
+        began = now()
+        with pytest.raises(TimeoutError):
+            await wait(deadline)
+        assert deadline.has_passed
+        deadline.stop()
+        deadline.go_on()
+        return now() - began
+
+    assert 3 * LIMIT_S <= asyncio.run(run()) < 20
