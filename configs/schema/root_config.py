@@ -166,3 +166,9 @@ class Config(Freezable):
 def longest_conversation(config: Config) -> int:
     """Return the limit on the tokens of a prompt and its completion, or of an episode."""
     return config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+
+
+def most_drawn_tokens(config: Config) -> int:
+    """Return the limit on the tokens that the policy draws for a completion, or in all turns of an episode."""
+    turns = config.environment.max_turns if config.environment.is_used else 1
+    return min(longest_conversation(config) - config.data.max_prompt_tokens, turns * config.rollout.sampling.max_tokens)

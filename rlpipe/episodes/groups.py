@@ -40,7 +40,7 @@ MIN_SIBLINGS = 2
 
 
 class DrawTurn(Protocol):
-    async def __call__(self, request: GroupRequest, deadline: Deadline) -> Rollout:
+    async def __call__(self, request: GroupRequest, deadline: Deadline, /) -> Rollout:
         """Draw one answer to the request's prompt, on the engine that its group is assigned to.
 
         The episode's deadline is stopped while there is no such engine.

@@ -121,9 +121,9 @@ class Deadline:
         await self._limit.__aenter__()
         return self
 
-    async def __aexit__(self, *error: Any) -> bool | None:
+    async def __aexit__(self, *error: Any) -> None:
         self._is_running = False
-        return await self._limit.__aexit__(*error)
+        await self._limit.__aexit__(*error)
 
     @property
     def has_passed(self) -> bool:

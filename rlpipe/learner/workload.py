@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.root_config import Config, longest_conversation, most_drawn_tokens
 from rlpipe.data.packing import pack_fullest
 from rlpipe.types import MicroBatch, Rollout
 
@@ -92,16 +93,19 @@ def num_sequences(algorithm: AlgorithmConfig) -> int:
 
 
 def sequence_tokens(config: Config) -> int:
-    """Return the maximum tokens of a prompt with its completion; rows of SFT may fill a micro batch."""
+    """Return the most tokens of a prompt with its completion, or of an episode; SFT's rows may fill a micro batch."""
     if config.algorithm.kind != "rl":
         return config.learner.max_tokens_per_microbatch
+    if config.environment.is_used:
+        return longest_conversation(config)
     return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
 
 
 def full_rollouts(config: Config) -> Iterator[Rollout]:
     """Yield the rollouts of a step at full length, with a different prompt for each group."""
     is_rl, length = config.algorithm.kind == "rl", sequence_tokens(config)
-    mask = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
+    own = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
+    mask = own & _are_drawn(config, own) if is_rl else own
     versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)
     group_size = config.algorithm.group_size if is_rl else 1
     for index in range(num_sequences(config.algorithm)):
@@ -111,9 +115,16 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
             sample_index=sample,
             prompt_id=group,
             task={},
-            token_ids=np.where(mask, index, group).astype(np.int32),  # siblings share their prompt alone
+            token_ids=np.where(own, index, group).astype(np.int32),  # siblings share their prompt alone
             loss_mask=mask,
             logprobs=numbers,
             policy_versions=versions,
             advantages=numbers,
         )
+
+
+def _are_drawn(config: Config, behind_prompt: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which tokens the policy draws: evenly as many as it may, the last one among them."""
+    numbers, total = np.cumsum(behind_prompt), int(behind_prompt.sum())
+    drawn = numbers * most_drawn_tokens(config) // max(total, 1)
+    return np.diff(drawn, prepend=0) > 0

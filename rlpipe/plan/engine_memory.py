@@ -15,7 +15,7 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema.model_config import serves_adapter
-from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.root_config import Config, longest_conversation, most_drawn_tokens
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.plan.model_shape import ModelShape
@@ -53,7 +53,11 @@ class EngineSetup:
     """Tokens of one prefill pass."""
     prompt_tokens: int
     completion_tokens: int
-    """Longest allowed completion; ``prompt_tokens`` is the longest allowed prompt."""
+    """Longest allowed completion, or tokens of all turns; ``prompt_tokens`` is the longest allowed prompt."""
+    num_turns: int
+    """Turns of the policy in an episode, at most; otherwise 1."""
+    observed_tokens: int
+    """Tokens behind the prompt of the longest episode that the policy does not draw."""
     max_model_len: int
     """Longest allowed sequence; multi-turn conversations have more tokens than one prompt and one completion."""
     num_slots: int
@@ -65,13 +69,20 @@ class EngineSetup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a prompt and a completion of full length."""
-        return self.prompt_tokens + self.completion_tokens
+        """Tokens of a prompt and a completion, or of an episode, of full length."""
+        return self.prompt_tokens + self.completion_tokens + self.observed_tokens
 
     @property
     def mean_tokens(self) -> float:
         """Mean tokens of a full-length sequence, over the time in which it is sampled."""
-        return self.prompt_tokens + self.completion_tokens / 2
+        return self.prompt_tokens + (self.completion_tokens + self.observed_tokens) / 2
+
+    @property
+    def prefill_tokens(self) -> float:
+        """Tokens that an engine prefills in a step: a group's prompt once, and of later turns what is not cached."""
+        work = self.groups_per_engine * self.group_size
+        later = self.observed_tokens if self.kind == "vllm" else (self.num_turns - 1) * self.mean_tokens
+        return self.groups_per_engine * self.prompt_tokens + work * later
 
     @property
     def groups_per_engine(self) -> int:
@@ -89,7 +100,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     check_device(config, device)
     kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
     prompt = config.data.max_prompt_tokens
-    length = rollout.max_model_len or prompt + rollout.sampling.max_tokens
+    length, drawn = longest_conversation(config), most_drawn_tokens(config)
     sequences = _max_sequences(config, kind)
     has_slots = kind == "vllm" and serves_adapter(config.model)
     return EngineSetup(
@@ -105,7 +116,9 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         max_sequences=sequences,
         batched_tokens=_batched_tokens(config, kind, on_gpu, length, sequences),
         prompt_tokens=prompt,
-        completion_tokens=rollout.sampling.max_tokens,
+        completion_tokens=drawn,
+        num_turns=config.environment.max_turns if config.environment.is_used else 1,
+        observed_tokens=length - prompt - drawn if config.environment.is_used else 0,
         max_model_len=length,
         num_slots=num_slots(config.weights) if has_slots else 0,
         slot_rank=slot_rank(config.model.adapter.r) if has_slots else 0,
@@ -139,8 +152,8 @@ def _work(config: Config) -> int:
 
 
 def _batched_tokens(config: Config, kind: str, on_gpu: bool, length: int, sequences: int) -> int:
-    if kind == "hf":  # the prompts of a whole batch
-        return min(sequences, _work(config)) * config.data.max_prompt_tokens
+    if kind == "hf":  # the prompts of a whole batch; in an episode, all before its last turn
+        return min(sequences, _work(config)) * (length if config.environment.is_used else config.data.max_prompt_tokens)
     default = VLLM_BATCHED_TOKENS if on_gpu else max(4096, length)
     return int(_number(config, "max_num_batched_tokens", default, at_most=1e7))
 

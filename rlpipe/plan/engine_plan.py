@@ -88,7 +88,8 @@ class EngineSpeed:
 def engine_speed(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, device: Device, *, room: int) -> EngineSpeed:
     """Estimate an engine's speed; ``room`` is the number of sequences that the memory holds, at least 1.
 
-    The prompt of a group is prefilled once, and its keys and values are shared by the group's completions.
+    The prompt of a group is prefilled once, and its keys and values are shared by the group's completions. Episodes
+    take no time between their turns.
     """
     work = setup.groups_per_engine * setup.group_size
     running = min(work, room, setup.max_sequences)
@@ -96,8 +97,7 @@ def engine_speed(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devic
         setup, shape, kv_cache, device, num_sequences=running, num_tokens=running, context=setup.mean_tokens
     )
     decode_s = decode.seconds * setup.completion_tokens * work / running
-    prompt_tokens = setup.groups_per_engine * setup.prompt_tokens
-    batch = min(setup.batched_tokens, prompt_tokens)
+    batch = min(setup.batched_tokens, setup.prefill_tokens)
     prefill = forward_pass(
         setup,
         shape,
@@ -105,13 +105,13 @@ def engine_speed(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devic
         device,
         num_sequences=batch / setup.prompt_tokens,
         num_tokens=batch,
-        context=setup.prompt_tokens / 2,
+        context=setup.prompt_tokens / 2 if setup.num_turns == 1 else setup.mean_tokens,
     )
     return EngineSpeed(
         running=running,
         limit=_limit(setup, running, work, room),
         decode=decode,
-        prefill_s=prefill.seconds * prompt_tokens / batch,
+        prefill_s=prefill.seconds * setup.prefill_tokens / batch,
         decode_s=decode_s,
         prefill_tokens_per_s=batch / prefill.seconds,
         decode_tokens_per_s=running / decode.seconds,
@@ -320,11 +320,16 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
         return
 
     def cut(tokens: int) -> EngineCase:
-        return replace(case, setup=replace(setup, completion_tokens=tokens, max_model_len=setup.prompt_tokens + tokens))
+        drawn = min(tokens, setup.completion_tokens)
+        own = replace(setup, completion_tokens=drawn, observed_tokens=tokens - drawn)
+        return replace(case, setup=replace(own, max_model_len=setup.prompt_tokens + tokens))
 
-    longest = bisect_left(range(1, setup.completion_tokens), True, key=lambda tokens: cut(tokens).problem is not None)
+    most = setup.num_tokens - setup.prompt_tokens
+    longest = bisect_left(range(1, most), True, key=lambda tokens: cut(tokens).problem is not None)
     tokens = longest // COMPLETION_STEP * COMPLETION_STEP
-    if tokens:
+    if tokens and setup.num_turns > 1:
+        yield f"rollout.max_model_len={setup.prompt_tokens + tokens}", cut(tokens)
+    elif tokens:
         yield f"rollout.sampling.max_tokens={tokens}", cut(tokens)
 
 

@@ -138,7 +138,8 @@ def _describe_sharing(sharing: Sharing) -> str:
 def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str]]:
     setup, decode = plan.setup, speed.decode
     work = setup.groups_per_engine * setup.group_size
-    yield "a step's work", f"{work:,} sequences an engine, {speed.running:,} at one time (limit: {speed.limit})"
+    kind = f"episodes of up to {setup.num_turns} turns" if setup.num_turns > 1 else "sequences"
+    yield "a step's work", f"{work:,} {kind} an engine, {speed.running:,} at one time (limit: {speed.limit})"
     total = speed.decode_tokens_per_s * setup.num_engines
     in_all = f", {total:,.0f} on all {setup.num_engines}" if setup.num_engines > 1 else ""
     yield "decode", f"{speed.decode_tokens_per_s:,.0f} tokens/s{in_all}; bottleneck: {decode.bottleneck}"

@@ -39,6 +39,7 @@ PLANS: dict[str, tuple[str, list[str]]] = {
     "code": ("h100-80g", ["experiment=code"]),
     "ebft": ("h100-80g", ["experiment=ebft"]),
     "ebft_strided": ("h100-80g", ["experiment=ebft_strided"]),
+    "episodes": ("h100-80g", ["experiment=gsm8k", "environment.path=m:E", "rollout.max_model_len=4096"]),
     "small_gpu": ("rtx3090-24g", ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B"]),
 }
 """The device and the overrides of each config."""

@@ -16,7 +16,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.calibration import own_device
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.strategies import chunked
-from rlpipe.learner.workload import Workload, pack_full, read_workload
+from rlpipe.learner.workload import Workload, full_rollouts, pack_full, read_workload
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.plan.learner_plan import plan_learner, with_options
 
@@ -63,6 +63,17 @@ def test_the_fullest_mini_batch_is_that_of_the_packed_step(options: dict[str, An
 )
 def test_micro_batches_hold_whole_sequences_of_full_length(overrides: list[str], expected: int) -> None:
     assert read_workload(config_of(*overrides)).num_micro_batches == expected
+
+
+def test_episodes_are_as_long_as_conversations_may_be() -> None:
+    config = config_of("environment.path=m:E", "environment.max_turns=2", "rollout.max_model_len=56")
+    rollouts = [*full_rollouts(config)]
+    assert {len(rollout.token_ids) for rollout in rollouts} == {56}
+    assert {int(rollout.loss_mask.sum()) for rollout in rollouts} == {2 * 16}
+    assert all(rollout.loss_mask[-1] and not rollout.loss_mask[:16].any() for rollout in rollouts)
+    assert read_workload(config).num_micro_batches == 16, "two have more than 64 tokens, less the prompt they share"
+    long = config_of("environment.path=m:E", "environment.max_turns=2", "rollout.max_model_len=32")
+    assert [int(rollout.loss_mask.sum()) for rollout in full_rollouts(long)] == [16] * 16
 
 
 def test_what_the_loss_asks_for_is_part_of_it() -> None:

@@ -188,6 +188,31 @@ def test_vllms_own_defaults_hold_where_nothing_is_said() -> None:
     assert (setup.utilization, setup.max_sequences, setup.batched_tokens) == (0.92, 128, 2048)
 
 
+EPISODES = ("environment.path=m:E", "environment.max_turns=4", "rollout.max_model_len=6144")
+
+
+def test_an_episode_is_as_long_as_a_conversation_may_be_and_its_turns_are_prefilled() -> None:
+    setup = plan(QWEN_8B, *EPISODES).setup
+    assert (setup.prompt_tokens, setup.completion_tokens, setup.observed_tokens) == (512, 4 * 1024, 1536)
+    assert setup.num_tokens == setup.max_model_len == 6144
+    assert setup.prefill_tokens == 32 * 512 + 32 * 8 * 1536
+    single = plan(QWEN_8B)
+    found = plan(QWEN_8B, *EPISODES)
+    assert single.speed is not None
+    assert found.speed is not None
+    assert found.speed.prefill_s > 5 * single.speed.prefill_s
+    assert found.speed.decode_s > 4 * single.speed.decode_s
+    with_hf = plan(QWEN_8B, *EPISODES, "rollout.engine=hf").setup
+    assert with_hf.prefill_tokens == 32 * 512 + 32 * 8 * 3 * (512 + 5632 / 2)
+
+
+def test_a_shorter_conversation_is_proposed_for_episodes_that_do_not_fit() -> None:
+    found = plan(QWEN_8B, *EPISODES[:2], "rollout.max_model_len=400000")
+    assert found.problem is not None
+    (proposed,) = [int(text.partition("=")[2]) for text in changes(found) if text.startswith("rollout.max_model_len")]
+    assert plan(QWEN_8B, *EPISODES[:2], f"rollout.max_model_len={proposed}").problem is None
+
+
 def test_room_that_is_not_used_is_proposed() -> None:
     found = plan(QWEN_8B)
     assert "rollout.engine_args.max_num_seqs=" in changes(found)[0]
