@@ -39,7 +39,7 @@ KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver
 KINDS_OF_EPISODES = {"environment": ("episodes", "environment", "server"), "agent": ("episodes", "agent")}
 STEPS_PER_MINUTE = 100
 """Steps of both runs per minute of killing; undisturbed, the quickstart trains about 180 steps a minute."""
-STEPS_OF_EPISODES_PER_MINUTE = 12
+STEPS_OF_EPISODES_PER_MINUTE = 40
 MEAN_PAUSE_S = 15.0
 """Mean pause between kills, recovered or not; exponentially distributed, and cut off at three times the mean."""
 PATIENCE_S = 300.0

@@ -18,7 +18,7 @@ from rlpipe.episodes.agents import Access
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.choose_parser import open_parser
 from rlpipe.episodes.gateway import Gateway
-from rlpipe.episodes.isolation import isolate
+from rlpipe.episodes.isolation import STARTS, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.mcp_tools import open_servers
 from rlpipe.episodes.parsing import Parser
@@ -75,14 +75,16 @@ class GroupPlayer:
         """Open the gateway if programs play, and try the MCP servers; raise ``ConfigError`` if one can't be started."""
         if self._gateway is not None:
             await self._gateway.start()
-        try:
-            async with asyncio.timeout(self._config.timeout_s), open_servers(self._kind.servers):
-                pass
-        except Exception as error:
-            commands = ", ".join(server.command[0] for server in self._kind.servers)
-            raise ConfigError(
-                f"environment.tools: the MCP server {commands} can't be started: {describe_error(error)}"
-            ) from error
+        for left in reversed(range(STARTS)):
+            try:
+                async with asyncio.timeout(self._config.timeout_s), open_servers(self._kind.servers):
+                    return
+            except Exception as error:
+                if not left or isinstance(error, TimeoutError):
+                    commands = ", ".join(server.command[0] for server in self._kind.servers)
+                    raise ConfigError(
+                        f"environment.tools: the MCP server {commands} can't be started: {describe_error(error)}"
+                    ) from error
 
     async def play(self, request: GroupRequest) -> RolloutGroup:
         """Return the group of a request; raise ``EnvironmentFailed`` if an episode fails and that is to stop the run.

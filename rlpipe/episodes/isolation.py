@@ -32,6 +32,8 @@ from rlpipe.scoring.sandbox.sandbox import ONE_THREAD
 LENGTH = struct.Struct("!i")
 """Length ahead of a request or answer, as in ``multiprocessing.connection``."""
 START_TIMEOUT_S = 300.0
+STARTS = 3
+"""Starts of a process, each of which may meet an accident, before its death counts as the config's fault."""
 MAX_ANSWER_BYTES = 2**24
 MAX_SETUP_BYTES = 2**22
 REASON_S = 1.0
@@ -114,6 +116,22 @@ class Isolation:
         remove_folder(self._scratch)
 
     def _start(self) -> None:
+        for _ in range(STARTS):
+            found = self._start_host()
+            if "schemas" in found:
+                self._schemas: list[dict[str, Any]] = found["schemas"]
+                return
+            self.close()
+            if found:
+                break
+        isolation = f"environment.isolation={self._config.isolation}"
+        if "obstacle" in found:
+            raise ConfigError(f"{isolation} can't be used on this machine: {found['obstacle']}; set process")
+        silent = f"its process died at {STARTS} starts; its output says why"
+        raise ConfigError(f"{isolation}: {found.get('wrong', silent)}")
+
+    def _start_host(self) -> dict[str, Any]:
+        """Start a host, and return what it says of its start; nothing if it died."""
         self._scratch = tempfile.mkdtemp(prefix="rlpipe-episodes-")
         self._starts, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -127,19 +145,13 @@ class Isolation:
         self._starts.settimeout(START_TIMEOUT_S)
         try:
             self._starts.send(pickle.dumps(setup))
-            found = json.loads(self._starts.recv(MAX_SETUP_BYTES) or b"{}")
+            found: dict[str, Any] = json.loads(self._starts.recv(MAX_SETUP_BYTES) or b"{}")
+        except TimeoutError:
+            found = {"wrong": f"it took longer than {START_TIMEOUT_S:g} seconds to import"}
         except OSError:
             found = {}
         self._starts.settimeout(None)
-        if "schemas" in found:
-            self._schemas: list[dict[str, Any]] = found["schemas"]
-            return
-        self.close()
-        isolation = f"environment.isolation={self._config.isolation}"
-        if "obstacle" in found:
-            raise ConfigError(f"{isolation} can't be used on this machine: {found['obstacle']}; set process")
-        reason = found.get("wrong", "its process died at the start, or took too long to import; its output says why")
-        raise ConfigError(f"{isolation}: {reason}")
+        return found
 
 
 class ObjectLink:

@@ -297,8 +297,19 @@ def test_what_cannot_be_isolated_is_named(file: Path) -> None:
     broken.write_text("import os\nif os.environ.get('OMP_NUM_THREADS') == '1': os._exit(3)\n" + SOURCE)
     config = EnvironmentConfig(path=f"{broken}:Counter")
     os.environ.pop("OMP_NUM_THREADS", None)
-    with pytest.raises(ConfigError, match=r"environment\.isolation=process: its process died at the start"):
+    with pytest.raises(ConfigError, match=r"environment\.isolation=process: its process died at 3 starts"):
         Isolation(config)
+
+
+def test_an_accident_at_the_start_is_tried_again(file: Path, tmp_path: Path) -> None:
+    met = tmp_path / "met"
+    once = f"from pathlib import Path\nimport os\nmet = Path({str(met)!r})\n"
+    once += "if os.environ.get('OMP_NUM_THREADS') == '1' and not met.exists(): met.touch(); os._exit(9)\n"
+    file.write_text(once + SOURCE)
+    os.environ.pop("OMP_NUM_THREADS", None)
+    isolation = Isolation(EnvironmentConfig(path=f"{file}:Counter"))
+    isolation.close()
+    assert met.exists()
 
 
 def test_in_threads_nothing_is_isolated(file: Path) -> None:
