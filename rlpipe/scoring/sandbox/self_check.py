@@ -108,9 +108,12 @@ def check_sandbox() -> Mapping[str, bool]:
         if not _works(sandbox, ""):
             raise RunError("an honest program does not work in the sandbox: its Python can't read what it needs")
         with bystanders() as targets:
+            attempts = list_attempts(*targets)
+            came_to_end = [_works(sandbox, attempt.program) for attempt in attempts]
+            # After all of them: a process that was ended takes a moment to be gone.
             return {
-                attempt.name: not _works(sandbox, attempt.program) and not attempt.did_harm()
-                for attempt in list_attempts(*targets)
+                attempt.name: not works and not attempt.did_harm()
+                for attempt, works in zip(attempts, came_to_end, strict=True)
             }
     finally:
         sandbox.close()
