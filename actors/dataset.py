@@ -13,8 +13,8 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.forward_logs import forward_logs
-from rlpipe.data.packing import pack_step
-from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences
+from rlpipe.data.packing import pack_labelled, pack_step
+from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences, preference_of
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
@@ -52,6 +52,8 @@ class DatasetActor(StepServer):
         self._held_out: list[TrainBatch] = []
         """Batches of held-out rows, one per rank; empty if no rows are held out."""
         self._max_tokens = longest_row(setup.algorithm, setup.learner)
+        preference = preference_of(setup.algorithm)
+        self._pack = pack_step if preference is None or preference.takes_pairs else pack_labelled
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[LedgerEvent] = []
@@ -88,7 +90,7 @@ class DatasetActor(StepServer):
                 )
             if held_out:
                 ranks = setup.learner.num_ranks
-                self._held_out = pack_step(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)
+                self._held_out = self._pack(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)
         return self._source
 
     def _report_once(self, message: str) -> None:
@@ -108,7 +110,7 @@ class DatasetActor(StepServer):
         with forward_logs(self._report_once, warnings=True):
             self._go_to(source, step)
             sequences = source.take(setup.algorithm.groups_per_step)
-        batches = pack_step(
+        batches = self._pack(
             sequences,
             step=step,
             num_ranks=setup.learner.num_ranks,
@@ -118,9 +120,10 @@ class DatasetActor(StepServer):
             seed=setup.seed + step,
         )
         place = self._cursors[step + 1] = source.cursor
+        trained = [sequence for row in sequences for sequence in row.sequences]
         metrics = {
-            "num_tokens": float(sum(len(sequence.token_ids) for sequence in sequences)),
-            "num_completion_tokens": float(sum(sequence.num_loss_tokens for sequence in sequences)),
+            "num_tokens": float(sum(len(sequence.token_ids) for sequence in trained)),
+            "num_completion_tokens": float(sum(sequence.num_loss_tokens for sequence in trained)),
             "epoch": float(place.epoch),
             "rows/cut": float(sum(sequence.status is RolloutStatus.TRUNCATED for sequence in sequences)),
             **source.metrics,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
+from rlpipe.configs.preference_constraints import check_preference
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
@@ -72,6 +73,9 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_environment(config)
         if config.algorithm.ebft.reward:
             yield from check_structured(config.algorithm)
+    elif config.algorithm.kind == "preference":
+        yield from check_preference(config)
+        yield from check_moving_reference(config.algorithm, config.model)
     elif config.algorithm.kind == "ebft_strided":
         yield from check_loss(config.algorithm)
         yield from check_strided(config)
@@ -274,7 +278,11 @@ def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[
         return
     if algorithm.loss.beta == 0:
         yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
-    if model.adapter.kind != "none":
+    yield from check_moving_reference(algorithm, model)
+
+
+def check_moving_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
+    if algorithm.reference.sync_steps and model.adapter.kind != "none":
         yield (
             "algorithm.reference.sync_steps: a LoRA policy's reference is the base model, which does not move; "
             "set 0, or model=full"

@@ -165,6 +165,8 @@ class Rollout:
     """Numbers of the turns that drew the tokens, from 0, ``NO_TURN`` where unmasked; None without an episode."""
     episode: EpisodeTrace | None = None
     """The rest of an episode; None in a rollout of one turn, and in a further branch."""
+    rejected: Rollout | None = None
+    """The worse completion of a preference, of which this is the better one."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -185,7 +187,9 @@ class Rollout:
 
     @property
     def sequences(self) -> list[Rollout]:
-        """The sequences to train: the rollout itself, and an episode's further branches."""
+        """The sequences to train: the rollout itself, and an episode's further branches or the rejected completion."""
+        if self.rejected is not None:
+            return [self, self.rejected]
         return [self] if self.episode is None else [self, *self.episode.branches]
 
     @property
@@ -289,7 +293,11 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
     num_sequences: int
-    """Number of rollouts; the branches of an episode count as one."""
+    """Number of rollouts; the branches of an episode count as one, and so does a pair."""
+    num_chosen_tokens: int = 0
+    """Loss tokens of the chosen completions of pairs."""
+    mismatched: MiniBatch | None = None
+    """Prompts with the completions of other rows, from which KTO estimates the KL."""
     truth: MiniBatch | None = None
     """Ground truths whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
 

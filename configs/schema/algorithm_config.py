@@ -13,6 +13,7 @@ from rlpipe.configs.schema.option import (
     Freezable,
     option,
 )
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
 
@@ -155,14 +156,14 @@ class ReferenceConfig(Freezable):
 class AlgorithmConfig(Freezable):
     kind: str = option(
         "rl",
-        "Reinforcement learning; supervised fine-tuning; or EBFT on blocks of raw text, without engines.",
-        choices=("rl", "sft", "ebft_strided"),
+        "Reinforcement learning; supervised fine-tuning; learning from preferences; or EBFT on blocks of raw text.",
+        choices=("rl", "sft", "preference", "ebft_strided"),
     )
     num_steps: int = option(100, "Steps to train.", minimum=1, maximum=MAX_STEPS)
     stop_loss: float | None = option(
         None, "SFT ends once the mean loss of its last ten steps is below this.", above=0, maximum=1000
     )
-    groups_per_step: int = option(8, "Prompts per step; for SFT, rows per step.", minimum=1, maximum=1_000_000)
+    groups_per_step: int = option(8, "Prompts per step; without engines, rows per step.", minimum=1, maximum=1_000_000)
     group_size: int = option(8, "Rollouts per prompt.", minimum=1, maximum=100_000)
     num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1, maximum=1000)
     num_minibatches: int = option(1, "Optimizer updates per pass.", minimum=1, maximum=1_000_000)
@@ -175,4 +176,5 @@ class AlgorithmConfig(Freezable):
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     ebft: EbftConfig = field(default_factory=EbftConfig)

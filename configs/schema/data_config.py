@@ -55,6 +55,11 @@ class DataConfig(Freezable):
     tools: list[Any] = option([], "Tool schemas for the chat template, for rows without their own.")
     tools_column: str | None = option("tools", "Column with a row's own tool schemas, or their JSON; null: no column.")
     completion_column: str = option("completion", "Column with the answer, for plain SFT rows.")
+    chosen_column: str = option("chosen", "Column with the better answer, or the conversation with it (preferences).")
+    rejected_column: str = option(
+        "rejected", "Column with the worse answer, or the conversation with it (preferences)."
+    )
+    label_column: str = option("label", "Column that tells whether the answer is good (algorithm=kto).")
     messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
     images_column: str = option("images", "Column with a prompt's or a conversation's images: one, or a list.")
     images_folder: str | None = option(

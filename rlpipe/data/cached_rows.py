@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache, cached_property
 from hashlib import sha256
@@ -29,19 +29,21 @@ from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.data_sources import cache_folder, data_files
 from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
+from rlpipe.data.render.row_renderer import RenderedRow
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
 from rlpipe.data.row_values import load
 from rlpipe.data.sources.open_rows import load_split
 from rlpipe.errors import DataError
-from rlpipe.types import BoolArray, Prompt
+from rlpipe.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""
@@ -199,6 +201,9 @@ SCHEMA = pa.schema(
         "location": pa.string(),
         "token_ids": pa.list_(pa.int32()),
         "loss_mask": pa.list_(pa.bool_()),
+        "rejected_ids": pa.list_(pa.int32()),
+        "rejected_loss_mask": pa.list_(pa.bool_()),
+        "is_good": pa.bool_(),
         "values": pa.large_binary(),
         "kind": pa.string(),
         "reason": pa.string(),
@@ -222,14 +227,20 @@ class PreparedRow(dict[str, Any]):
         _raise_if_skipped(self["kind"], self["reason"])
         return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=self["token_ids"], **self._values)
 
-    def sequence(self) -> tuple[Encoded, BoolArray, Any]:
-        """Return the T tokens before the row is cut, its loss mask ``[T]``, and the task's columns.
-
-        Raises ``UnusableRow`` if the row was skipped.
-        """
+    def sequence(self) -> RenderedRow:
+        """Return the row's sequence before it is cut; raise ``UnusableRow`` if the row was skipped."""
         _raise_if_skipped(self["kind"], self["reason"])
-        encoded = Encoded(token_ids=self["token_ids"], images=self._values["images"])
-        return encoded, self["loss_mask"], self._values["task"]
+        first = RenderedRow(
+            encoded=Encoded(token_ids=self["token_ids"], images=self._values["images"]),
+            loss_mask=self["loss_mask"],
+            task=self._values["task"],
+            is_good=self["is_good"],
+        )
+        if self["rejected_ids"] is None:
+            return first
+        encoded = replace(first.encoded, token_ids=self["rejected_ids"])
+        rejected = replace(first, encoded=encoded, loss_mask=self["rejected_loss_mask"], is_good=False)
+        return replace(first, rejected=rejected)
 
     def sequence_prompt(self, place: RowLocation) -> Prompt:
         """Return the prompt of a sequence, only its tokens and images, to compare with held-out prompts.
@@ -293,11 +304,12 @@ def prompt_settings(ebft: EbftConfig | None, *, as_rows: bool = False) -> Settin
     return {"kind": "prompts", "truth": None if ebft is None else [getattr(ebft, name) for name in names]}
 
 
-def sequence_settings(data: DataConfig) -> Settings:
+def sequence_settings(data: DataConfig, preference: PreferenceConfig | None = None) -> Settings:
     """Return the settings by which a run that trains on rows renders them; held-out rows are matched by prompt."""
     held_out = data.held_out
     holds_out = held_out.size > 0 or held_out.path is not None or held_out.split is not None
-    return {"kind": "sequences", "prompts": holds_out}
+    kind = "sequences" if preference is None else "pairs" if preference.takes_pairs else "labelled"
+    return {"kind": kind, "prompts": holds_out}
 
 
 def find_prepared(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heapify, heapreplace
 from itertools import groupby
 from typing import Any
@@ -31,7 +32,10 @@ Tokens that an episode's branches share count once in this.
 
 @dataclass(slots=True, frozen=True)
 class _Unit:
-    """Sibling sequences that stay together, so that a micro batch can process once what they share."""
+    """Sibling sequences that stay together, so that a micro batch can process once what they share.
+
+    The two completions of a pair always do, because their loss compares them.
+    """
 
     members: list[int]  # places in the mini batch
     num_tokens: int
@@ -71,6 +75,58 @@ def pack_step(
     return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
 
 
+def pack_labelled(
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    num_ranks: int,
+    max_tokens: int,
+    num_minibatches: int = 1,
+    num_epochs: int = 1,
+    seed: int = 0,
+) -> list[TrainBatch]:
+    """Pack completions that are good or bad, with the mismatched ones that KTO estimates the KL from.
+
+    Pairs are taken apart, so that the two of one do not follow each other. Raises as ``pack_step`` does.
+    """
+    chosen = [replace(rollout, rejected=None) for rollout in rollouts]
+    labelled = [*chosen, *(rollout.rejected for rollout in rollouts if rollout.rejected is not None)]
+    pack = partial(
+        pack_step,
+        step=step,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        num_minibatches=num_minibatches,
+        num_epochs=num_epochs,
+        seed=seed,
+    )
+    batches = pack(labelled)
+    for batch, mismatched in zip(batches, pack(_mismatch(labelled, max_tokens)), strict=True):
+        for mini_batch, others in zip(batch.mini_batches, mismatched.mini_batches, strict=True):
+            mini_batch.mismatched = others
+    return batches
+
+
+def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
+    """Return each prompt with the completion of the rollout before it, cut to ``max_tokens`` tokens."""
+    found = []
+    for rollout, other in zip(rollouts, [*rollouts[-1:], *rollouts[:-1]], strict=True):
+        end, start = int(np.argmax(rollout.loss_mask)), int(np.argmax(other.loss_mask))
+        mask = np.concatenate([np.zeros(end, np.bool_), other.loss_mask[start:]])[:max_tokens]
+        token_ids = np.concatenate([rollout.token_ids[:end], other.token_ids[start:]])[:max_tokens]
+        found.append(
+            replace(
+                rollout,
+                token_ids=token_ids,
+                loss_mask=mask,
+                logprobs=np.zeros(len(mask), np.float32),
+                policy_versions=np.full(len(mask), NO_VERSION, np.int32),
+                advantages=mask.astype(np.float32),
+            )
+        )
+    return found
+
+
 def pack_fullest(
     rollouts: Sequence[Rollout], *, num_ranks: int, max_tokens: int, num_minibatches: int = 1, num_epochs: int = 1
 ) -> tuple[int, MicroBatch]:
@@ -78,9 +134,10 @@ def pack_fullest(
 
     The rollouts are split and packed as in ``pack_step``.
     """
-    _check(rollouts, 0, max_tokens)
+    _check(_sequences(rollouts), 0, max_tokens)
     most, found = 0, None
-    for share in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
+    for dealt in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
+        share = _sequences(dealt)
         bins = _fill_ranks(share, num_ranks, max_tokens)
         if (count := max(map(len, bins))) > most:
             most, found = count, _join([share[index] for index in bins[0][0]])
@@ -126,6 +183,7 @@ def _pack_minibatch(
 ) -> list[MiniBatch]:
     """Return each rank's part of a mini batch."""
     num_sequences, shares = len(rollouts), _shares(rollouts)
+    num_chosen_tokens = sum(rollout.num_loss_tokens for rollout in rollouts if rollout.rejected is not None)
     rollouts = _sequences(rollouts)
     num_loss_tokens = sum(rollout.num_loss_tokens for rollout in rollouts)
     with_reference = rollouts[0].ref_logprobs is not None
@@ -140,7 +198,12 @@ def _pack_minibatch(
             empty_micro_batch(with_reference=with_reference) for _ in range(num_micro_batches - len(rank))
         ]
         parts.append(
-            MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
+            MiniBatch(
+                micro_batches=micro_batches,
+                num_loss_tokens=num_loss_tokens,
+                num_sequences=num_sequences,
+                num_chosen_tokens=num_chosen_tokens,
+            )
         )
     return parts
 
@@ -155,7 +218,7 @@ def _shares(rollouts: Sequence[Rollout]) -> dict[int, float]:
     It is empty if no episode has several sequences.
     """
     found: dict[int, float] = {}
-    if any(len(rollout.sequences) > 1 for rollout in rollouts):
+    if any(rollout.episode is not None and rollout.episode.branches for rollout in rollouts):
         for rollout in rollouts:
             total = max(sum(sequence.num_loss_tokens for sequence in rollout.sequences), 1)
             found |= {id(sequence): sequence.num_loss_tokens / total for sequence in rollout.sequences}
@@ -180,28 +243,42 @@ def sequence_cost(num_tokens: int) -> float:
 def _make_units(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[_Unit]:
     costs = [sequence_cost(len(rollout.token_ids)) for rollout in rollouts]
     max_cost = sum(costs) / num_ranks / UNITS_PER_SHARE if num_ranks > 1 else float("inf")
-    siblings: dict[int, list[int]] = {}
-    for index, rollout in enumerate(rollouts):
-        siblings.setdefault(rollout.group_id, []).append(index)
     units = []
-    for group in siblings.values():
+    for group in _siblings(rollouts):
         members: list[int] = []
         num_tokens, num_distinct, cost = 0, 0, 0.0
-        for index, shared in zip(group, _shared_with_branches([rollouts[index] for index in group]), strict=True):
-            length = len(rollouts[index].token_ids)
+        for part, shared in group:
+            length = sum(len(rollouts[index].token_ids) for index in part)
+            own_cost = sum(costs[index] for index in part)
             if members and (
                 num_distinct + length - shared > max_tokens // UNITS_PER_SHARE
                 or num_tokens + length > max_tokens
-                or cost + costs[index] - shared > max_cost
+                or cost + own_cost - shared > max_cost
             ):
                 units.append(_Unit(members, num_tokens, cost))
                 members, num_tokens, num_distinct, cost, shared = [], 0, 0, 0.0, 0
-            members.append(index)
+            members += part
             num_tokens += length
             num_distinct += length - shared
-            cost += costs[index] - shared
+            cost += own_cost - shared
         units.append(_Unit(members, num_tokens, cost))
     return units
+
+
+def _siblings(rollouts: Sequence[Rollout]) -> Iterator[list[tuple[list[int], int]]]:
+    """Yield each group's sequences, or pairs of them, with the tokens that they share with earlier branches."""
+    rejected = {id(rollout.rejected) for rollout in rollouts if rollout.rejected is not None}
+    siblings: dict[int, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        siblings.setdefault(rollout.group_id, []).append(index)
+    for group in siblings.values():
+        parts: list[tuple[list[int], int]] = []
+        for index, shared in zip(group, _shared_with_branches([rollouts[index] for index in group]), strict=True):
+            if id(rollouts[index]) in rejected:
+                parts[-1] = [*parts[-1][0], index], parts[-1][1]  # what it shares with the chosen one is not split off
+            else:
+                parts.append(([index], shared))
+        yield parts
 
 
 def _shared_with_branches(sequences: Sequence[Rollout]) -> Iterator[int]:
@@ -269,13 +346,21 @@ def _join(rollouts: list[Rollout], shares: Mapping[int, float] | None = None) ->
     )
 
 
-def split_padded(micro_batch: MicroBatch, max_tokens: int) -> list[MicroBatch]:
+def split_padded(micro_batch: MicroBatch, max_tokens: int, together: int = 1) -> list[MicroBatch]:
     """Split a micro batch into parts of at most ``max_tokens`` tokens each, padding included.
 
-    Every sequence is padded to the longest of its part. Sequences of similar length share a part, in their old order.
+    Every sequence is padded to the longest of its part. Sequences of similar length share a part, in their old order;
+    ``together`` consecutive ones, such as the two of a pair, always do.
     """
-    parts = padded_parts(np.diff(micro_batch.sequence_starts).tolist(), max_tokens)
-    return [micro_batch] if len(parts) == 1 else [_take(micro_batch, sorted(part)) for part in parts]
+    lengths = np.diff(micro_batch.sequence_starts)
+    if len(lengths) % together:  # a micro batch without loss, which has a single sequence
+        return [micro_batch]
+    parts = padded_parts(lengths.reshape(-1, together).max(axis=1).tolist(), max_tokens // together)
+    return [micro_batch] if len(parts) == 1 else [_take(micro_batch, _members(part, together)) for part in parts]
+
+
+def _members(units: Sequence[int], together: int) -> list[int]:
+    return [unit * together + member for unit in sorted(units) for member in range(together)]
 
 
 def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

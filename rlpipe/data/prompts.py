@@ -12,9 +12,11 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
+from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, UnusableRow
@@ -90,9 +92,12 @@ def open_sft_rows(
     seed: int,
     max_tokens: int,
     processor: ImageProcessor | None = None,
+    preference: PreferenceConfig | None = None,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
-    """Open the source of SFT sequences of at most ``max_tokens`` tokens, and the held-out sequences.
+    """Open the source of sequences of at most ``max_tokens`` tokens, and the held-out sequences.
+
+    They are those of supervised fine-tuning, or with ``preference`` pairs or labelled completions.
 
     With the same ``data`` and ``seed`` the held-out rows are those of ``open_prompts``. A conversation's prompt is all
     before its first assistant turn, a text's prompt all of it. A row without a renderable prompt can't be held out, and
@@ -100,7 +105,7 @@ def open_sft_rows(
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Rollout]:
-        renderer = SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
+        renderer = sequence_renderer(tokenizer, data, max_tokens=max_tokens, processor=processor, preference=preference)
 
         def render(row: Row, place: RowLocation) -> Prompt:
             return row.sequence_prompt(place) if isinstance(row, PreparedRow) else renderer.prompt(row, place)
@@ -113,20 +118,39 @@ def open_sft_rows(
                     pass  # a row without a prompt equals no held-out one, and may still make a sequence
                 else:
                     keep_out(prompt)
-            encoded, loss_mask, task = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, place)
-            return renderer.fit(encoded, loss_mask, task, place)
+            whole = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, place)
+            return renderer.fit(whole, place)
 
         def count_chunks(row: Row) -> int:
-            return num_chunks(
-                row.sequence()[0] if isinstance(row, PreparedRow) else renderer.encoded_text(row), max_tokens
-            )
+            assert isinstance(renderer, SequenceRenderer), "only texts are cut into chunks"
+            encoded = row.sequence().encoded if isinstance(row, PreparedRow) else renderer.encoded_text(row)
+            return num_chunks(encoded, max_tokens)
 
         chunks = count_chunks if data.long_texts == "chunks" else None
         return Renderers(check=renderer.check, prompt=render, trained=render_trained, count_chunks=chunks)
 
-    rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data))
+    rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data, preference))
     split = Split(data, rendering, renderers_of, seed, tried=tried)
     return split.source(), split.render_held_out()
+
+
+AnyRenderer = SequenceRenderer | PreferenceRenderer
+
+
+def sequence_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    max_tokens: int,
+    processor: ImageProcessor | None,
+    preference: PreferenceConfig | None,
+) -> AnyRenderer:
+    """Return the renderer of rows that are trained: for supervised fine-tuning, or for preferences."""
+    if preference is None:
+        return SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
+    return PreferenceRenderer(
+        tokenizer, data, takes_pairs=preference.takes_pairs, max_tokens=max_tokens, processor=processor
+    )
 
 
 def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | SequenceSource:
@@ -176,8 +200,14 @@ def open_run_sequences(
         seed=seed,
         max_tokens=longest_row(algorithm, learner),
         processor=processor_of(algorithm, model),
+        preference=preference_of(algorithm),
         tried=tried,
     )
+
+
+def preference_of(algorithm: AlgorithmConfig) -> PreferenceConfig | None:
+    """Return the options of preferences if the run learns from them, else None."""
+    return algorithm.preference if algorithm.kind == "preference" else None
 
 
 def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:

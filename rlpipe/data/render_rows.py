@@ -40,10 +40,10 @@ from rlpipe.data.cached_rows import (
     source_digest,
 )
 from rlpipe.data.forward_logs import mask_notes
-from rlpipe.data.prompts import compared, processor_of
+from rlpipe.data.prompts import AnyRenderer, compared, preference_of, processor_of, sequence_renderer
 from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
+from rlpipe.data.render.row_renderer import PromptRenderer, TruthRenderer
 from rlpipe.data.row import RowLocation, Rows, UnusableRow
 from rlpipe.data.row_values import dump
 from rlpipe.data.sources.open_rows import (
@@ -105,7 +105,9 @@ def prepare_rows(
     def recipe(source: DataConfig) -> _Prompts | _Sequences:
         if config.algorithm.kind == "rl":
             return _Prompts(source, tokenizer, processor, compared(config.algorithm))
-        return _Sequences(source, tokenizer, processor, sequence_settings(data))
+        preference = preference_of(config.algorithm)
+        renderer = sequence_renderer(tokenizer, source, max_tokens=2**31, processor=processor, preference=preference)
+        return _Sequences(renderer, sequence_settings(data, preference))
 
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=recipe(sources[0].data).settings)
     writer = _Writer(rendering, workers=workers, report=report, seed=config.seed)
@@ -149,14 +151,8 @@ class _Prompts:
 class _Sequences:
     """The rendering of rows to records of uncut training sequences, with prompts if rows are held out by these."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: ImageProcessor | None,
-        settings: Settings,
-    ) -> None:
-        self.renderer = SequenceRenderer(tokenizer, data, max_tokens=0, processor=processor)
+    def __init__(self, renderer: AnyRenderer, settings: Settings) -> None:
+        self.renderer = renderer
         self.settings = settings
 
     def render(self, rows: Rows, index: int) -> Record:
@@ -169,9 +165,12 @@ class _Sequences:
             skip = {"kind": problem.kind.value, "reason": problem.reason}
             return skip | {f"prompt_{name}": value for name, value in skip.items()}
         try:
-            encoded, loss_mask, values["task"] = self.renderer.whole(row, place)
-            values["images"] = encoded.images
-            record |= {"token_ids": encoded.token_ids, "loss_mask": loss_mask}
+            whole = self.renderer.whole(row, place)
+            values |= {"task": whole.task, "images": whole.encoded.images}
+            record |= {"token_ids": whole.encoded.token_ids, "loss_mask": whole.loss_mask, "is_good": whole.is_good}
+            if whole.rejected is not None:
+                record["rejected_ids"] = whole.rejected.encoded.token_ids
+                record["rejected_loss_mask"] = whole.rejected.loss_mask
         except UnusableRow as problem:
             record |= {"kind": problem.kind.value, "reason": problem.reason}
         if self.settings["prompts"]:

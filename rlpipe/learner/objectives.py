@@ -216,6 +216,9 @@ class Objective(Protocol[Prepared]):
 class PackedRows:
     """The base class of objectives that run the sequences of rollouts or rows unchanged."""
 
+    sequences_together = 1
+    """Consecutive sequences of a micro batch whose log-probs the loss needs at once."""
+
     def __init__(self, policy: Policy, learner: LearnerConfig) -> None:
         self._policy, self._config = policy, learner
 
@@ -227,6 +230,12 @@ class PackedRows:
         if self._policy.has_vision and self._policy.sharding.num_ranks > 1:
             micro_batches = self._with_images(micro_batches)
         return [prepare(self._policy, micro) for micro in micro_batches]
+
+    def with_token_counts(self, output: LossOutput, inputs: LearnerInputs) -> LossOutput:
+        """Add the tokens that the pass ran, and those that it did not because sequences share them, to the metrics."""
+        for name, count in ((RUN, len(inputs.row.token_ids)), (SHARED, inputs.row.num_shared)):
+            output.metrics.add_total(name, output.loss.new_tensor(count, dtype=torch.float64))
+        return output
 
     def _with_images(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Add a blank image to each micro batch without images if another rank's has some.
@@ -261,7 +270,7 @@ class PackedRows:
             return micro_batches
         with_reference = micro_batches[0].ref_logprobs is not None
         max_tokens = self._config.max_tokens_per_microbatch if layout is AttentionLayout.APART else 1
-        parts = [part for micro in micro_batches for part in split_padded(micro, max_tokens)]
+        parts = [part for micro in micro_batches for part in split_padded(micro, max_tokens, self.sequences_together)]
         most = int(self._policy.sharding.reduce(torch.tensor(len(parts)), Reduce.MAX))
         return parts + [empty_micro_batch(with_reference=with_reference)] * (most - len(parts))
 
@@ -324,9 +333,7 @@ class PolicyGradient(PackedRows):
         )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
-        run, shared = len(inputs.row.token_ids), inputs.row.num_shared
-        output.metrics.add_total(RUN, output.loss.new_tensor(run, dtype=torch.float64))
-        output.metrics.add_total(SHARED, output.loss.new_tensor(shared, dtype=torch.float64))
+        self.with_token_counts(output, inputs)
         if not self._algorithm.ebft.reward:
             return output
         output.metrics.add_total("ebft/rl_loss", output.loss)

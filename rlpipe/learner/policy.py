@@ -33,7 +33,7 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.vision import Vision
-from rlpipe.learner.workload import Workload
+from rlpipe.learner.workload import Workload, reads_logprobs
 from rlpipe.models.adapter import put_tensors, read_adapter
 from rlpipe.models.gguf import model_folder
 from rlpipe.models.loading import (
@@ -208,7 +208,7 @@ def outline_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: Alg
 
 
 def _as_copy(scorer: TokenScorer, algorithm: AlgorithmConfig) -> TokenScorer:
-    if not algorithm.loss.beta:  # only hidden states are read
+    if not reads_logprobs(algorithm):
         drop_unread(scorer, max(layer_indices(algorithm.ebft.features.layers, scorer.num_layers)))
     scorer.requires_grad_(False).eval()
     return scorer

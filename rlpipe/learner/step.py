@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.preferences import labelled_means
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
+from rlpipe.learner.preference_objective import Labelled, Pairs
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
@@ -25,7 +27,7 @@ from rlpipe.learner.workload import num_sequences
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, describe_small_update
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
-LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss")
+LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss", "preference/cross_entropy")
 """Metrics that are totals of an update; a step reports their mean over its updates."""
 MAX_GROUPS_NAMED = 8
 """Maximum number of groups named in the error that ends a run after repeated non-finite steps."""
@@ -71,6 +73,9 @@ class Learner:
         policy, learner, algorithm, reference = self.policy, self._config, self._algorithm, self.reference
         if algorithm.kind == "sft":
             return Supervised(policy, learner)
+        if algorithm.kind == "preference":
+            kind = Pairs if algorithm.preference.takes_pairs else Labelled
+            return kind(policy, learner, algorithm.preference, reference)
         if algorithm.kind == "ebft_strided":
             assert reference is not None, "make_reference makes the feature network"
             return Strided(policy, learner, algorithm, reference, seed=seed)
@@ -121,14 +126,19 @@ class Learner:
         return self._values(sums, num_updates=len(batch.mini_batches))
 
     def evaluate(self, held_out: Sequence[MiniBatch]) -> dict[str, float]:
-        """Return ``eval/loss``, the mean negative log-likelihood of held-out rows' loss tokens, in nats."""
+        """Return the loss and metrics of held-out rows, with ``eval/`` before their names.
+
+        ``eval/loss`` is the mean negative log-likelihood of their loss tokens, in nats, or that of preferences.
+        """
         sums: MetricSums | None = None
-        objective = Supervised(self.policy, self._config)
+        learns_preferences = self._algorithm.kind == "preference"
+        objective = self._objective if learns_preferences else Supervised(self.policy, self._config)
         for mini_batch in held_out:
             for inputs in objective.prepare(mini_batch):
                 with self.policy.inference():
                     sums = _merge(sums, objective.loss(mini_batch, inputs).metrics)
-        return {"eval/loss": self._values(sums, num_updates=len(held_out))["loss"]}
+        values = self._values(sums, num_updates=len(held_out))
+        return {f"eval/{name}": value for name, value in values.items() if not name.startswith("tokens/")}
 
     def _update(self, mini_batch: MiniBatch, update: Sequence[Inputs]) -> tuple[float, MetricSums | None]:
         """Run one optimizer update; return the gradient's norm before clipping (not finite if it was skipped)."""
@@ -207,6 +217,8 @@ class Learner:
         values = sums.values()
         if SHARED in values:
             values["tokens/shared_ratio"] = values[SHARED] / (values[RUN] + values.pop(SHARED))
+        if not self._algorithm.preference.takes_pairs and self._algorithm.kind == "preference":
+            values = labelled_means(values)
         return values | {name: value / num_updates for name, value in values.items() if name in LOSSES}
 
 

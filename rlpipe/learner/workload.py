@@ -58,8 +58,16 @@ def read_workload(config: Config) -> Workload:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    is_read = bool(algorithm.loss.beta) or reads_features(algorithm)
-    return algorithm.kind == "ebft_strided" or (algorithm.kind == "rl" and is_read)
+    if algorithm.kind == "rl":
+        return reads_logprobs(algorithm) or reads_features(algorithm)
+    return algorithm.kind == "ebft_strided" or reads_logprobs(algorithm)
+
+
+def reads_logprobs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss reads log-probs of the reference, and not its hidden states alone."""
+    if algorithm.kind == "preference":
+        return algorithm.preference.needs_reference
+    return algorithm.kind != "sft" and algorithm.loss.beta > 0
 
 
 def reads_features(algorithm: AlgorithmConfig) -> bool:
@@ -89,13 +97,20 @@ def pack_full(config: Config) -> tuple[int, MicroBatch]:
 
 def num_sequences(algorithm: AlgorithmConfig) -> int:
     """Return the number of sequences of a step, on all ranks."""
-    return algorithm.groups_per_step * (algorithm.group_size if algorithm.kind == "rl" else 1)
+    return algorithm.groups_per_step * sequences_of_group(algorithm)
+
+
+def sequences_of_group(algorithm: AlgorithmConfig) -> int:
+    """Return the sequences that belong together: of a prompt, or of a row."""
+    if algorithm.kind == "preference" and algorithm.preference.takes_pairs:
+        return 2
+    return algorithm.group_size if algorithm.kind == "rl" else 1
 
 
 def sequence_tokens(config: Config) -> int:
-    """Return the most tokens of a prompt with its completion, or of an episode; SFT's rows may fill a micro batch."""
+    """Return the most tokens of a prompt with its completion, or of an episode; rows may fill a micro batch."""
     if config.algorithm.kind != "rl":
-        return config.learner.max_tokens_per_microbatch
+        return config.learner.max_tokens_per_microbatch // sequences_of_group(config.algorithm)
     if config.environment.is_used:
         return longest_conversation(config)
     return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
@@ -107,7 +122,7 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
     own = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
     mask = own & _are_drawn(config, own) if is_rl else own
     versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)
-    group_size = config.algorithm.group_size if is_rl else 1
+    group_size = sequences_of_group(config.algorithm)
     for index in range(num_sequences(config.algorithm)):
         group, sample = divmod(index, group_size)
         yield Rollout(

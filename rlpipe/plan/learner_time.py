@@ -89,14 +89,26 @@ def read_work(config: Config, layout: AttentionLayout) -> Work:
         num_updates=num_updates,
         updates_per_pass=updates_per_pass,
         num_micro_batches=num_micro_batches,
-        num_logprob_passes=(num_updates - 1) / num_updates if algorithm.kind == "rl" else 0,
+        num_logprob_passes=_logprob_passes(algorithm, num_updates),
         num_reference_passes=_reference_passes(algorithm),
         row=plan_row(fullest, layout=layout, device=torch.device("cpu")),
     )
 
 
+def _logprob_passes(algorithm: AlgorithmConfig, num_updates: int) -> float:
+    """Return the policy's passes without gradient: of later updates at the step's start, and of KTO's mismatches."""
+    if algorithm.kind == "preference":
+        return 0 if algorithm.preference.takes_pairs else 1
+    return (num_updates - 1) / num_updates if algorithm.kind == "rl" else 0
+
+
 def _reference_passes(algorithm: AlgorithmConfig) -> int:
-    """Return the reference passes: one for the KL, and one for features that the learner computes for EBFT."""
+    """Return the reference passes: one for the KL, and one for features that the learner computes for EBFT.
+
+    Preferences have one for their rows, and KTO another one for its mismatches.
+    """
+    if algorithm.kind == "preference":
+        return int(algorithm.preference.needs_reference) + int(not algorithm.preference.takes_pairs)
     if algorithm.kind != "rl":
         return 0
     return int(algorithm.loss.beta > 0) + int(reads_features(algorithm))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from glob import has_magic
 from itertools import pairwise
 from pathlib import Path
@@ -181,6 +181,20 @@ class PromptRenderer:
         )
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RenderedRow:
+    """The uncut training sequence of a row."""
+
+    encoded: Encoded
+    loss_mask: BoolArray  # [T]
+    task: dict[str, Any]
+    """The columns that are not rendered."""
+    is_good: bool = True
+    """Whether the policy should learn the completion, or to avoid it."""
+    rejected: RenderedRow | None = None
+    """The worse completion, with the same prompt."""
+
+
 class SequenceRenderer:
     """A renderer of SFT rows to training sequences with loss on the assistant's turns, or on what the config selects.
 
@@ -238,10 +252,10 @@ class SequenceRenderer:
 
     def render(self, row: Row, place: RowLocation) -> Rollout:
         """Render the row's training sequence; raise ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit`` do."""
-        return self.fit(*self.whole(row, place), place)
+        return self.fit(self.whole(row, place), place)
 
-    def whole(self, row: Row, place: RowLocation) -> tuple[Encoded, BoolArray, dict[str, Any]]:
-        """Return the row's T tokens, its loss mask ``[T]``, and the columns that are not rendered.
+    def whole(self, row: Row, place: RowLocation) -> RenderedRow:
+        """Return the row's sequence before it is cut.
 
         Raises ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render`` does.
         """
@@ -260,15 +274,15 @@ class SequenceRenderer:
         if self._data.text_column is None:
             check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
         task = {name: value for name, value in row.items() if name not in self._rendered_columns}
-        return encoded, loss_mask, task
+        return RenderedRow(encoded=encoded, loss_mask=loss_mask, task=task)
 
-    def fit(self, encoded: Encoded, loss_mask: BoolArray, task: Mapping[str, Any], place: RowLocation) -> Rollout:
+    def fit(self, rendered: RenderedRow, place: RowLocation) -> Rollout:
         """Return the training sequence of a whole row, cut to a window if it is a text that is too long.
 
         Its loss tokens have advantage 1 and no policy version; ``group_id`` is the row and ``sample_index`` the epoch.
         Raises ``UnusableRow`` for any other sequence of more than ``max_tokens`` tokens.
         """
-        token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
+        token_ids, loss_mask, status = rendered.encoded.token_ids, rendered.loss_mask, RolloutStatus.COMPLETED
         if self._data.text_column is not None and len(token_ids) > self._max_tokens:
             start = self._first_token(len(token_ids), place)
             token_ids = token_ids[start : start + self._max_tokens]
@@ -282,13 +296,13 @@ class SequenceRenderer:
             group_id=place.row,
             sample_index=place.epoch,
             prompt_id=place.row,
-            task=task,
+            task=rendered.task,
             token_ids=token_ids,
             loss_mask=loss_mask,
             logprobs=np.zeros(len(token_ids), np.float32),
             policy_versions=np.full(len(token_ids), NO_VERSION, np.int32),
             advantages=loss_mask.astype(np.float32),
-            images=encoded.images,
+            images=rendered.encoded.images,
         )
 
     def _first_token(self, length: int, place: RowLocation) -> int:

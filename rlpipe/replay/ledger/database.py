@@ -123,6 +123,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 advantages=None if advantage is None else np.full(int(arrays["lengths"][place]), advantage, np.float32),
                 images=prompt.images,
                 episode=None,
+                rejected=None,
                 **{name: parts[name][place] for name in names},
             )
             for place in range(start, stop)

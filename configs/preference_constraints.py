@@ -1,0 +1,61 @@
+"""Contradictions among the options of preference learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlpipe.configs.data_sources import all_sources
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.root_config import Config
+
+AT = "algorithm.preference"
+TAKERS = {
+    "label_smoothing": ("dpo", "robust", "exo", "simpo", "cpo"),
+    "margin": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Losses that an option has an effect on."""
+
+
+def check_preference(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    yield from _check_loss(algorithm.preference)
+    yield from _check_update(algorithm)
+    if algorithm.stop_loss is not None:
+        yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+    if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
+        yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
+    for source in all_sources(config.data):
+        at = f"data.sources.{source.name}" if source.name else "data"
+        if source.data.text_column is not None:
+            yield f"{at}.text_column: preferences are between completions of a prompt; set it to null"
+        if source.data.source == "reasoning_gym" and source.data.transform is None:
+            yield f"{at}.source: tasks of reasoning_gym have no preferences; set jsonl, parquet or datasets"
+
+
+def _check_loss(preference: PreferenceConfig) -> Iterator[str]:
+    loss, default = preference.loss, PreferenceConfig()
+    for name, losses in TAKERS.items():
+        if loss not in losses and getattr(preference, name) != getattr(default, name):
+            yield f"{AT}.{name}: has no effect on {loss}, only on {', '.join(losses)}; remove it"
+    if loss == "robust" and preference.label_smoothing == 0.5:
+        yield f"{AT}.label_smoothing: with half of all labels wrong there is nothing to learn; set it below 0.5"
+    if loss == "exo" and not preference.label_smoothing:
+        yield f"{AT}.label_smoothing: exo needs more than 0; set 0.001"
+    if loss == "orpo" and not preference.cross_entropy_coef:
+        yield f"{AT}.cross_entropy_coef: orpo's odds ratio is added to a cross-entropy; set 1, or algorithm=orpo"
+    if loss == "kto" and preference.cross_entropy_coef:
+        yield f"{AT}.cross_entropy_coef: kto has no chosen completions; set it to 0"
+    if loss == "kto" and not preference.desirable_weight and not preference.undesirable_weight:
+        yield f"{AT}.desirable_weight: with both weights 0 nothing is trained; set one above 0"
+
+
+def _check_update(algorithm: AlgorithmConfig) -> Iterator[str]:
+    rows = algorithm.groups_per_step // algorithm.num_minibatches
+    if algorithm.preference.loss == "kto" and rows < 2:
+        yield (
+            "algorithm.groups_per_step: kto estimates the KL from the completions of other rows, so an update needs "
+            f"at least 2; set it to {2 * algorithm.num_minibatches} or more"
+        )

@@ -1,0 +1,43 @@
+"""Preferences on sums: the right answer is better than a wrong one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlpipe.quickstart import short_sums
+
+RowMap = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def pairs(cfg: Mapping[str, Any]) -> RowMap:
+    """Return a ``data.transform`` of reasoning-gym's sums to a prompt, the right answer and one with a wrong digit."""
+    sums = short_sums(cfg)
+
+    def map_row(row: dict[str, Any]) -> dict[str, Any]:
+        found = sums(row)
+        answer = found["completion"]
+        return {"prompt": found["prompt"], "chosen": answer, "rejected": with_a_wrong_digit(answer, found["prompt"])}
+
+    return map_row
+
+
+def labelled(cfg: Mapping[str, Any]) -> RowMap:
+    """Return a ``data.transform`` to one completion a row, with a label that tells whether it is right."""
+    make_pair = pairs(cfg)
+
+    def map_row(row: dict[str, Any]) -> dict[str, Any]:
+        pair = make_pair(row)
+        is_right = random.Random(f"{pair['prompt']} is right").random() < 0.5
+        return {"prompt": pair["prompt"], "completion": pair["chosen" if is_right else "rejected"], "label": is_right}
+
+    return map_row
+
+
+def with_a_wrong_digit(answer: str, seed: str) -> str:
+    """Return the answer with one of its digits replaced by another, always the same for a ``seed``."""
+    choice = random.Random(seed)
+    place = choice.randrange(len(answer))
+    others = [digit for digit in "123456789" if digit != answer[place]]
+    return answer[:place] + choice.choice(others) + answer[place + 1 :]

@@ -1,0 +1,216 @@
+"""Losses of preferences: over pairs of a chosen and a rejected completion, and over completions that are good or bad.
+
+Shapes: P pairs of a micro batch, S sequences of it. A completion's log-prob is the sum over its loss tokens. Every loss
+is a sum over the micro batch divided by counts of the whole update, as in ``rlpipe.algorithms.losses``.
+
+Definitions and signs are TRL's (``DPOTrainer``, ``KTOTrainer``, and its experimental ``ORPOTrainer`` and
+``CPOTrainer``), except that ORPO's cross-entropy covers the completion alone, as in its paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlpipe.algorithms.losses import LossOutput
+from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.configs.schema.preference_config import PreferenceConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class PairInputs:
+    """Pairs of one micro batch, the chosen completion in column 0, and the counts of its update."""
+
+    logprobs: Tensor  # [P, 2], with gradient
+    ref_logprobs: Tensor | None  # [P, 2]; None for a loss without a reference
+    lengths: Tensor  # [P, 2], loss tokens
+    num_pairs: int
+    """Pairs of the update, on all ranks."""
+    num_chosen_tokens: int
+    """Loss tokens of the update's chosen completions, on all ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LabelledInputs:
+    """Completions of one micro batch that are good or bad, and the counts of its update."""
+
+    logprobs: Tensor  # [S], with gradient
+    ref_logprobs: Tensor  # [S]
+    is_good: Tensor  # [S] bool
+    kl: Tensor
+    """Estimate of the KL to the reference (scalar, at least 0), from the update's mismatched completions."""
+    num_sequences: int
+    """Completions of the update, on all ranks."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Scores:
+    """What a loss compares, the chosen completion in column 0: log-ratios to the reference, or log-probs without it."""
+
+    sums: Tensor  # [P, 2]
+    means: Tensor  # [P, 2], over the completions' tokens
+
+    @property
+    def difference(self) -> Tensor:
+        return self.sums[:, 0] - self.sums[:, 1]  # [P]
+
+    @property
+    def mean_difference(self) -> Tensor:
+        return self.means[:, 0] - self.means[:, 1]  # [P]
+
+
+def dpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return DPO's loss (arXiv:2305.18290), with label smoothing that of cDPO."""
+    return _smoothed(config.beta * scores.difference, config.label_smoothing)
+
+
+def hinge(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return SLiC's hinge loss (arXiv:2309.06657)."""
+    return (1 - config.beta * scores.difference).relu()
+
+
+def ipo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return IPO's squared loss (arXiv:2310.12036), of means over tokens."""
+    return (scores.mean_difference - 1 / (2 * config.beta)) ** 2
+
+
+def robust(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return the loss that is unbiased if a share of the labels is flipped (arXiv:2403.00409)."""
+    logits, flipped = config.beta * scores.difference, config.label_smoothing
+    return (flipped * logsigmoid(-logits) - (1 - flipped) * logsigmoid(logits)) / (1 - 2 * flipped)
+
+
+def exo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return EXO's reverse KL for pairs (arXiv:2402.00856, equation 16)."""
+    logits, flipped = config.beta * scores.difference, config.label_smoothing
+    won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-flipped))
+    return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(flipped))
+
+
+def nca_pair(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return NCA's loss for pairs (arXiv:2402.05369)."""
+    chosen, rejected = (config.beta * scores.sums).unbind(1)
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def sppo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return SPPO's loss with hard labels (arXiv:2405.00675)."""
+    chosen, rejected = scores.sums.unbind(1)
+    return (chosen - 0.5 / config.beta) ** 2 + (rejected + 0.5 / config.beta) ** 2
+
+
+def apo_zero(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return APO's loss for chosen completions better than the model's own (arXiv:2408.06266, equation 7)."""
+    chosen, rejected = (config.beta * scores.sums).sigmoid().unbind(1)
+    return 1 - chosen + rejected
+
+
+def apo_down(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return APO's loss for chosen completions worse than the model's own (arXiv:2408.06266, equation 8)."""
+    return (config.beta * scores.sums[:, 0]).sigmoid() + 1 - (config.beta * scores.difference).sigmoid()
+
+
+def cpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return CPO's contrast (arXiv:2401.08417), which its cross-entropy is added to."""
+    return dpo(scores, config)
+
+
+def simpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return SimPO's loss (arXiv:2405.14734), of means over tokens with a target margin."""
+    return _smoothed(config.beta * scores.mean_difference - config.margin, config.label_smoothing)
+
+
+def orpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+    """Return ORPO's log odds ratio (arXiv:2403.07691), which its cross-entropy is added to."""
+    log_odds = scores.means - _log1mexp(scores.means)
+    return -config.beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
+def _smoothed(logits: Tensor, flipped: float) -> Tensor:
+    return -(1 - flipped) * logsigmoid(logits) - flipped * logsigmoid(-logits)
+
+
+def _log1mexp(logs: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) of ``logs`` below 0, exact near 0 and far from it."""
+    below = logs.clamp(max=-torch.finfo(logs.dtype).tiny)  # a completion of probability 1 has finite odds, too
+    near = below > -math.log(2)
+    return torch.where(near, _log_of_expm1(torch.where(near, below, -1.0)), torch.log1p(-torch.exp(below)))
+
+
+def _log_of_expm1(logs: Tensor) -> Tensor:
+    return torch.log(-torch.expm1(logs))
+
+
+PairLoss = Callable[[Scores, PreferenceConfig], Tensor]
+"""A loss of each pair ``[P]``."""
+WITH_REFERENCE: Mapping[str, PairLoss] = {
+    function.__name__: function for function in (dpo, ipo, hinge, robust, exo, nca_pair, sppo, apo_zero, apo_down)
+}
+WITHOUT_REFERENCE: Mapping[str, PairLoss] = {function.__name__: function for function in (orpo, simpo, cpo)}
+OF_MEANS = ("ipo", "orpo", "simpo")
+"""Losses that compare means over tokens; so do their implicit rewards."""
+
+
+def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
+    """Return the share of a micro batch's pairs in the loss: the mean over pairs, plus the chosen's cross-entropy."""
+    scores = _scores(inputs)
+    functions = WITHOUT_REFERENCE if inputs.ref_logprobs is None else WITH_REFERENCE
+    loss = functions[config.loss](scores, config).sum() / max(inputs.num_pairs, 1)
+    metrics = MetricSums(num_tokens=inputs.lengths.new_tensor(len(inputs.lengths)))
+    if config.cross_entropy_coef:
+        cross_entropy = -inputs.logprobs[:, 0].sum() / max(inputs.num_chosen_tokens, 1)
+        metrics.add_total("preference/cross_entropy", cross_entropy)
+        loss = loss + config.cross_entropy_coef * cross_entropy
+    metrics.add_total("loss", loss)
+    rewards = config.beta * (scores.means if config.loss in OF_MEANS else scores.sums).detach()  # [P, 2]
+    for index, name in enumerate(("chosen", "rejected")):
+        metrics.add_mean(f"rewards/{name}", rewards[:, index])
+        metrics.add_mean(f"logps/{name}", inputs.logprobs[:, index])
+    metrics.add_mean("rewards/margins", rewards[:, 0] - rewards[:, 1])
+    metrics.add_mean("rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).float())
+    return LossOutput(loss=loss, metrics=metrics)
+
+
+def _scores(inputs: PairInputs) -> Scores:
+    sums = inputs.logprobs if inputs.ref_logprobs is None else inputs.logprobs - inputs.ref_logprobs
+    return Scores(sums=sums, means=sums / inputs.lengths.clamp(min=1))
+
+
+def kto_loss(inputs: LabelledInputs, config: PreferenceConfig) -> LossOutput:
+    """Return the share of a micro batch in KTO's loss (arXiv:2402.01306), the mean over completions.
+
+    With r = log π/π_ref of a completion, a good one adds desirable_weight · (1 - σ(β (r - kl))), a bad one
+    undesirable_weight · (1 - σ(β (kl - r))).
+    """
+    ratios, good = inputs.logprobs - inputs.ref_logprobs, inputs.is_good
+    signs = torch.where(good, 1.0, -1.0)
+    weights = torch.where(good, config.desirable_weight, config.undesirable_weight)
+    losses = weights * (1 - (config.beta * signs * (ratios - inputs.kl)).sigmoid())
+    loss = losses.sum() / max(inputs.num_sequences, 1)
+    metrics = MetricSums(num_tokens=good.new_tensor(len(good), dtype=torch.int64))
+    metrics.add_total("loss", loss)
+    metrics.add_mean("kl", inputs.kl.expand(len(good)))
+    for name, part in (("chosen", good), ("rejected", ~good)):
+        metrics.add_total(f"count/{name}", part.sum())
+        metrics.add_total(f"rewards/{name}", config.beta * torch.where(part, ratios, 0).sum())
+        metrics.add_total(f"logps/{name}", torch.where(part, inputs.logprobs, 0).sum())
+    return LossOutput(loss=loss, metrics=metrics)
+
+
+def labelled_means(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step of KTO with means over its good and its bad completions in place of their sums."""
+    found = dict(values)
+    for name in ("chosen", "rejected"):
+        count = found.pop(f"count/{name}")
+        for key in (f"rewards/{name}", f"logps/{name}"):
+            total = found.pop(key)
+            if count:
+                found[key] = total / count
+    if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found

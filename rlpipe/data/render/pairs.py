@@ -1,0 +1,229 @@
+"""Rows of preferences: pairs of a chosen and a rejected completion, and completions that are labelled good or bad.
+
+They become rows with a prompt and a completion, which ``SequenceRenderer`` renders, so that all options of loss masks
+hold for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.render.formats import (
+    INPUT,
+    INSTRUCTION,
+    SYSTEM,
+    conversation,
+    conversation_column,
+    conversation_columns,
+)
+from rlpipe.data.render.messages import chat_messages, column_messages
+from rlpipe.data.render.processor import ImageProcessor
+from rlpipe.data.render.row_renderer import RenderedRow, SequenceRenderer, present
+from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
+from rlpipe.types import ChatMessages, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+PROMPTS = ("prompt", "question", INSTRUCTION)
+"""Columns with a prompt, beside ``data.prompt_column``; the first one that is not null is read."""
+ENDINGS = ("", "_response")
+"""Endings of the columns ``chosen`` and ``rejected`` in common data sets."""
+TURNS = re.compile(r"\n\n(Human|Assistant):")
+"""Beginnings of turns in texts of Anthropic's HH-RLHF."""
+
+Completion = str | ChatMessages
+
+
+class PreferenceForm:
+    """A converter of preference rows, whose format it detects, into a prompt and one or two completions.
+
+    Completions are texts, messages, or a single message; without a prompt of their own, what chosen and rejected begin
+    with is the prompt. The formats are those of TRL's and axolotl's data sets.
+    """
+
+    def __init__(self, data: DataConfig, *, takes_pairs: bool) -> None:
+        self._data, self._takes_pairs = data, takes_pairs
+        self._prompts = tuple(dict.fromkeys((data.prompt_column, *PROMPTS)))
+
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
+        """Raise ``DataError`` if the columns hold neither a pair nor, where that counts, a labelled completion."""
+        if self._pair_columns(columns) is not None:
+            return
+        names = [self._data.chosen_column, self._data.rejected_column]
+        options = "data.chosen_column and data.rejected_column, or data.transform"
+        if not self._takes_pairs:
+            names = [self._data.completion_column, self._data.label_column]
+            options = "data.completion_column and data.label_column, or data.transform"
+        require_columns(columns, names, location, options)
+
+    def split(self, row: Row) -> tuple[dict[str, Any], list[tuple[Completion, bool]]]:
+        """Return the row's prompt and other columns, and its completions, each with whether it is good.
+
+        Raises ``UnusableRow`` for a row that matches no format.
+        """
+        names = self._pair_columns(row.keys())
+        if names is None or (not self._takes_pairs and any(row[name] is None for name in names)):
+            return self._labelled(row)
+        chosen, rejected = (_completion(present(row, name), name) for name in names)
+        prompt, used = self._prompt(row)
+        if prompt is None or _has_own_prompt(chosen, rejected):
+            prompt, chosen, rejected = self._take_prompt_off(chosen, rejected)
+        if chosen == rejected:
+            raise UnusableRow("chosen and rejected are the same")
+        return self._rest(row, prompt, *names, *used), [(chosen, True), (rejected, False)]
+
+    def _labelled(self, row: Row) -> tuple[dict[str, Any], list[tuple[Completion, bool]]]:
+        name = self._data.completion_column
+        completion = _completion(present(row, name), name)
+        prompt, used = self._prompt(row)
+        if prompt is None:
+            raise UnusableRow(f"column {self._data.prompt_column!r} is missing or null")
+        label = present(row, self._data.label_column)
+        if not isinstance(label, bool | np.bool_) and label not in (0, 1):
+            raise UnusableRow(f"column {self._data.label_column!r} is {label!r:.80}, neither true nor false")
+        return self._rest(row, prompt, name, self._data.label_column, *used), [(completion, bool(label))]
+
+    def _pair_columns(self, columns: Collection[str]) -> tuple[str, str] | None:
+        """Return the columns of the chosen and the rejected completion, or None if there are none."""
+        for ending in ENDINGS:
+            names = self._data.chosen_column + ending, self._data.rejected_column + ending
+            if set(names) <= set(columns):
+                return names
+        return None
+
+    def _prompt(self, row: Row) -> tuple[Completion | None, tuple[str, ...]]:
+        """Return the row's prompt, or None if it has none, and the columns that it is made from."""
+        system = row.get(SYSTEM)
+        if (name := next((name for name in self._prompts if row.get(name) is not None), None)) is not None:
+            prompt, used = row[name], (name, INPUT, SYSTEM)
+            if name == INSTRUCTION and row.get(INPUT):
+                prompt = f"{prompt}\n{row[INPUT]}"
+            if not system or not isinstance(prompt, str):
+                return prompt, used
+            if not self._data.chat:
+                raise UnusableRow(f"column {SYSTEM!r} needs data.chat=true")
+            return [*_turns((SYSTEM, system), ("user", prompt))], used
+        if (name := conversation_column(row, self._data.messages_column)) is not None:
+            return conversation(row, name), (*conversation_columns(self._data.messages_column), SYSTEM)
+        return None, ()
+
+    def _take_prompt_off(self, chosen: Completion, rejected: Completion) -> tuple[Completion, Completion, Completion]:
+        """Return what two completions begin with, and the rest of each; texts of HH-RLHF become messages."""
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            if self._data.chat and TURNS.match(chosen) and TURNS.match(rejected):
+                chosen, rejected = _hh_messages(chosen), _hh_messages(rejected)
+            else:
+                shared = _num_shared(chosen, rejected)
+                shared -= chosen[:shared].endswith(" ")  # the blank belongs to the completions' first words
+                return chosen[:shared], chosen[shared:], rejected[shared:]
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise UnusableRow("one of chosen and rejected is a text, and the other one messages")
+        shared = _num_shared(chosen, rejected)
+        if shared in (0, len(chosen), len(rejected)):
+            what = "begin with different messages" if not shared else "are the same, or one begins the other"
+            raise UnusableRow(f"chosen and rejected {what}, and the row has no prompt of its own")
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+
+    def _rest(self, row: Row, prompt: Completion, *used: str) -> dict[str, Any]:
+        others = {name: value for name, value in row.items() if name not in used}
+        return {**others, self._data.prompt_column: prompt}
+
+
+def _completion(value: Any, column: str) -> Completion:
+    """Return a text as it is, and anything else as messages; raise ``UnusableRow`` if it is neither."""
+    if isinstance(value, str):
+        if not value:
+            raise UnusableRow(f"column {column!r} is an empty text")
+        return value
+    return column_messages([value] if isinstance(value, Mapping) else value, column, "assistant")
+
+
+def _has_own_prompt(chosen: Completion, rejected: Completion) -> bool:
+    """Return whether both are conversations that begin with their prompt, whatever stands beside them."""
+    return all(not isinstance(value, str) and value[0]["role"] in ("system", "user") for value in (chosen, rejected))
+
+
+def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (mine, other) in pairs if mine != other), min(len(first), len(second)))
+
+
+def _hh_messages(text: str) -> ChatMessages:
+    parts = TURNS.split(text)[1:]
+    roles = ("user" if name == "Human" else "assistant" for name in parts[::2])
+    return _turns(*zip(roles, (part.strip() for part in parts[1::2]), strict=True))
+
+
+def _turns(*turns: tuple[str, str]) -> ChatMessages:
+    return chat_messages([{"role": role, "content": content} for role, content in turns])
+
+
+class PreferenceRenderer:
+    """A renderer of preference rows to a sequence, with its worse sibling in ``rejected`` if the row is a pair.
+
+    A sequence has the advantage 1 on its loss tokens, a rejected or bad one -1. Unless pairs are wanted, a pair is
+    rendered, too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        takes_pairs: bool,
+        max_tokens: int,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        self._form = PreferenceForm(data, takes_pairs=takes_pairs)
+        self._column = data.completion_column
+        self._max_tokens = max_tokens
+        plain = replace(data, source="jsonl", text_column=None)
+        self._renderer = SequenceRenderer(tokenizer, plain, max_tokens=max_tokens, processor=processor)
+
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
+        """Raise ``DataError`` as ``PreferenceForm.check`` does."""
+        self._form.check(columns, location, nulls)
+
+    def prompt(self, row: Row, place: RowLocation) -> Prompt:
+        """Render the row's prompt; raise ``DataError`` and ``UnusableRow`` as ``whole`` does."""
+        self.check(row.keys(), place.location)
+        rest, completions = self._form.split(row)
+        return self._renderer.prompt({**rest, self._column: completions[0][0]}, place)
+
+    def whole(self, row: Row, place: RowLocation) -> RenderedRow:
+        """Return the row's sequences, which may be longer than a micro batch.
+
+        Raises ``DataError`` and ``UnusableRow`` as ``SequenceRenderer.whole`` does.
+        """
+        self.check(row.keys(), place.location)
+        rest, completions = self._form.split(row)
+        parts = [
+            replace(self._renderer.whole({**rest, self._column: completion}, place), is_good=is_good)
+            for completion, is_good in completions
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        if np.array_equal(parts[0].encoded.token_ids, parts[1].encoded.token_ids):
+            raise UnusableRow("chosen and rejected are rendered to the same tokens")
+        return replace(parts[0], rejected=parts[1])
+
+    def fit(self, rendered: RenderedRow, place: RowLocation) -> Rollout:
+        """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
+        rollout = self._renderer.fit(rendered, place)
+        if not rendered.is_good and rollout.advantages is not None:
+            rollout.advantages = -rollout.advantages
+        if rendered.rejected is not None:
+            rollout.rejected = self.fit(rendered.rejected, place)
+            if (length := len(rollout.token_ids) + len(rollout.rejected.token_ids)) > self._max_tokens:
+                limit = f"learner.max_tokens_per_microbatch={self._max_tokens}"
+                reason = f"chosen and rejected have {length} tokens together, more than {limit}"
+                raise UnusableRow(reason, SkipKind.TOO_LONG)
+        return rollout

@@ -1,0 +1,123 @@
+"""Losses of preferences over micro batches of pairs, or of completions that are labelled good or bad.
+
+Shapes: K loss tokens of a micro batch, S sequences and P pairs of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlpipe.algorithms.losses import LossOutput
+from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.errors import ModelError
+from rlpipe.learner.objectives import LearnerInputs, PackedRows, Reference
+from rlpipe.learner.policy import Policy
+from rlpipe.learner.row_plan import AttentionLayout
+from rlpipe.learner.strategies.sharding import Reduce
+from rlpipe.types import MiniBatch
+
+
+class Preferences(PackedRows):
+    """The base class of losses that compare completions with a reference, or with each other."""
+
+    def __init__(
+        self, policy: Policy, learner: LearnerConfig, preference: PreferenceConfig, reference: Reference | None
+    ) -> None:
+        super().__init__(policy, learner)
+        self._preference, self._reference = preference, reference
+
+    def remember(self, inputs: LearnerInputs) -> None:
+        """Do nothing; the loss is that of the current weights."""
+
+    def _logprobs(self, inputs: LearnerInputs) -> Tensor:
+        """Return the policy's log-prob of each completion ``[S]``; of a micro batch without loss ``[0]``."""
+        logprobs, _ = self._policy.scorer.logprobs(inputs.row, 1.0, self._config.logprob_chunk_tokens)
+        return _sum_by_sequence(logprobs, inputs)
+
+    def _ref_logprobs(self, inputs: LearnerInputs) -> Tensor | None:
+        """Return the reference's log-prob of each completion ``[S]``, or None without a reference."""
+        if self._reference is None:
+            return None
+        if inputs.ref_logprobs is None:
+            inputs.ref_logprobs = self._reference.logprobs(
+                inputs.row, temperature=1.0, chunk_tokens=self._config.logprob_chunk_tokens
+            )
+        return _sum_by_sequence(inputs.ref_logprobs, inputs)
+
+
+class Pairs(Preferences):
+    """The losses of a chosen and a rejected completion, which share their prompt's tokens in a row."""
+
+    sequences_together = 2
+
+    def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
+        if self._policy.scorer.layout is AttentionLayout.ALONE:
+            raise ModelError(
+                f"{self._preference.loss} needs both completions of a pair in one pass, which this model can't run; "
+                "use algorithm=kto, which needs no pairs"
+            )
+        return super().prepare(mini_batch)
+
+    def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        ref_logprobs = self._ref_logprobs(inputs)
+        logprobs = self._logprobs(inputs)
+        pair_inputs = PairInputs(
+            logprobs=_in_pairs(logprobs),
+            ref_logprobs=None if ref_logprobs is None else _in_pairs(ref_logprobs),
+            lengths=_in_pairs(_sum_by_sequence(torch.ones_like(inputs.advantages), inputs)),
+            num_pairs=mini_batch.num_sequences,
+            num_chosen_tokens=mini_batch.num_chosen_tokens,
+        )
+        return self.with_token_counts(pair_loss(pair_inputs, self._preference), inputs)
+
+
+class Labelled(Preferences):
+    """KTO's loss of completions that are good or bad.
+
+    The KL to the reference, which both are compared with, is estimated once an update, from its mismatched completions.
+    """
+
+    _kl: tuple[MiniBatch, Tensor] | None = None
+
+    def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        if self._kl is None or self._kl[0] is not mini_batch:
+            self._kl = mini_batch, self._estimate_kl(mini_batch)
+        ref_logprobs = self._ref_logprobs(inputs)
+        assert ref_logprobs is not None, "KTO has a reference"
+        first = torch.ones_like(inputs.sequence_ids, dtype=torch.bool)
+        first[1:] = inputs.sequence_ids[1:] != inputs.sequence_ids[:-1]
+        labelled = LabelledInputs(
+            logprobs=self._logprobs(inputs),
+            ref_logprobs=ref_logprobs,
+            is_good=inputs.advantages[first] > 0,
+            kl=self._kl[1],
+            num_sequences=mini_batch.num_sequences,
+        )
+        return self.with_token_counts(kto_loss(labelled, self._preference), inputs)
+
+    def _estimate_kl(self, mini_batch: MiniBatch) -> Tensor:
+        """Return the mean log-ratio of the update's mismatched completions on all ranks, at least 0 (scalar)."""
+        assert mini_batch.mismatched is not None, "steps of KTO have mismatched completions"
+        total = torch.zeros((), dtype=torch.float64)
+        for inputs in self.prepare(mini_batch.mismatched):
+            with self._policy.inference():
+                logprobs, ref_logprobs = self._logprobs(inputs), self._ref_logprobs(inputs)
+            assert ref_logprobs is not None, "KTO has a reference"
+            total += (logprobs.double() - ref_logprobs.double()).sum().cpu()
+        total = self._policy.sharding.reduce(total, Reduce.SUM)
+        mean = total / max(mini_batch.mismatched.num_sequences, 1)
+        return mean.clamp(min=0).to(self._policy.device, torch.float32)
+
+
+def _in_pairs(values: Tensor) -> Tensor:
+    """Return values of sequences ``[S]`` as values of pairs ``[P, 2]``."""
+    return values.view(len(values) // 2, 2)
+
+
+def _sum_by_sequence(values: Tensor, inputs: LearnerInputs) -> Tensor:
+    """Return the sums ``[S]`` of ``values`` ``[K]`` over each sequence's loss tokens."""
+    num_sequences = len(inputs.group_ids) if len(values) else 0
+    return values.new_zeros(num_sequences).index_add(0, inputs.sequence_ids, values)

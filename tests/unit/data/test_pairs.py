@@ -1,0 +1,249 @@
+"""Tests that rows of preferences, in the formats of common data sets, become pairs and labelled completions."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.data.packing import pack_labelled, pack_step, split_padded
+from rlpipe.data.prompts import open_sft_rows
+from rlpipe.data.render.pairs import PreferenceRenderer
+from rlpipe.data.render_rows import prepare_rows
+from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
+from rlpipe.errors import DataError
+from rlpipe.models.tiny import make_tokenizer
+from rlpipe.types import Rollout
+
+PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")
+TOKENIZER = make_tokenizer()
+USER = {"role": "user", "content": "2+2?"}
+FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "five"}
+PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "five"}
+
+
+def pair_of(row: dict[str, Any], *, max_tokens: int = 200, takes_pairs: bool = True, **options: Any) -> Rollout:
+    data = DataConfig(source="jsonl", **options)
+    renderer = PreferenceRenderer(TOKENIZER, data, takes_pairs=takes_pairs, max_tokens=max_tokens)
+    return renderer.fit(renderer.whole(row, PLACE), PLACE)
+
+
+def texts(row: dict[str, Any], **options: Any) -> tuple[str, str, str]:
+    """Return the prompt and the trained tokens of both completions, after a check that they share the prompt."""
+    chosen = pair_of(row, **options)
+    assert chosen.rejected is not None
+    prompts, trained = [], []
+    for rollout in (chosen, chosen.rejected):
+        first = int(np.argmax(rollout.loss_mask))
+        prompts.append(str(TOKENIZER.decode(rollout.token_ids[:first])))
+        trained.append(str(TOKENIZER.decode(rollout.token_ids[rollout.loss_mask])))
+    assert prompts[0] == prompts[1]
+    return prompts[0], *trained
+
+
+IN_CHAT = texts(PAIR)
+
+
+def test_a_pair_has_one_prompt_and_opposite_advantages() -> None:
+    chosen = pair_of(PAIR)
+    assert chosen.rejected is not None
+    assert chosen.sequences == [chosen, chosen.rejected]
+    assert set(chosen.advantages[chosen.loss_mask]) == {1.0}
+    assert set(chosen.rejected.advantages[chosen.rejected.loss_mask]) == {-1.0}
+    assert "2+2?" in IN_CHAT[0]
+    assert IN_CHAT[1].startswith("4")
+    assert IN_CHAT[2].startswith("five")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [FOUR], "rejected": [FIVE]},
+        {"prompt": [USER], "chosen": FOUR, "rejected": FIVE},
+        {"chosen": [USER, FOUR], "rejected": [USER, FIVE]},
+        {"prompt": "something else", "chosen": [USER, FOUR], "rejected": [USER, FIVE]},  # as in UltraFeedback
+        {"prompt": None, "chosen": [USER, FOUR], "rejected": [USER, FIVE]},
+        {"messages": [USER], "chosen": FOUR, "rejected": FIVE},  # axolotl's chat_template.default
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": FIVE,
+        },
+        {"question": "2+2?", "chosen": "4", "rejected": "five"},  # Intel's
+        {"instruction": "2+2?", "chosen_response": "4", "rejected_response": "five"},  # Argilla's
+        {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: five"},  # HH-RLHF
+    ],
+)
+def test_formats_of_common_data_sets_are_the_same_pair(row: dict[str, Any]) -> None:
+    assert texts(row) == IN_CHAT
+
+
+def test_other_columns_and_a_system_turn() -> None:
+    row = {"ask": "2+2?", "good": "4", "bad": "five", "system": "Be brief."}
+    options = {"prompt_column": "ask", "chosen_column": "good", "rejected_column": "bad"}
+    prompt, chosen, rejected = texts(row, **options)
+    assert "Be brief." in prompt
+    assert (chosen, rejected) == IN_CHAT[1:]
+    assert pair_of({**row, "level": 3}, **options).task == {"level": 3}
+
+
+def test_an_instruction_with_an_input_is_one_prompt() -> None:
+    prompt, *_ = texts({"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "five"})
+    assert "Add.\n2, 2" in prompt
+
+
+def test_plain_texts_without_a_prompt_share_what_they_begin_with() -> None:
+    row = {"chosen": "2 + 2 = 4", "rejected": "2 + 2 = five"}
+    prompt, chosen, rejected = texts(row, chat=False)
+    assert prompt == "2 + 2 ="
+    assert chosen.startswith(" 4")
+    assert rejected.startswith(" five")
+
+
+def test_later_turns_of_a_conversation_count_from_where_the_two_part() -> None:
+    more = {"role": "user", "content": "sure?"}
+    first = {"chosen": [USER, FOUR, more, FOUR], "rejected": [USER, FOUR, more, FIVE]}
+    prompt, chosen, _ = texts(first)
+    assert "sure?" in prompt
+    assert chosen.count("4") == 1
+    _, chosen, rejected = texts({"chosen": [USER, FOUR, more, FOUR], "rejected": [USER, FIVE]})
+    assert (chosen.count("4"), rejected.count("five")) == (2, 1)
+
+
+def test_options_of_the_loss_mask_hold() -> None:
+    _, chosen, _ = texts(PAIR, train_on_eos="none")
+    assert chosen == "4"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**PAIR, "rejected": "4"}, "chosen and rejected are the same"),
+        ({**PAIR, "rejected": None}, "column 'rejected' is null"),
+        ({**PAIR, "rejected": ""}, "column 'rejected' is an empty text"),
+        ({**PAIR, "rejected": 5}, "column 'rejected' holds a int, not a text or messages"),
+        ({"chosen": [USER, FOUR], "rejected": [FIVE]}, "chosen and rejected begin with different messages, and"),
+        ({"chosen": [USER, FOUR], "rejected": [USER]}, "chosen and rejected are the same, or one begins the other"),
+        ({"chosen": [USER, FOUR], "rejected": "five"}, "one of chosen and rejected is a text"),
+        ({**PAIR, "chosen": [{"role": "tool", "content": "4"}]}, "it has no token in a turn of assistant"),
+    ],
+)
+def test_unusable_pairs_are_skipped_by_name(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableRow, match=reason):
+        pair_of(row)
+
+
+def test_a_pair_has_to_fit_into_one_micro_batch() -> None:
+    length = sum(len(sequence.token_ids) for sequence in pair_of(PAIR).sequences)
+    assert pair_of(PAIR, max_tokens=length).rejected is not None
+    with pytest.raises(UnusableRow, match="tokens together, more than learner") as caught:
+        pair_of(PAIR, max_tokens=length - 1)
+    assert caught.value.kind is SkipKind.TOO_LONG
+
+
+def test_missing_columns_are_named() -> None:
+    with pytest.raises(DataError, match=r"'rejected'.*data\.rejected_column"):
+        pair_of({"prompt": "a", "chosen": "b"})
+    with pytest.raises(DataError, match=r"'label'.*data\.label_column"):
+        pair_of({"prompt": "a", "completion": "b"}, takes_pairs=False)
+
+
+@pytest.mark.parametrize(("label", "sign"), [(True, 1.0), (False, -1.0), (1, 1.0), (0, -1.0)])
+def test_labelled_completions_are_good_or_bad(label: Any, sign: float) -> None:
+    rollout = pair_of({"prompt": "2+2?", "completion": "4", "label": label}, takes_pairs=False)
+    assert rollout.rejected is None
+    assert set(rollout.advantages[rollout.loss_mask]) == {sign}
+
+
+def test_a_label_that_is_no_truth_value_is_skipped() -> None:
+    with pytest.raises(UnusableRow, match="column 'label' is 'good', neither true nor false"):
+        pair_of({"prompt": "2+2?", "completion": "4", "label": "good"}, takes_pairs=False)
+
+
+ROWS = [{"prompt": f"{number}?", "chosen": str(number), "rejected": "no" * (1 + number % 5)} for number in range(24)]
+
+
+def open_pairs(folder: Path, **options: Any) -> tuple[list[Rollout], list[Rollout]]:
+    data = DataConfig(source="jsonl", path=write_rows(folder), held_out=HeldOutConfig(size=4), **options)
+    source, held_out = open_sft_rows(data, TOKENIZER, seed=1, max_tokens=200, preference=PreferenceConfig())
+    return source.take(20), held_out
+
+
+def write_rows(folder: Path) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def test_held_out_pairs_are_not_trained(tmp_path: Path) -> None:
+    trained, held_out = open_pairs(tmp_path)
+    assert len({rollout.prompt_id for rollout in trained} | {rollout.prompt_id for rollout in held_out}) == 24
+    assert all(rollout.rejected is not None for rollout in [*trained, *held_out])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("max_tokens", [60, 200])
+def test_the_completions_of_a_pair_stay_together(tmp_path: Path, num_ranks: int, max_tokens: int) -> None:
+    trained, _ = open_pairs(tmp_path)
+    batches = pack_step(trained, step=0, num_ranks=num_ranks, max_tokens=max_tokens, num_minibatches=2)
+    found = []
+    for batch in batches:
+        for mini_batch in batch.mini_batches:
+            assert mini_batch.num_sequences == 10
+            for micro in mini_batch.micro_batches:
+                for part in split_padded(micro, 80, together=2) if micro.loss_mask.any() else []:
+                    starts = part.sequence_starts
+                    signs = [part.advantages[a:b][part.loss_mask[a:b]][0] for a, b in pairwise(starts)]
+                    assert signs == [1.0, -1.0] * (len(signs) // 2)
+                    assert (part.group_ids[::2] == part.group_ids[1::2]).all()
+                    found += part.group_ids[::2].tolist()
+    assert sorted(found) == sorted(rollout.group_id for rollout in trained)
+    chosen = [sum(mini.num_chosen_tokens for mini in batch.mini_batches) for batch in batches]
+    assert chosen == [sum(rollout.num_loss_tokens for rollout in trained)] * num_ranks
+
+
+def test_labelled_completions_come_with_mismatched_ones(tmp_path: Path) -> None:
+    trained, _ = open_pairs(tmp_path)
+    (batch,) = pack_labelled(trained, step=0, num_ranks=1, max_tokens=200, num_minibatches=4, seed=3)
+    rows = {}
+    for rollout in trained:
+        for sequence in rollout.sequences:
+            first = int(np.argmax(sequence.loss_mask))
+            rows[tuple(sequence.token_ids)] = tuple(sequence.token_ids[:first]), tuple(sequence.token_ids[first:])
+    prompts, completions = {prompt for prompt, _ in rows.values()}, {completion for _, completion in rows.values()}
+    for mini_batch in batch.mini_batches:
+        others = mini_batch.mismatched
+        assert others is not None
+        assert others.num_sequences == mini_batch.num_sequences == 10
+        mixed = 0
+        for micro in others.micro_batches:
+            for start, stop in pairwise(micro.sequence_starts):
+                first = start + int(np.argmax(micro.loss_mask[start:stop]))
+                assert tuple(micro.token_ids[start:first]) in prompts
+                assert tuple(micro.token_ids[first:stop]) in completions
+                mixed += tuple(micro.token_ids[start:stop]) not in rows
+        assert mixed >= 8
+
+
+def test_prepared_pairs_are_the_same_pairs(tmp_path: Path) -> None:
+    plain, plain_held_out = open_pairs(tmp_path, cache=str(tmp_path / "cache"))
+    config = load_config(
+        [
+            *("algorithm=dpo", "data.source=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.held_out.size=4"),
+            *("seed=1", "model.path=tiny", f"data.cache={tmp_path}/cache"),
+        ],
+        need_files=False,
+    )
+    (prepared,) = prepare_rows(config, TOKENIZER, workers=1, report=lambda done, total: None)
+    assert prepared.is_new
+    assert len(prepared.rows) == 24
+    again, again_held_out = open_pairs(tmp_path, cache=str(tmp_path / "cache"))
+    for first, second in zip([*plain, *plain_held_out], [*again, *again_held_out], strict=True):
+        for mine, other in zip(first.sequences, second.sequences, strict=True):
+            assert mine.token_ids.tolist() == other.token_ids.tolist()
+            assert mine.advantages.tolist() == other.advantages.tolist()
