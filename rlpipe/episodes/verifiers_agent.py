@@ -101,7 +101,7 @@ def run_message(row: Mapping[str, Any], access: Access) -> dict[str, Any]:
 
 
 class ServedRollout:
-    """What a server has told about a rollout so far: of each trace the latest of what decides on the reward."""
+    """A rollout as the server has told it so far: of each trace the latest that decides on the reward."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
