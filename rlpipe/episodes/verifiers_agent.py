@@ -35,6 +35,8 @@ They come from ZeroMQ's own threads, so that an environment that computes for lo
 LINGER_S = 1.0
 """Seconds in which the cancellation of a rollout may still be sent, once its connection is closed."""
 MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_SOCKETS = 60_000
+"""Sockets of a process, of which a rollout has three; ZeroMQ's own limit of 1,023 is below many a concurrency."""
 MAX_SHOWN_CHARS = 500
 KEY_VARIABLE = "RLPIPE_NO_KEY"
 """Variable in which the server looks for a key; it has none, as each episode's key is in a header."""
@@ -170,7 +172,9 @@ class ServerConnection:
         import zmq
         import zmq.asyncio
 
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        context = zmq.asyncio.Context.instance()
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # counts only before the first one
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         options = {
             zmq.RECONNECT_IVL: -1,
             zmq.LINGER: int(LINGER_S * 1000),
@@ -190,6 +194,7 @@ class ServerConnection:
 
     def __exit__(self, *_: object) -> None:
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
 
     async def ask(self, method: str, message: Mapping[str, Any]) -> bytes:

@@ -160,6 +160,19 @@ def test_what_is_no_server_of_verifiers_is_named(monkeypatch: pytest.MonkeyPatch
     assert f"verifiers at {address}: it does not answer within 1 seconds" in str(group.failure)
 
 
+def test_hundreds_of_rollouts_are_played_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers_agent, "CONNECT_S", 1.0)
+
+    async def run(address: str) -> list[BaseException | Any]:
+        agent = kind_of(address).agent
+        assert agent is not None
+        return await asyncio.gather(*(agent.run(ROW, ACCESS) for _ in range(400)), return_exceptions=True)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=400) as silent:
+        failures = asyncio.run(run(f"tcp://127.0.0.1:{silent.getsockname()[1]}"))
+    assert all("it does not answer within 1 seconds" in str(failure) for failure in failures)
+
+
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:5000", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://a:65536", "tcp://:5000", ""]
 )
