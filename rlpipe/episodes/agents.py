@@ -24,6 +24,8 @@ Reward = float | Mapping[str, float] | None
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """Variables of the run's environment that a command inherits."""
 MAX_OUTPUT_BYTES = 2**20
+KEY_HEADER = "x-rlpipe-key"
+"""Header for an episode's key, for programs whose requests have another key, or none, as theirs."""
 END_S = 5.0
 """Seconds that the processes of a command have to end, once killed."""
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from rlpipe.episodes.agent_session import AgentSession, ChatAnswer, ChatQuestion, RequestRefused
+from rlpipe.episodes.agents import KEY_HEADER
 from rlpipe.episodes.chat_completions import MODEL, as_completion, completion_events
 from rlpipe.episodes.responses import as_chat_request, as_response, follows, response_events
 from rlpipe.errors import ConfigError
@@ -93,8 +94,9 @@ class Gateway:
         return f"rlpipe-{number}-{hmac.new(self._secret, number.encode(errors='replace'), 'sha256').hexdigest()}"
 
     def _session(self, request: web.Request, body: Mapping[str, Any]) -> AgentSession:
-        """Return the session of a request's key; proxies that have a key of their own pass it on as ``user``."""
-        keys = [request.headers.get("Authorization", "").removeprefix("Bearer ").strip(), str(body.get("user"))]
+        """Return the session of a request's key, which proxies with another one pass on in a header or as ``user``."""
+        own = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        keys = [own, request.headers.get(KEY_HEADER, ""), str(body.get("user"))]
         for key in keys:
             if key in self._sessions:
                 return self._sessions[key]

@@ -14,6 +14,7 @@ from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.gym_agents import GymAgent
 from rlpipe.episodes.mcp_tools import McpServer
 from rlpipe.episodes.tools import FunctionTool, Observation, Tool
+from rlpipe.episodes.verifiers_agent import VerifiersAgent
 from rlpipe.errors import ConfigError
 
 
@@ -74,9 +75,11 @@ def _open_agent(agent: Any, concurrency: int) -> Agent:
             return CommandAgent([str(part) for part in (program, *arguments)])
         case {"nemo_gym": str(url), **others} if {*others} <= {"name"}:
             return GymAgent(url, name=str(others.get("name") or ""), concurrency=concurrency)
+        case {"verifiers": str(address), **others} if not others:
+            return VerifiersAgent(address)
     raise ConfigError(
-        f"environment.agent: {agent!r:.200} is none of file.py:function, {{command: [program, argument, ...]}} and "
-        "{nemo_gym: URL of the head server, name: AGENT}"
+        f"environment.agent: {agent!r:.200} is none of file.py:function, {{command: [program, argument, ...]}}, "
+        "{nemo_gym: URL of the head server, name: AGENT} and {verifiers: tcp://HOST:PORT}"
     )
 
 

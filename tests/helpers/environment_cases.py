@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import openai
@@ -71,3 +71,23 @@ async def solve(row: Mapping[str, Any], episode: Any) -> float:
         text = answer.choices[0].message.content or ""
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(len(text))}]
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+
+
+class MultiplyTwice:
+    """Read two turns as calls of ``multiply``, and the third as the answer, in the form that it is asked in."""
+
+    def __init__(self, tools: Sequence[Any] = ()) -> None:
+        self._ends_by_call = any(tool["function"]["name"] == "final_answer" for tool in tools)
+
+    def with_tools(self, tools: Sequence[Any]) -> MultiplyTwice:
+        return MultiplyTwice(tools)
+
+    def __call__(self, text: str, prefix: str) -> ParsedTurn:
+        turn = int(prefix.removesuffix("c"))
+        if turn >= 2 and not self._ends_by_call:
+            return ParsedTurn(content=text)
+        name, arguments = ("multiply", {"a": len(text), "b": turn}) if turn < 2 else ("final_answer", {"answer": text})
+        return ParsedTurn(content="", calls=[ToolCall(id=prefix.rjust(9, "0"), name=name, arguments=arguments)])
+
+
+multiply_twice = MultiplyTwice()

@@ -207,6 +207,21 @@ def test_what_cannot_be_answered_is_refused_by_name(more: dict[str, Any], words:
     assert not episode.graph.nodes
 
 
+def test_the_key_may_be_in_a_header_of_its_own() -> None:
+    body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "Where?"}]}
+
+    async def program(scene: Scene) -> str | None:
+        client = scene.client(api_key="of a proxy", default_headers={"X-Rlpipe-Key": scene.key})
+        answer = await client.chat.completions.create(**body)
+        with pytest.raises(openai.AuthenticationError):
+            await scene.client(api_key="of a proxy").chat.completions.create(**body)
+        return answer.choices[0].message.content
+
+    episode, said = play(Scene(["South."]), program)
+    assert said == "South."
+    assert len(episode.graph.turns) == 1
+
+
 def test_keys_of_others_and_of_ended_episodes_reach_nothing() -> None:
     async def program(scene: Scene) -> None:
         body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
