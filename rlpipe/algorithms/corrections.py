@@ -26,8 +26,14 @@ MAX_LOG_RATIO = 60.0
 class Correction:
     """Factors on each token's share of the loss, without gradient."""
 
-    surrogate: Tensor  # [N], 0 where the token is dropped
+    weights: Tensor  # [N], those of the mode, which are 0 where it drops the token
+    kept: Tensor  # [N] bool, False in sequences that the off-policy mask drops
     kl: Tensor  # [N]
+
+    @property
+    def surrogate(self) -> Tensor:
+        """Product of both factors ``[N]``."""
+        return self.weights.masked_fill(~self.kept, 0)
 
 
 def correct(
@@ -50,14 +56,15 @@ def correct(
     elif config.mode.endswith("mask"):
         weights, dropped = raw.masked_fill(outside, 0), outside
     kl_weights = weights if config.bias_corrected_kl else torch.ones_like(weights)
+    kept = torch.ones_like(loss_mask)
     if config.off_policy_threshold is not None:
         far = sequence_means(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
         off_policy = loss_mask & far & (advantages < 0)
-        weights, dropped = weights.masked_fill(off_policy, 0), dropped | off_policy
+        kept, dropped = ~off_policy, dropped | off_policy
     _add_metrics(metrics, log_weights, loss_mask)
     metrics.add_mean("sampling/clipped_ratio", clipped)
     metrics.add_mean("sampling/dropped_ratio", dropped)
-    return Correction(surrogate=weights, kl=kl_weights)
+    return Correction(weights=weights, kept=kept, kl=kl_weights)
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
