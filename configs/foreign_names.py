@@ -108,6 +108,8 @@ FOREIGN_NAMES = {
     "kl_cov_ratio": "algorithm.loss.covariance.share",
     "clip_cov_lb": "algorithm.loss.covariance.low",
     "clip_cov_ub": "algorithm.loss.covariance.high",
+    "rollout_is_threshold": "algorithm.correction.cap",
+    "tis_imp_ratio_cap": "algorithm.correction.cap",
     "ppo_kl_coef": "algorithm.loss.covariance.penalty",
     "importance_sampling_level": "algorithm.loss.level",
     "scale_rewards": "algorithm.advantage.scale",

@@ -202,6 +202,12 @@ class LossConfig(Freezable):
     beta: float = option(0.0, "Weight of the KL to the reference.", minimum=0, maximum=MAX_WEIGHT)
     kl: str = option("k3", "Estimator of the KL to the reference.", choices=("k1", "k2", "k3", "abs"))
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
+    top_entropy_quantile: float = option(
+        1.0,
+        "Share of a micro batch's tokens, those of the highest entropy, that the surrogate trains.",
+        minimum=0,
+        maximum=1,
+    )
     mask_truncated: bool = option(False, "Rollouts cut off at the length limit do not count in the loss.")
 
 
@@ -213,7 +219,10 @@ class CorrectionConfig(Freezable):
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     cap: float = option(
-        2.0, "Bounds w to [1/cap, cap] (truncate), or drops what is outside (mask).", minimum=1, maximum=MAX_WEIGHT
+        2.0, "Bounds w to [floor, cap] (truncate), or drops what is outside (mask).", minimum=1, maximum=MAX_WEIGHT
+    )
+    floor: float | None = option(
+        None, "Lower bound of w; null: 1/cap; 0: none, as in TRL by default.", minimum=0, maximum=1
     )
     off_policy_threshold: float | None = option(
         None,

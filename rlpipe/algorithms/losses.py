@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.corrections import Correction, correct, sequence_sums
+from rlpipe.algorithms.corrections import Correction, correct, keep_top_entropy, sequence_sums
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.surrogates import SurrogateInputs, SurrogateOutput, find_surrogate
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
@@ -69,6 +69,11 @@ def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionCo
     per_token = torch.where(mask, output.per_token, 0)
     if factors is not None:
         per_token = per_token * (factors.kept if output.is_corrected else factors.surrogate)
+    if config.top_entropy_quantile < 1:
+        assert given.entropy is not None, "top_entropy_quantile needs the entropy"
+        trained = keep_top_entropy(given.entropy, mask, config.top_entropy_quantile)
+        metrics.add_mean("entropy/trained_ratio", trained)
+        per_token = per_token * trained
     kl_weights = 1.0 if factors is None else factors.kl
     per_token = per_token + _regularization(given, config, metrics, kl_weights)
     return _output(per_token, _token_weights(inputs, config.aggregate), metrics)

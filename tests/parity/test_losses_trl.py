@@ -334,6 +334,53 @@ def test_corrections_equal_trl(mode: str, algorithm: str, beta: float) -> None:
         assert_equal(rows, policy_loss(inputs, config, CorrectionConfig(mode=mode, cap=cap)), theirs)
 
 
+@pytest.mark.parametrize(("floor", "cap"), [(None, 3.0), (0.0, 3.0), (0.9, 1.2)])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_unequal_bounds_and_missing_log_probs_equal_trl(mode: str, floor: float | None, cap: float) -> None:
+    config = loss_config("dapo")
+    for dtype in TOLERANCE:
+        rows = make_rows(dtype, 11, with_gaps=True)
+        drift = torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(12), dtype=dtype) * 0.3
+        drift[::3, ::2] = math.nan
+        trainer = StandInTrainer(
+            rows=rows,
+            loss_type="dapo",
+            epsilon_low=config.clip_low,
+            epsilon_high=config.clip_high,
+            use_vllm=True,
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_min=1 / cap if floor is None else floor or None,
+            vllm_importance_sampling_clip_max=cap,
+        )
+        ratio = importance_ratio(trainer, rows, rows.old_logprobs + drift)
+        theirs = GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows) | {"importance_sampling_ratio": ratio})
+        inputs = packed_inputs(replace(rows, sampling_logprobs=rows.old_logprobs + drift))
+        ours = policy_loss(inputs, config, CorrectionConfig(mode=mode, floor=floor, cap=cap))
+        assert_equal(rows, ours, theirs)
+        missing = (rows.mask.bool() & drift.isnan()).sum() / rows.mask.sum()
+        assert ours.metrics.values()["sampling/missing_ratio"] == pytest.approx(missing.item())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.7])
+@pytest.mark.parametrize(("loss_type", "algorithm"), [("grpo", "grpo"), ("dapo", "dapo"), ("vespo", "vespo")])
+def test_tokens_of_high_entropy_equal_trl(loss_type: str, algorithm: str, share: float) -> None:
+    config = replace(loss_config(algorithm), top_entropy_quantile=share, beta=0.1)
+    for dtype in TOLERANCE:
+        rows = make_rows(dtype, 13, with_gaps=True)
+        trainer = StandInTrainer(
+            rows=rows,
+            loss_type=loss_type,
+            epsilon_low=config.clip_low,
+            epsilon_high=config.clip_high,
+            beta=0.1,
+            top_entropy_quantile=share,
+        )
+        ours = policy_loss(packed_inputs(rows), config)
+        assert_equal(rows, ours, GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows)))
+        expected = max(share, 1 / int(rows.mask.sum()))
+        assert ours.metrics.values()["entropy/trained_ratio"] == pytest.approx(expected, abs=1 / int(rows.mask.sum()))
+
+
 def test_off_policy_sequence_mask_equals_trl() -> None:
     rows = make_rows(torch.float64, 10, with_gaps=True)
     sampling = rows.logprobs.detach() + torch.linspace(-0.3, 0.3, BATCH, dtype=torch.float64)[:, None]
