@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
 from rlpipe.configs.preference_constraints import check_preference
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
 from rlpipe.configs.schema.rollout_config import (
@@ -221,19 +221,47 @@ def check_quantization(config: Config) -> Iterator[str]:
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, size = algorithm.advantage, algorithm.group_size
     pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
-    if size < 2 and advantage.name != "reinforce" and not pairs:
+    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus")
+    if size < 2 and not alone and not pairs:
         yield (
             f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
             "more, or algorithm=reinforce"
         )
     elif size < 2 and algorithm.combine == "normalize_then_sum":
         yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalises within a group; set 2 or more"
-    if advantage.name != "grpo" and advantage.scale != "group":
+    if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
+    yield from check_function(advantage, "algorithm.advantage")
+
+
+def check_function(config: AdvantageConfig | LossConfig, section: str) -> Iterator[str]:
+    """Yield contradictions of a function of the user's own; its import is checked when a run begins."""
+    if config.path is not None and ":" not in config.path:
+        yield (
+            f"{section}.path: {config.path!r:.200} names no function; write file.py:function or package.module:function"
+        )
+    for name in ("kwargs", "digest"):
+        if config.path is None and getattr(config, name):
+            yield f"{section}.{name}: there is no function to use it; set {section}.path, or leave it out"
 
 
 def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
+    yield from check_function(loss, "algorithm.loss")
+    if loss.path is not None:
+        return
+    if loss.name == "vespo" and algorithm.correction.mode.startswith("sequence"):
+        yield (
+            f"algorithm.correction.mode: {algorithm.correction.mode} would count a sequence's ratio once for each "
+            "token of vespo's product; set token_truncate, token_mask or none"
+        )
+    if loss.name == "clip_cov" and loss.covariance.low >= loss.covariance.high:
+        yield (
+            f"algorithm.loss.covariance.low: {loss.covariance.low:g} is not below high={loss.covariance.high:g}, so no "
+            "token is chosen; set it lower"
+        )
+    if loss.name == "cispo" and loss.cispo_floor > 1 + loss.clip_high:
+        yield "algorithm.loss.cispo_floor: is above 1 + clip_high; set it lower"
     if loss.level != "token" and loss.name != "clip":
         yield f"algorithm.loss.level: {loss.level} needs algorithm.loss.name=clip; {loss.name} works per token"
     if loss.name == "clip" and loss.clip_low >= 1:
@@ -255,9 +283,9 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def check_replay(config: Config) -> Iterator[str]:
     replay, advantage = config.replay, config.algorithm.advantage.name
-    if advantage == "reinforce" and replay.refill_attempts:
+    if advantage in ("reinforce", "reinforce_plus_plus") and replay.refill_attempts:
         yield (
-            "replay.refill_attempts: with algorithm.advantage.name=reinforce, a group whose rewards are all the "
+            f"replay.refill_attempts: with algorithm.advantage.name={advantage}, a group whose rewards are all the "
             "same trains like any other; set it to 0, or another advantage"
         )
     if replay.reuse_groups and config.algorithm.correction.mode == "none":
@@ -346,10 +374,10 @@ def check_environment(config: Config) -> Iterator[str]:
             "algorithm.advantage.credit: only the turns of an environment or agent have rewards; set environment.path, "
             "or credit=episode"
         )
-    elif advantage.credit == "turns" and advantage.name != "rloo":
+    elif advantage.credit == "turns" and (advantage.name != "rloo" or advantage.path is not None):
         yield (
             "algorithm.advantage.credit: turns compares each turn with those of the other episodes, as rloo does; set "
-            "algorithm.advantage.name=rloo"
+            "algorithm.advantage.name=rloo, without a path"
         )
     if not environment.is_used:
         return

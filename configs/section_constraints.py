@@ -68,13 +68,22 @@ def check_features(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, size = algorithm.advantage, algorithm.group_size
-    if advantage.name == "reinforce_baseline" or (advantage.name == "grpo" and advantage.scale == "batch"):
+    by_batch = advantage.name in ("reinforce_baseline", "reinforce_plus_plus", "gpg")
+    if advantage.path is not None:
+        yield (
+            "algorithm.advantage.path: blocks of raw text are scored in the learner, micro batch by micro batch, "
+            "without rollouts; set it to null"
+        )
+    elif by_batch or (advantage.name in ("grpo", "pass_at_k") and advantage.scale == "batch"):
         yield (
             f"algorithm.advantage: {advantage.name} normalises over the step's batch, but blocks are drawn and trained "
             "in micro batches; set name=rloo"
         )
-    elif size < 2 and advantage.name == "grpo":
-        yield f"algorithm.group_size: {size}, but grpo compares the samples of a block; set 2 or more, or name=rloo"
+    elif size < 2 and advantage.name not in ("rloo", "group_norm", "reinforce"):
+        yield (
+            f"algorithm.group_size: {size}, but {advantage.name} compares the samples of a block; set 2 or more, or "
+            "name=rloo"
+        )
 
 
 def _check_room(config: Config) -> Iterator[str]:

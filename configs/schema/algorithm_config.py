@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlpipe.configs.schema.option import (
     MAX_PROCESSES,
@@ -15,6 +16,8 @@ from rlpipe.configs.schema.option import (
 )
 from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
+
+DIGEST = "SHA-256 of the file of path; null: the run fills it in. The run refuses a file with another one."
 
 
 @dataclass(kw_only=True)
@@ -79,15 +82,28 @@ class EbftConfig(Freezable):
     ce_coef: float = option(0.0, "Weight of the cross-entropy on the ground truth.", minimum=0, maximum=MAX_WEIGHT)
 
 
+ADVANTAGES = (
+    *("grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline", "reinforce_plus_plus"),
+    *("opo", "gpg", "pass_at_k", "max_rl"),
+)
+
+
 @dataclass(kw_only=True)
 class AdvantageConfig(Freezable):
     name: str = option(
         "grpo",
         "How rewards become advantages.",
-        choices=("grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline"),
+        choices=ADVANTAGES,
     )
+    path: str | None = option(
+        None, "Your own function for it, as file.py:function or package.module:function; null: that of name."
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
+    digest: str | None = option(None, DIGEST)
     scale: str = option(
-        "group", "Standard deviation that advantages are divided by (grpo).", choices=("group", "batch", "none")
+        "group",
+        "Standard deviation that advantages are divided by (grpo, pass_at_k).",
+        choices=("group", "batch", "none"),
     )
     eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
     credit: str = option(
@@ -97,31 +113,102 @@ class AdvantageConfig(Freezable):
     )
 
 
+LOSSES = (
+    *("clip", "cispo", "reinforce", "sapo", "vespo", "dppo_tv", "dppo_kl"),
+    *("geo_mean", "clip_cov", "kl_cov", "dro", "m2po"),
+)
+
+
+@dataclass(kw_only=True)
+class SapoConfig(Freezable):
+    temperature_positive: float = option(
+        1.0, "Steepness of the gate for advantages above 0.", above=0, maximum=MAX_WEIGHT
+    )
+    temperature_negative: float = option(
+        1.05, "Steepness of the gate for other advantages.", above=0, maximum=MAX_WEIGHT
+    )
+
+
+@dataclass(kw_only=True)
+class VespoConfig(Freezable):
+    k_positive: float = option(
+        2.0, "Power of a sequence's ratio, for advantages of at least 0.", minimum=0, maximum=MAX_WEIGHT
+    )
+    lambda_positive: float = option(
+        3.0, "Decay with a sequence's ratio, for advantages of at least 0.", minimum=1e-4, maximum=MAX_WEIGHT
+    )
+    k_negative: float = option(
+        3.0, "Power of a sequence's ratio, for advantages below 0.", minimum=0, maximum=MAX_WEIGHT
+    )
+    lambda_negative: float = option(
+        2.0, "Decay with a sequence's ratio, for advantages below 0.", minimum=1e-4, maximum=MAX_WEIGHT
+    )
+
+
+@dataclass(kw_only=True)
+class CovarianceConfig(Freezable):
+    share: float = option(
+        0.0002, "Share of the tokens that clip_cov drops, or kl_cov penalises; at least one.", above=0, maximum=1
+    )
+    low: float = option(1.0, "clip_cov drops tokens above this covariance.", maximum=MAX_WEIGHT)
+    high: float = option(5.0, "clip_cov drops tokens below this covariance.", maximum=MAX_WEIGHT)
+    penalty: float = option(1.0, "Weight of kl_cov's |log-ratio|.", minimum=0, maximum=MAX_WEIGHT)
+
+
 @dataclass(kw_only=True)
 class LossConfig(Freezable):
-    name: str = option("clip", "The policy-gradient surrogate.", choices=("clip", "cispo", "reinforce"))
+    name: str = option("clip", "The policy-gradient surrogate.", choices=LOSSES)
+    path: str | None = option(
+        None, "Your own surrogate, as file.py:function or package.module:function; null: that of name."
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
+    digest: str | None = option(None, DIGEST)
     level: str = option(
         "token",
         "The ratio of each token, the length-normalised product over the sequence (GSPO), or the plain product (RLOO).",
         choices=("token", "sequence", "sequence_product"),
     )
-    clip_low: float = option(0.2, "The ratio is clipped below 1 minus this.", minimum=0, maximum=MAX_WEIGHT)
+    clip_low: float = option(
+        0.2,
+        "The ratio is clipped below 1 minus this; for dppo_tv and dppo_kl this is the bound of the divergence.",
+        minimum=0,
+        maximum=MAX_WEIGHT,
+    )
     clip_high: float = option(
         0.2,
-        "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.",
+        "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this, for dppo_tv and dppo_kl this is "
+        "the bound of the divergence.",
         minimum=0,
         maximum=MAX_WEIGHT,
     )
     clip_delta: float | None = option(
         None, "Upper bound of the ratio for negative advantages.", above=1, maximum=MAX_WEIGHT
     )
+    cispo_floor: float = option(0.0, "Lower bound of cispo's weight; verl's is 1 - clip_low.", minimum=0, maximum=1)
+    dppo_cap: float = option(
+        20.0, "Upper bound of the ratio as a weight in dppo_tv and dppo_kl.", minimum=1, maximum=MAX_WEIGHT
+    )
+    m2_threshold: float = option(
+        0.04, "Mean squared log-ratio that m2po keeps, by dropping the furthest tokens.", above=0, maximum=MAX_WEIGHT
+    )
+    dro_beta: float = option(0.05, "Weight of dro's squared log-ratio.", minimum=0, maximum=MAX_WEIGHT)
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    vespo: VespoConfig = field(default_factory=VespoConfig)
+    covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
     aggregate: str = option(
         "token",
-        "Mean over the step's tokens, mean over its sequences' means, or sum divided by a constant.",
-        choices=("token", "sequence", "constant"),
+        "Mean over the step's tokens, mean over its sequences' means or sums, or sum divided by a constant.",
+        choices=("token", "sequence", "sequence_sum", "constant"),
     )
-    beta: float = option(0.0, "Weight of the KL to the reference (k3).", minimum=0, maximum=MAX_WEIGHT)
+    beta: float = option(0.0, "Weight of the KL to the reference.", minimum=0, maximum=MAX_WEIGHT)
+    kl: str = option("k3", "Estimator of the KL to the reference.", choices=("k1", "k2", "k3", "abs"))
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
+    top_entropy_quantile: float = option(
+        1.0,
+        "Share of a micro batch's tokens, those of the highest entropy, that the surrogate trains.",
+        minimum=0,
+        maximum=1,
+    )
     mask_truncated: bool = option(False, "Rollouts cut off at the length limit do not count in the loss.")
 
 
@@ -133,7 +220,10 @@ class CorrectionConfig(Freezable):
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     cap: float = option(
-        2.0, "Bounds w to [1/cap, cap] (truncate), or drops what is outside (mask).", minimum=1, maximum=MAX_WEIGHT
+        2.0, "Bounds w to [floor, cap] (truncate), or drops what is outside (mask).", minimum=1, maximum=MAX_WEIGHT
+    )
+    floor: float | None = option(
+        None, "Lower bound of w; null: 1/cap; 0: none, as in TRL by default.", minimum=0, maximum=1
     )
     off_policy_threshold: float | None = option(
         None,

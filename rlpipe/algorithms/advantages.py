@@ -7,13 +7,17 @@ is 0. Everything is computed in float64, so that equal rewards give advantages o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlpipe.algorithms.plugins import ADVANTAGE, call_function, load_function, own_error
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
-from rlpipe.types import FloatArray
+from rlpipe.errors import RunError
+from rlpipe.types import FloatArray, IntArray, RolloutGroup
 
 Values = NDArray[np.float64]
 
@@ -36,55 +40,224 @@ def combine_rewards(rewards: FloatArray, weights: Sequence[float] | FloatArray, 
     return totals.astype(np.float32)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AdvantageInputs:
+    """A step's data that advantages may depend on besides its rewards; lists have one entry for each group."""
+
+    config: AdvantageConfig
+    num_tokens: Sequence[IntArray]
+    """Loss tokens of each rollout ``[G]``; in an episode of all its branches."""
+    pairwise: Sequence[FloatArray] | None = None
+    """Part of each reward that is a mean over pairs ``[G]``, of EBFT; None without one."""
+    groups: Sequence[RolloutGroup] = ()
+    """The rollouts, with tokens, log-probs and the row's columns (``task``); empty for blocks of raw text."""
+
+
+Estimator = Callable[[list[Values], AdvantageInputs], list[Values]]
+ADVANTAGES: dict[str, Estimator] = {}
+"""The built-in estimators by ``algorithm.advantage.name``."""
+
+
+def register_advantage(name: str) -> Callable[[Estimator], Estimator]:
+    """Return a decorator that enters an estimator into ``ADVANTAGES``."""
+
+    def enter(function: Estimator) -> Estimator:
+        ADVANTAGES[name] = function
+        return function
+
+    return enter
+
+
 def compute_advantages(
-    rewards: Sequence[FloatArray], config: AdvantageConfig, pairwise: Sequence[FloatArray] | None = None
+    rewards: Sequence[FloatArray],
+    config: AdvantageConfig,
+    pairwise: Sequence[FloatArray] | None = None,
+    num_tokens: Sequence[IntArray] | None = None,
 ) -> list[FloatArray]:
     """Return the advantages ``[G]`` of every group of a step, from its rewards ``[G]``; groups may differ in size.
 
     ``pairwise`` is the part ``[G]`` of each reward that is a mean over the rollout's pairs with the others, such as
     EBFT's diversity. Each pair counts in the means of both of its rollouts, so the mean of the others is not a baseline
     that is independent of the rollout: ``rloo`` and ``group_norm`` then use the mean of the pairs without the rollout.
-
-    - ``grpo``: (r - mean of the group) / (std + eps), the standard deviation being the group's or the batch's, or no
-      division (arXiv:2402.03300; without it arXiv:2503.20783).
-    - ``rloo``: r - mean of the others (arXiv:2402.14740).
-    - ``group_norm``: rloo's, divided by the group's standard deviation plus eps.
-    - ``reinforce``: r.
-    - ``reinforce_baseline``: r - mean of the group, divided by the batch's standard deviation of these differences
-      plus eps; their mean over the batch is 0 already (REINFORCE++ with baseline, arXiv:2501.03262).
+    ``num_tokens`` are the rollouts' loss tokens ``[G]``, which some estimators weigh by; None: all have as many.
 
     Standard deviations are those of a sample (n - 1). A group with fewer than two scored rollouts has advantages of 0,
-    because there is nothing to compare with, except for ``reinforce`` and for rewards with a pairwise part.
+    because there is nothing to compare with, except for ``reinforce`` and ``reinforce_plus_plus``, and for rewards with
+    a pairwise part.
     """
+    if config.name not in ADVANTAGES:
+        raise ValueError(f"advantage.name is {config.name!r}; use {', '.join(ADVANTAGES)}")
     groups = [np.asarray(group, np.float64) for group in rewards]
-    parts = None if pairwise is None else [np.asarray(part, np.float64) for part in pairwise]
-    return [np.nan_to_num(group, nan=0.0).astype(np.float32) for group in _advantages(groups, config, parts)]
+    counts = [np.ones(len(group), np.int32) for group in groups] if num_tokens is None else num_tokens
+    inputs = AdvantageInputs(config=config, num_tokens=counts, pairwise=pairwise)
+    estimated = ADVANTAGES[config.name](groups, inputs)
+    return [np.nan_to_num(group, nan=0.0).astype(np.float32) for group in estimated]
 
 
-def _advantages(groups: list[Values], config: AdvantageConfig, pairwise: list[Values] | None) -> list[Values]:
-    if config.name == "reinforce":
-        return groups
-    centered = [_center(group) for group in groups]
-    if config.name in ("rloo", "group_norm"):
-        differences = [_leave_one_out(group) for group in centered]
-        if pairwise is not None:
-            differences = [_leave_pairs_out(*group) for group in zip(groups, differences, pairwise, strict=True)]
-        if config.name == "rloo":
-            return differences
-        return [_divide(own, _std(group), config.eps) for own, group in zip(differences, groups, strict=True)]
-    if config.name == "reinforce_baseline":
-        stds = [_batch_std(centered)] * len(groups)
-    elif config.name != "grpo":
-        raise ValueError(
-            f"advantage.name is {config.name!r}; use grpo, rloo, group_norm, reinforce or reinforce_baseline"
+def own_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[FloatArray | list[FloatArray]]:
+    """Return the advantages that the user's function gives, ``[G]`` or one array of its loss tokens for each rollout.
+
+    Rollouts that no reward function scored get 0. Raises ``RunError`` if the function raises, or if the result has
+    another shape or values that are not finite.
+    """
+    config = inputs.config
+    given = call_function(load_function(config, ADVANTAGE), config, ADVANTAGE, list(rewards), inputs)
+    if not isinstance(given, list | tuple | np.ndarray) or len(given) != len(rewards):
+        found = f"{len(given)} groups" if isinstance(given, list | tuple | np.ndarray) else type(given).__name__
+        raise own_error(config, ADVANTAGE, f"returned {found} for {len(rewards)} groups of rewards")
+    return [
+        _checked_group(values, rewards[index], inputs.num_tokens[index], index, config)
+        for index, values in enumerate(given)
+    ]
+
+
+def _checked_group(
+    values: Any, rewards: FloatArray, num_tokens: IntArray, index: int, config: AdvantageConfig
+) -> FloatArray | list[FloatArray]:
+    """Return one group's advantages as arrays; raise ``RunError`` if they don't fit its rewards ``[G]``."""
+    try:
+        arrays = [np.asarray(value, np.float32) for value in values]
+    except (TypeError, ValueError) as error:
+        problem = f"returned {type(values).__name__} for group {index}, which is no list of numbers or arrays ({error})"
+        raise own_error(config, ADVANTAGE, problem) from None
+    shapes = [list(array.shape) for array in arrays]
+    scalars: list[list[int]] = [[]] * len(rewards)
+    by_token = [[int(count)] for count in num_tokens]
+    if shapes not in (scalars, by_token):
+        problem = (
+            f"returned {len(shapes)} advantages of shapes {shapes!s:.100} for group {index}, not [{len(rewards)}] "
+            f"numbers or one array for the loss tokens of each rollout, {by_token!s:.100}"
         )
-    elif config.scale == "group":
-        stds = [_std(group) for group in groups]
-    elif config.scale == "batch":
-        stds = [_batch_std(groups)] * len(groups)
-    else:
-        return centered
-    return [_divide(group, std, config.eps) for group, std in zip(centered, stds, strict=True)]
+        raise own_error(config, ADVANTAGE, problem)
+    scored = ~np.isnan(np.asarray(rewards))
+    if any(not np.isfinite(array).all() for array, is_scored in zip(arrays, scored, strict=True) if is_scored):
+        raise own_error(config, ADVANTAGE, f"returned NaN or infinity for group {index}, whose rewards are {rewards}")
+    arrays = [array if is_scored else np.zeros_like(array) for array, is_scored in zip(arrays, scored, strict=True)]
+    return np.stack(arrays) if shapes == scalars else arrays
+
+
+@register_advantage("grpo")
+def grpo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return (r - mean of the group) / (std + eps) (arXiv:2402.03300).
+
+    The standard deviation is the group's or the batch's, or there is no division (arXiv:2503.20783).
+    """
+    centered = [_center(group) for group in groups]
+    stds = _stds(groups, inputs.config.scale)
+    return centered if stds is None else _divide_each(centered, stds, inputs.config.eps)
+
+
+@register_advantage("rloo")
+def rloo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return r - mean of the others (arXiv:2402.14740)."""
+    differences = [_leave_one_out(_center(group)) for group in groups]
+    if inputs.pairwise is None:
+        return differences
+    parts = [np.asarray(part, np.float64) for part in inputs.pairwise]
+    return [_leave_pairs_out(*group) for group in zip(groups, differences, parts, strict=True)]
+
+
+@register_advantage("group_norm")
+def group_norm(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return the advantages of rloo, divided by the group's standard deviation plus eps."""
+    return _divide_each(rloo(groups, inputs), [_std(group) for group in groups], inputs.config.eps)
+
+
+@register_advantage("reinforce")
+def reinforce_return(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return r."""
+    return groups
+
+
+@register_advantage("reinforce_baseline")
+def reinforce_baseline(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return r - mean of the group, divided by the batch's standard deviation of these differences plus eps.
+
+    Their mean over the batch is 0 already (REINFORCE++ with baseline, arXiv:2501.03262).
+    """
+    centered = [_center(group) for group in groups]
+    return _divide_each(centered, [_batch_std(centered)] * len(groups), inputs.config.eps)
+
+
+@register_advantage("reinforce_plus_plus")
+def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return (r - mean) / (std + eps) over all loss tokens of the batch (REINFORCE++, arXiv:2501.03262).
+
+    A rollout counts as often as it has loss tokens.
+    """
+    if not groups:
+        return groups
+    rewards, counts = np.concatenate(groups), np.concatenate(inputs.num_tokens).astype(np.float64)
+    counts = np.where(np.isnan(rewards), 0, counts)
+    total = counts.sum()
+    if total < 2:
+        return [np.zeros_like(group) for group in groups]
+    mean = np.nansum(rewards * counts) / total
+    std = float(np.sqrt(np.nansum((rewards - mean) ** 2 * counts) / (total - 1)))
+    return [_divide(group - mean, std, inputs.config.eps) for group in groups]
+
+
+@register_advantage("opo")
+def opo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return r - mean of the group, weighted by the number of loss tokens (OPO, arXiv:2505.23585)."""
+    return [_center(group, counts) for group, counts in zip(groups, inputs.num_tokens, strict=True)]
+
+
+@register_advantage("gpg")
+def gpg(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return α (r - mean of the group), α the batch's rollouts over those with a reward other than 0.
+
+    GPG, arXiv:2504.02546.
+    """
+    rewards = np.concatenate([*groups, np.zeros(0)])
+    scored = rewards[~np.isnan(rewards)]
+    alpha = len(scored) / max(int(np.count_nonzero(scored)), 1)
+    return [alpha * _center(group) for group in groups]
+
+
+@register_advantage("pass_at_k")
+def pass_at_k(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return best - second best reward of the group for the best rollout, 0 for the others (arXiv:2503.19595).
+
+    Divided by std + eps as in grpo.
+    """
+    margins = [_margin_of_best(group) for group in groups]
+    stds = _stds(groups, inputs.config.scale)
+    return margins if stds is None else _divide_each(margins, stds, inputs.config.eps)
+
+
+@register_advantage("max_rl")
+def max_rl(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+    """Return (r - mean of the group) / (mean + eps) (MaxRL, arXiv:2602.02710).
+
+    Raises ``RunError`` if a group's mean is negative, by which the signs would turn.
+    """
+    means = [float(np.nanmean(group)) if not np.isnan(group).all() else 0.0 for group in groups]
+    if min(means, default=0.0) < 0:
+        raise RunError(
+            f"algorithm.advantage.name: max_rl divides by the mean reward of a group, which is {min(means):g} in one; "
+            "add a constant to the rewards, or set another advantage"
+        )
+    return _divide_each([_center(group) for group in groups], means, inputs.config.eps)
+
+
+def _margin_of_best(rewards: Values) -> Values:
+    margins = np.zeros_like(rewards)
+    scored = np.sort(rewards[~np.isnan(rewards)])
+    if len(scored) > 1:
+        margins[np.nanargmax(rewards)] = scored[-1] - scored[-2]
+    return margins
+
+
+def _stds(groups: list[Values], scale: str) -> list[float] | None:
+    """Return the standard deviation to divide each group by; None for no division."""
+    if scale == "group":
+        return [_std(group) for group in groups]
+    return [_batch_std(groups)] * len(groups) if scale == "batch" else None
+
+
+def _divide_each(groups: list[Values], stds: Sequence[float], eps: float) -> list[Values]:
+    return [_divide(group, std, eps) for group, std in zip(groups, stds, strict=True)]
 
 
 def _divide(centered: Values, std: float, eps: float) -> Values:
@@ -92,9 +265,12 @@ def _divide(centered: Values, std: float, eps: float) -> Values:
     return centered / (std + eps) if std + eps > 0 else centered
 
 
-def _center(values: Values) -> Values:
-    scored = values[~np.isnan(values)]
-    return values - scored.mean() if len(scored) else values
+def _center(values: Values, counts: IntArray | None = None) -> Values:
+    """Return the differences from the mean of the scored values, each weighted by its count."""
+    scored = ~np.isnan(values)
+    if counts is None or not counts[scored].sum():
+        return values - values[scored].mean() if scored.any() else values
+    return values - np.average(values[scored], weights=counts[scored])
 
 
 def _std(values: Values) -> float:

@@ -3,9 +3,9 @@
 Shapes: N packed tokens of a micro batch, which contains only whole sequences.
 
 The weight is w = exp(p - b), with p the learner's log-prob at the start of the step and b the sampler's, of a token, or
-of a sequence as the sum over its loss tokens (https://fengyao.notion.site/off-policy-rl). The off-policy mask is from
-DeepSeek-V3.2 (arXiv:2512.02556). A correction changes what tokens contribute, never the counts that a loss is divided
-by, so a step can still be split into micro batches in any way.
+of a sequence as the sum over its loss tokens (https://fengyao.notion.site/off-policy-rl); 1 where b is not known. The
+off-policy mask is from DeepSeek-V3.2 (arXiv:2512.02556). A correction changes what tokens contribute, never the counts
+that a loss is divided by, so a step can still be split into micro batches in any way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ MAX_LOG_RATIO = 60.0
 class Correction:
     """Factors on each token's share of the loss, without gradient."""
 
-    surrogate: Tensor  # [N], 0 where the token is dropped
+    weights: Tensor  # [N], those of the mode, which are 0 where it drops the token
+    kept: Tensor  # [N] bool, False in sequences that the off-policy mask drops
     kl: Tensor  # [N]
+
+    @property
+    def surrogate(self) -> Tensor:
+        """Product of both factors ``[N]``."""
+        return self.weights.masked_fill(~self.kept, 0)
 
 
 def correct(
@@ -42,22 +48,35 @@ def correct(
     log_weights = log_weights.detach()
     level = sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
     raw = level.clamp(max=MAX_LOG_RATIO).exp()
-    outside = loss_mask & ((raw < 1 / config.cap) | (raw > config.cap))
+    floor = 1 / config.cap if config.floor is None else config.floor
+    outside = loss_mask & ((raw < floor) | (raw > config.cap))
     weights = torch.ones_like(raw)
     dropped = clipped = torch.zeros_like(loss_mask)
     if config.mode.endswith("truncate"):
-        weights, clipped = raw.clamp(1 / config.cap, config.cap), outside
+        weights, clipped = raw.clamp(floor, config.cap), outside
     elif config.mode.endswith("mask"):
         weights, dropped = raw.masked_fill(outside, 0), outside
     kl_weights = weights if config.bias_corrected_kl else torch.ones_like(weights)
+    kept = torch.ones_like(loss_mask)
     if config.off_policy_threshold is not None:
         far = sequence_means(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
         off_policy = loss_mask & far & (advantages < 0)
-        weights, dropped = weights.masked_fill(off_policy, 0), dropped | off_policy
+        kept, dropped = ~off_policy, dropped | off_policy
     _add_metrics(metrics, log_weights, loss_mask)
     metrics.add_mean("sampling/clipped_ratio", clipped)
     metrics.add_mean("sampling/dropped_ratio", dropped)
-    return Correction(surrogate=weights, kl=kl_weights)
+    return Correction(weights=weights, kept=kept, kl=kl_weights)
+
+
+def keep_top_entropy(entropy: Tensor, loss_mask: Tensor, share: float) -> Tensor:
+    """Return the loss tokens ``[N]`` whose entropy is in the micro batch's top share (arXiv:2506.01939); at least one.
+
+    Few tokens of a text decide how it goes on, and those are the ones of high entropy.
+    """
+    known = entropy.detach()[loss_mask].float()
+    if not len(known):
+        return loss_mask
+    return loss_mask & (entropy.detach() >= known.quantile(1 - share))
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:

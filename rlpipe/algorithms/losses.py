@@ -7,13 +7,14 @@ add up to those of the update: sum them over micro batches, and sum (do not aver
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.corrections import MAX_LOG_RATIO, correct, sequence_means, sequence_sums
+from rlpipe.algorithms.corrections import Correction, correct, keep_top_entropy, sequence_sums
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.surrogates import SurrogateInputs, SurrogateOutput, find_surrogate
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
 
 
@@ -49,36 +50,58 @@ class LossOutput:
 def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionConfig | None = None) -> LossOutput:
     """Return the surrogate, minus the entropy bonus, plus the KL to the reference; needs ``advantages``.
 
-    With ratio ρ = exp(logprobs - old_logprobs), at the level that the config names, and advantage a, each loss token
-    adds, weighted as ``aggregate`` says,
-
-    - ``clip``: -min(ρ a, clip(ρ, 1 - clip_low, 1 + clip_high) a), ρ bounded by clip_delta first (PPO, arXiv:1707.06347;
-      GSPO, arXiv:2507.18071; two-sided, arXiv:2505.07291, with clip_delta at least 1 + clip_high)
-    - ``cispo``: -stopgrad(min(ρ, 1 + clip_high)) a logprob (arXiv:2506.13585)
-    - ``reinforce``: -a logprob
-
-    If ``sampling_logprobs`` are given, ``correction`` weights each of these (see ``rlpipe.algorithms.corrections``).
+    Each loss token adds what the config's surrogate gives it (see ``rlpipe.algorithms.surrogates``), weighted as
+    ``aggregate`` says. If ``sampling_logprobs`` are given, ``correction`` weights each of these (see
+    ``rlpipe.algorithms.corrections``).
     """
+    mask = inputs.loss_mask
+    metrics = MetricSums(num_tokens=mask.sum())
+    given = _surrogate_inputs(inputs, config)
+    factors: Correction | None = None
+    if inputs.sampling_logprobs is not None:
+        metrics.add_mean("sampling/missing_ratio", mask & inputs.sampling_logprobs.isnan())
+        log_weights = given.old_logprobs - given.sampling_logprobs
+        settings = correction or CorrectionConfig()
+        factors = correct(log_weights, given.advantages, mask, inputs.sequence_ids, settings, metrics)
+        given = replace(given, weights=factors.weights)
+    output = find_surrogate(config)(given)
+    _add_surrogate_metrics(metrics, output, mask)
+    per_token = torch.where(mask, output.per_token, 0)
+    if factors is not None:
+        per_token = per_token * (factors.kept if output.is_corrected else factors.surrogate)
+    if config.top_entropy_quantile < 1:
+        assert given.entropy is not None, "top_entropy_quantile needs the entropy"
+        trained = keep_top_entropy(given.entropy, mask, config.top_entropy_quantile)
+        metrics.add_mean("entropy/trained_ratio", trained)
+        per_token = per_token * trained
+    kl_weights = 1.0 if factors is None else factors.kl
+    per_token = per_token + _regularization(given, config, metrics, kl_weights)
+    return _output(per_token, _token_weights(inputs, config.aggregate), metrics)
+
+
+def _surrogate_inputs(inputs: LossInputs, config: LossConfig) -> SurrogateInputs:
+    """Return the inputs of a surrogate, 0 where unmasked; a sampling log-prob that is NaN counts as the old one."""
     assert inputs.advantages is not None, "policy_loss needs advantages"
     mask = inputs.loss_mask
-    advantages = torch.where(mask, inputs.advantages, 0)
-    logprobs = torch.where(mask, inputs.logprobs, 0)
-    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else torch.where(mask, inputs.old_logprobs, 0)
-    metrics = MetricSums(num_tokens=mask.sum())
-    if config.name == "reinforce":
-        per_token = -advantages * logprobs
-    else:
-        ratio = _ratio(logprobs - old_logprobs, inputs, config.level)
-        per_token = _surrogate(ratio, advantages, logprobs, config)
-        _add_clip_metrics(metrics, ratio.detach(), advantages, mask, config)
-    kl_weights: Tensor | float = 1.0
-    if inputs.sampling_logprobs is not None:
-        log_weights = old_logprobs - torch.where(mask, inputs.sampling_logprobs, 0)
-        settings = correction or CorrectionConfig()
-        weights = correct(log_weights, advantages, mask, inputs.sequence_ids, settings, metrics)
-        per_token, kl_weights = per_token * weights.surrogate, weights.kl
-    per_token = per_token + _regularization(logprobs, inputs, config, metrics, kl_weights)
-    return _output(per_token, _token_weights(inputs, config.aggregate), metrics)
+
+    def masked(values: Tensor) -> Tensor:
+        return torch.where(mask, values, 0)
+
+    logprobs = masked(inputs.logprobs)
+    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else masked(inputs.old_logprobs)
+    sampling = old_logprobs if inputs.sampling_logprobs is None else masked(inputs.sampling_logprobs)
+    return SurrogateInputs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        sampling_logprobs=torch.where(sampling.isnan(), old_logprobs, sampling),
+        advantages=masked(inputs.advantages),
+        mask=mask,
+        sequence_ids=inputs.sequence_ids,
+        weights=torch.ones_like(old_logprobs),
+        entropy=None if inputs.entropy is None else masked(inputs.entropy),
+        ref_logprobs=None if inputs.ref_logprobs is None else masked(inputs.ref_logprobs),
+        config=config,
+    )
 
 
 def sft_loss(inputs: LossInputs) -> LossOutput:
@@ -103,58 +126,55 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
         return weights / max(inputs.num_loss_tokens, 1)
     if aggregate == "constant":
         return weights / max(inputs.num_sequences * inputs.max_completion_tokens, 1)
+    if aggregate == "sequence_sum":
+        return weights / max(inputs.num_sequences, 1)
     lengths = sequence_sums(weights, inputs.sequence_ids).clamp(min=1)
     weights = weights if inputs.shares is None else weights * inputs.shares
     return weights / (lengths * max(inputs.num_sequences, 1))
 
 
-def _ratio(log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
-    """Return the importance ratio of each token ``[N]``; at sequence level, that of its sequence."""
-    if level == "sequence":
-        log_ratio = sequence_means(log_ratio, inputs.loss_mask, inputs.sequence_ids)
-    elif level == "sequence_product":
-        log_ratio = sequence_sums(log_ratio, inputs.sequence_ids)
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-
-
-def _surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, config: LossConfig) -> Tensor:
-    if config.name == "cispo":
-        return -ratio.clamp(max=1 + config.clip_high).detach() * advantages * logprobs
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    bounded = ratio if config.clip_delta is None else ratio.clamp(max=config.clip_delta)
-    return -torch.minimum(bounded * advantages, clipped * advantages)
-
-
 def _regularization(
-    logprobs: Tensor, inputs: LossInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float
+    inputs: SurrogateInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float
 ) -> Tensor:
-    """Return per token beta times the weighted k3 estimate of the KL minus entropy_coef times the entropy ``[N]``.
-
-    k3 is exp(x) - x - 1 with x = ref_logprobs - logprobs (http://joschu.net/blog/kl-approx.html).
-    """
-    penalty = torch.zeros_like(logprobs)
+    """Return per token beta times the weighted estimate of the KL minus entropy_coef times the entropy ``[N]``."""
+    penalty = torch.zeros_like(inputs.logprobs)
     assert inputs.entropy is not None or config.entropy_coef == 0, "entropy_coef needs the entropy"
     assert inputs.ref_logprobs is not None or config.beta == 0, "beta needs ref_logprobs"
     if inputs.entropy is not None:
-        entropy = torch.where(inputs.loss_mask, inputs.entropy, 0)
-        metrics.add_mean("entropy", entropy)
-        penalty = penalty - config.entropy_coef * entropy if config.entropy_coef else penalty
+        metrics.add_mean("entropy", inputs.entropy)
+        penalty = penalty - config.entropy_coef * inputs.entropy if config.entropy_coef else penalty
     if inputs.ref_logprobs is not None:
-        log_ratio = torch.where(inputs.loss_mask, inputs.ref_logprobs, 0) - logprobs
-        kl = log_ratio.exp() - log_ratio - 1
+        kl = estimate_kl(inputs.ref_logprobs - inputs.logprobs, config.kl)
         metrics.add_mean("kl", kl)
         penalty = penalty + config.beta * kl_weights * kl if config.beta else penalty
     return penalty
 
 
-def _add_clip_metrics(metrics: MetricSums, ratio: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig) -> None:
-    """Add the share of loss tokens whose ratio the surrogate clips, below and above."""
-    high = mask & (ratio > 1 + config.clip_high)
-    if config.name == "cispo":
-        low = torch.zeros_like(mask)
-    else:
-        low = mask & (ratio < 1 - config.clip_low) & (advantages < 0)
-        high = high & (advantages > 0)
-    metrics.add_mean("clip_ratio/low_mean", low)
-    metrics.add_mean("clip_ratio/high_mean", high)
-    metrics.add_mean("clip_ratio/region_mean", low | high)
+def estimate_kl(log_ratio: Tensor, estimator: str) -> Tensor:
+    """Return an estimate of the KL divergence from the reference of each token, with x = ref_logprobs - logprobs.
+
+    k1 is -x, k2 x²/2, k3 exp(x) - x - 1, abs |x| (http://joschu.net/blog/kl-approx.html). The mean of k1 and k3 is the
+    divergence, but as a loss only k2 has its gradient, and that of k1 is 0 in the mean.
+    """
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "abs":
+        return log_ratio.abs()
+    if estimator != "k3":
+        raise ValueError(f"loss.kl is {estimator!r}; use k1, k2, k3 or abs")
+    return log_ratio.exp() - log_ratio - 1
+
+
+def _add_surrogate_metrics(metrics: MetricSums, output: SurrogateOutput, mask: Tensor) -> None:
+    """Add the share of loss tokens that the surrogate clips, below and above, and the means of its own metrics."""
+    low, high = output.clipped_low, output.clipped_high
+    if low is not None or high is not None:
+        low = torch.zeros_like(mask) if low is None else mask & low
+        high = torch.zeros_like(mask) if high is None else mask & high
+        metrics.add_mean("clip_ratio/low_mean", low)
+        metrics.add_mean("clip_ratio/high_mean", high)
+        metrics.add_mean("clip_ratio/region_mean", low | high)
+    for name, values in output.metrics.items():
+        metrics.add_mean(name, torch.where(mask, values, 0))

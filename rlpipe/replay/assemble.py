@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
+from rlpipe.algorithms.advantages import AdvantageInputs, combine_rewards, compute_advantages, own_advantages
 from rlpipe.algorithms.turn_credit import turn_advantages
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
+from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 EBFT = "ebft/"
 """Prefix of the metrics of EBFT's scorer."""
@@ -155,10 +155,38 @@ def set_advantages(
     if algorithm.ebft.reward:
         tables = [_reward_table(group, [DIVERSITY]) for group in groups]
         pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
-    for group, advantages in zip(groups, compute_advantages(rewards, algorithm.advantage, pairwise), strict=True):
+    inputs = AdvantageInputs(
+        config=algorithm.advantage,
+        num_tokens=[_loss_tokens(group) for group in groups],
+        pairwise=pairwise,
+        groups=groups,
+    )
+    estimated: Sequence[FloatArray | list[FloatArray]]
+    if algorithm.advantage.path is not None:
+        estimated = own_advantages(rewards, inputs)
+    else:
+        estimated = compute_advantages(rewards, algorithm.advantage, pairwise, inputs.num_tokens)
+    for group, advantages in zip(groups, estimated, strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
-            for sequence in rollout.sequences:
-                sequence.advantages = np.full(len(sequence.token_ids), advantage, np.float32)
+            _write_advantages(rollout, np.asarray(advantage))
+
+
+def _loss_tokens(group: RolloutGroup) -> IntArray:
+    """Return the number of loss tokens of each rollout ``[G]``, in all branches of an episode."""
+    counts = [sum(sequence.num_loss_tokens for sequence in rollout.sequences) for rollout in group]
+    return np.array(counts, np.int32)
+
+
+def _write_advantages(rollout: Rollout, advantages: FloatArray) -> None:
+    """Write one advantage to all tokens, or one for each loss token, those of an episode's branches in turn."""
+    start = 0
+    for sequence in rollout.sequences:
+        if not advantages.ndim:
+            sequence.advantages = np.full(len(sequence.token_ids), advantages, np.float32)
+            continue
+        end = start + sequence.num_loss_tokens
+        sequence.advantages = np.zeros(len(sequence.token_ids), np.float32)
+        sequence.advantages[sequence.loss_mask], start = advantages[start:end], end
 
 
 def _credit_turns(group: RolloutGroup, environment_weight: float) -> None:

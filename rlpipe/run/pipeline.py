@@ -23,6 +23,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_remote
+from rlpipe.algorithms.plugins import record_code
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.forward_logs import forward_logs
@@ -92,6 +93,7 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
 
 def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict[str, Any]:
     started = time.monotonic()
+    config = replace(config, algorithm=record_code(config.algorithm))
     start = find_resume_point(config)
     if (ended := ended_summary(config, start)) is not None:
         print(

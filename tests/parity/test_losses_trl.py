@@ -19,6 +19,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -31,6 +32,11 @@ BATCH, LENGTH, PROMPT = 16, 13, 3
 MAX_COMPLETION_TOKENS = 16
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 ENTROPY_COEF = 0.01
+TRL_DEFAULTS = (
+    *("sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
+"""Options that stay at TRL's defaults, which are rlpipe's as well."""
 
 
 def loss_config(algorithm: str) -> LossConfig:
@@ -88,6 +94,9 @@ class OneProcess:
     def gather(self, values: Tensor) -> Tensor:
         return values
 
+    def pad_across_processes(self, values: Tensor, dim: int, pad_index: float) -> Tensor:
+        return values
+
     def reduce(self, values: Tensor, reduction: str) -> Tensor:
         assert reduction == "sum"
         return values
@@ -125,9 +134,20 @@ class StandInTrainer:
     def __post_init__(self) -> None:
         self._entropy_bonus_enabled = self.entropy_coef > 0
         self.accelerator.sync_gradients = True  # type: ignore[attr-defined]
-        self.args = SimpleNamespace(delta=self.delta, use_bias_correction_kl=False, steps_per_generation=1)
+        self.args = SimpleNamespace(
+            delta=self.delta,
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            # As tensors, because TRL's torch.where makes float32 of numbers.
+            **{
+                name: torch.tensor(GRPOConfig.__dataclass_fields__[name].default, dtype=self.rows.logprobs.dtype)
+                for name in TRL_DEFAULTS
+            },
+        )
 
     get_off_policy_mask = staticmethod(GRPOTrainer.get_off_policy_mask)
+    get_gamma_weights = staticmethod(GRPOTrainer.get_gamma_weights)
+    get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask
 
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         return self.rows.logprobs, self.rows.entropy, None
@@ -201,7 +221,7 @@ def compare_with_grpo_trainer(rows: Rows, config: LossConfig, loss_type: str) ->
     if config.level == "token":
         shared = trainer.metrics().keys() & ours.metrics.values().keys()
         assert shared >= {"entropy"} | ({"kl"} if config.beta else set())
-        assert config.name == "cispo" or "clip_ratio/region_mean" in shared
+        assert config.name != "clip" or "clip_ratio/region_mean" in shared
         for name in shared:
             assert ours.metrics.values()[name] == pytest.approx(trainer.metrics()[name], abs=1e-6)
 
@@ -210,7 +230,10 @@ def compare_with_grpo_trainer(rows: Rows, config: LossConfig, loss_type: str) ->
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("algorithm", "loss_type"),
-    [("grpo", "grpo"), ("dr_grpo", "dr_grpo"), ("dapo", "dapo"), ("gspo", "grpo"), ("cispo", "cispo")],
+    [
+        *[(name, name) for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")],
+        ("gspo", "grpo"),
+    ],
 )
 def test_shipped_algorithms_equal_trl(algorithm: str, loss_type: str, seed: int, dtype: torch.dtype) -> None:
     compare_with_grpo_trainer(make_rows(dtype, seed, with_gaps=True), loss_config(algorithm), loss_type)
@@ -283,9 +306,11 @@ def importance_ratio(trainer: StandInTrainer, rows: Rows, sampling_logprobs: Ten
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "cispo", "sapo", "vespo", "luspo"])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_corrections_equal_trl(mode: str, algorithm: str, beta: float) -> None:
+    if algorithm == "vespo" and mode.startswith("sequence"):
+        pytest.skip("both refuse it")
     cap = 1.3
     config = replace(loss_config(algorithm), beta=beta)
     for dtype in TOLERANCE:
@@ -294,6 +319,7 @@ def test_corrections_equal_trl(mode: str, algorithm: str, beta: float) -> None:
         trainer = StandInTrainer(
             rows=rows,
             loss_type=algorithm,
+            importance_sampling_level=config.level,
             epsilon_low=config.clip_low,
             epsilon_high=config.clip_high + 1 if config.name == "cispo" else config.clip_high,
             beta=beta,
@@ -306,6 +332,53 @@ def test_corrections_equal_trl(mode: str, algorithm: str, beta: float) -> None:
         theirs = GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows) | {"importance_sampling_ratio": ratio})
         inputs = packed_inputs(replace(rows, sampling_logprobs=rows.old_logprobs + drift))
         assert_equal(rows, policy_loss(inputs, config, CorrectionConfig(mode=mode, cap=cap)), theirs)
+
+
+@pytest.mark.parametrize(("floor", "cap"), [(None, 3.0), (0.0, 3.0), (0.9, 1.2)])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_unequal_bounds_and_missing_log_probs_equal_trl(mode: str, floor: float | None, cap: float) -> None:
+    config = loss_config("dapo")
+    for dtype in TOLERANCE:
+        rows = make_rows(dtype, 11, with_gaps=True)
+        drift = torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(12), dtype=dtype) * 0.3
+        drift[::3, ::2] = math.nan
+        trainer = StandInTrainer(
+            rows=rows,
+            loss_type="dapo",
+            epsilon_low=config.clip_low,
+            epsilon_high=config.clip_high,
+            use_vllm=True,
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_min=1 / cap if floor is None else floor or None,
+            vllm_importance_sampling_clip_max=cap,
+        )
+        ratio = importance_ratio(trainer, rows, rows.old_logprobs + drift)
+        theirs = GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows) | {"importance_sampling_ratio": ratio})
+        inputs = packed_inputs(replace(rows, sampling_logprobs=rows.old_logprobs + drift))
+        ours = policy_loss(inputs, config, CorrectionConfig(mode=mode, floor=floor, cap=cap))
+        assert_equal(rows, ours, theirs)
+        missing = (rows.mask.bool() & drift.isnan()).sum() / rows.mask.sum()
+        assert ours.metrics.values()["sampling/missing_ratio"] == pytest.approx(missing.item())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.7])
+@pytest.mark.parametrize(("loss_type", "algorithm"), [("grpo", "grpo"), ("dapo", "dapo"), ("vespo", "vespo")])
+def test_tokens_of_high_entropy_equal_trl(loss_type: str, algorithm: str, share: float) -> None:
+    config = replace(loss_config(algorithm), top_entropy_quantile=share, beta=0.1)
+    for dtype in TOLERANCE:
+        rows = make_rows(dtype, 13, with_gaps=True)
+        trainer = StandInTrainer(
+            rows=rows,
+            loss_type=loss_type,
+            epsilon_low=config.clip_low,
+            epsilon_high=config.clip_high,
+            beta=0.1,
+            top_entropy_quantile=share,
+        )
+        ours = policy_loss(packed_inputs(rows), config)
+        assert_equal(rows, ours, GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows)))
+        expected = max(share, 1 / int(rows.mask.sum()))
+        assert ours.metrics.values()["entropy/trained_ratio"] == pytest.approx(expected, abs=1 / int(rows.mask.sum()))
 
 
 def test_off_policy_sequence_mask_equals_trl() -> None:

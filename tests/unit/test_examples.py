@@ -1,6 +1,7 @@
 """Tests that the experiments and examples compose, and that the code of the examples does what their pages say."""
 
 import json
+import re
 import runpy
 from collections import Counter
 from pathlib import Path
@@ -8,9 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from rlpipe.algorithms.advantages import AdvantageInputs, own_advantages
+from rlpipe.algorithms.losses import LossInputs, policy_loss
+from rlpipe.algorithms.plugins import record_code
 from rlpipe.common.imports import import_object
 from rlpipe.configs.compose import list_groups, load_config, require_rewards
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
@@ -71,6 +77,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "images",
         "judge",
         "math",
+        "own_algorithm",
         "own_data",
         "reward_model",
         "sft",
@@ -288,3 +295,46 @@ def test_committed_rows_are_unique() -> None:
     for file in (ROOT / "examples").rglob("*.jsonl"):
         counts = Counter(file.read_text().splitlines())
         assert max(counts.values()) == 1, file
+
+
+def test_the_own_advantage_is_the_place_in_the_group() -> None:
+    config = load_config(file="examples/own_algorithm/run.yaml").algorithm.advantage
+    rewards = [np.array([1, 3, np.nan, 2], np.float32), np.array([1, 1], np.float32)]
+    counts = [np.array([2, 1, 1, 1], np.int32), np.array([1, 1], np.int32)]
+    got = own_advantages(rewards, AdvantageInputs(config=config, num_tokens=counts))
+    assert [values.tolist() for values in got] == [pytest.approx([-2 / 3, 2 / 3, 0, 0]), [0, 0]]
+
+
+def surrogate_inputs() -> LossInputs:
+    """Return three tokens with the ratios 0.5, 1 and 8."""
+    return LossInputs(
+        logprobs=torch.tensor([-1.0, -2.0, -0.5], requires_grad=True),
+        old_logprobs=torch.tensor([-1.0, -2.0, -0.5]) - torch.tensor([0.5, 1.0, 8.0]).log(),
+        advantages=torch.tensor([1.0, -1.0, 2.0]),
+        loss_mask=torch.ones(3, dtype=torch.bool),
+        sequence_ids=torch.tensor([0, 0, 0]),
+        num_loss_tokens=3,
+        num_sequences=1,
+        max_completion_tokens=3,
+    )
+
+
+def test_the_own_loss_bounds_the_weight() -> None:
+    config = load_config(file="examples/own_algorithm/run.yaml").algorithm.loss
+    output = policy_loss(surrogate_inputs(), config)
+    assert output.loss.item() == pytest.approx((0.5 * 1 - 1 * 2 + 3 * 2 * 0.5) / 3)
+    values = output.metrics.values()
+    assert values["own/ratio"] == pytest.approx((0.5 + 1 + 8) / 3)
+    assert (values["clip_ratio/low_mean"], values["clip_ratio/high_mean"]) == (0, pytest.approx(1 / 3))
+
+
+def test_the_functions_on_the_page_of_algorithms_do_what_it_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
+    (tmp_path / "page.py").write_text("\n\n".join(blocks))
+    advantage = AdvantageConfig(path=f"{tmp_path}/page.py:best_only", kwargs={"margin": 0.5})
+    loss = LossConfig(path=f"{tmp_path}/page.py:bounded")
+    recorded = record_code(AlgorithmConfig(advantage=advantage, loss=loss))
+    inputs = AdvantageInputs(config=recorded.advantage, num_tokens=[np.array([1, 1, 1], np.int32)])
+    assert own_advantages([np.array([1, 0.5, 0], np.float32)], inputs)[0].tolist() == [1, 1, 0]
+    output = policy_loss(surrogate_inputs(), recorded.loss)
+    assert output.loss.item() == pytest.approx((0.5 * 1 - 1 * 2 + 2 * 2 * 0.5) / 3)

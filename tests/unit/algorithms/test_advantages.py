@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.algorithms.advantages import ADVANTAGES as REGISTERED
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
+from rlpipe.configs.schema.algorithm_config import ADVANTAGES as CHOICES
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
+from rlpipe.errors import RunError
 from rlpipe.types import FloatArray
 
 NAN = math.nan
@@ -158,3 +161,102 @@ def test_equals_the_plain_reference_for_groups_of_any_size(groups: list[list[int
     got = advantages(name, *[array(*group) for group in rewards], scale=scale, eps=0.01)
     for got_group, want_group in zip(got, plain_advantages(rewards, name, scale, 0.01), strict=True):
         assert got_group == pytest.approx(want_group, rel=1e-5, abs=1e-6)
+
+
+COUNTS = st.integers(1, 9)
+GROUPS = st.lists(
+    st.lists(st.tuples(st.integers(0, 8), COUNTS), min_size=2, max_size=6), min_size=1, max_size=4
+)  # rewards in quarters, and loss tokens
+
+
+def estimate(
+    name: str, groups: list[list[tuple[int, int]]], *, scale: str = "group", eps: float = 0.0
+) -> list[list[float]]:
+    rewards = [array(*[reward / 4 for reward, _ in group]) for group in groups]
+    counts = [np.array([count for _, count in group], np.int32) for group in groups]
+    config = AdvantageConfig(name=name, scale=scale, eps=eps)
+    return [group.tolist() for group in compute_advantages(rewards, config, num_tokens=counts)]
+
+
+def assert_near(got: list[list[float]], want: list[list[float]]) -> None:
+    for got_group, want_group in zip(got, want, strict=True):
+        assert got_group == pytest.approx(want_group, rel=1e-6, abs=1e-6)
+
+
+def test_every_name_of_the_schema_is_registered() -> None:
+    assert tuple(REGISTERED) == CHOICES
+
+
+@given(groups=GROUPS)
+def test_reinforce_plus_plus_whitens_over_all_tokens(groups: list[list[tuple[int, int]]]) -> None:
+    """Compare with verl's masked_whiten, written for a list of tokens, whose eps of 1e-8 stands under the root."""
+    tokens = [reward / 4 for group in groups for reward, count in group for _ in range(count)]
+    if statistics.pvariance(tokens) == 0:
+        assert not any(value for group in estimate("reinforce_plus_plus", groups) for value in group)
+        return
+    mean, std = statistics.fmean(tokens), math.sqrt(statistics.variance(tokens))
+    want = [[(reward / 4 - mean) / std for reward, _ in group] for group in groups]
+    assert_near(estimate("reinforce_plus_plus", groups), want)
+
+
+@given(groups=GROUPS)
+def test_opo_weighs_the_baseline_by_length(groups: list[list[tuple[int, int]]]) -> None:
+    want = []
+    for group in groups:
+        baseline = sum(count * reward / 4 for reward, count in group) / sum(count for _, count in group)
+        want.append([reward / 4 - baseline for reward, _ in group])
+    assert_near(estimate("opo", groups), want)
+
+
+@given(groups=GROUPS)
+def test_gpg_scales_by_the_rollouts_that_earn_something(groups: list[list[tuple[int, int]]]) -> None:
+    rewards = [[reward / 4 for reward, _ in group] for group in groups]
+    everything = [reward for group in rewards for reward in group]
+    alpha = len(everything) / max(sum(reward != 0 for reward in everything), 1)
+    want = [[alpha * (reward - statistics.fmean(group)) for reward in group] for group in rewards]
+    assert_near(estimate("gpg", groups), want)
+
+
+@given(groups=GROUPS, scale=st.sampled_from(["group", "none"]))
+def test_pass_at_k_rewards_the_best_for_its_margin(groups: list[list[tuple[int, int]]], scale: str) -> None:
+    want = []
+    for group in groups:
+        rewards = [reward / 4 for reward, _ in group]
+        best, second = sorted(rewards, reverse=True)[:2]
+        divisor = statistics.stdev(rewards) + 1e-4 if scale == "group" else 1.0
+        want.append([(best - second) / divisor if reward == best else 0.0 for reward in rewards])
+    assert_near(estimate("pass_at_k", groups, scale=scale, eps=1e-4), want)
+
+
+@given(groups=GROUPS)
+def test_max_rl_divides_by_the_mean(groups: list[list[tuple[int, int]]]) -> None:
+    rewards = [[reward / 4 for reward, _ in group] for group in groups]
+    want = [
+        [(reward - statistics.fmean(group)) / (statistics.fmean(group) + 1e-4) for reward in group] for group in rewards
+    ]
+    assert_near(estimate("max_rl", groups, eps=1e-4), want)
+
+
+def test_max_rl_is_the_gradient_of_the_log_of_the_pass_rate() -> None:
+    """Check a group of n with k right: (1 - k/n) / (k/n) for these, -1 for the others."""
+    assert advantages("max_rl", array(1, 0, 0, 0)) == [pytest.approx([3, -1, -1, -1])]
+
+
+def test_max_rl_refuses_means_that_would_turn_the_signs() -> None:
+    with pytest.raises(RunError, match=r"which is -0\.5 in one; add a constant to the rewards"):
+        advantages("max_rl", array(-1, 0))
+
+
+@pytest.mark.parametrize("name", ["opo", "gpg", "pass_at_k", "max_rl", "reinforce_plus_plus"])
+def test_missing_rewards_move_no_other_and_have_no_advantage(name: str) -> None:
+    with_gap = advantages(name, array(1, NAN, 2, 6), array(0, 4), array(NAN), eps=0.1)
+    without = advantages(name, array(1, 2, 6), array(0, 4), eps=0.1)
+    assert with_gap[0].pop(1) == 0
+    assert with_gap[2] == [0]
+    assert_near(with_gap[:2], without)
+
+
+@pytest.mark.parametrize("name", ["opo", "gpg", "pass_at_k", "max_rl", "reinforce_plus_plus"])
+def test_no_groups_and_groups_of_one_are_no_problem(name: str) -> None:
+    assert compute_advantages([], AdvantageConfig(name=name)) == []
+    assert advantages(name, array(5)) == [[0]]

@@ -55,6 +55,48 @@ def test_weights_of_each_mode(mode: str, weights: list[float]) -> None:
     assert gradient(inputs, CorrectionConfig(mode=mode, cap=2.0)) == pytest.approx(weights)
 
 
+@pytest.mark.parametrize(
+    ("mode", "floor", "weights"),
+    [
+        ("token_truncate", 0.0, [1.5, 0.2, 2, 2]),
+        ("token_truncate", 0.9, [1.5, 0.9, 2, 2]),
+        ("token_mask", 0.0, [1.5, 0.2, 0, 0]),
+        ("sequence_truncate", 0.0, [0.3, 0.3, 2, 2]),
+        ("sequence_mask", 0.25, [0.3, 0.3, 0, 0]),
+    ],
+)
+def test_the_lower_bound_may_be_another_than_that_of_the_cap(mode: str, floor: float, weights: list[float]) -> None:
+    inputs = make_inputs(RATIOS, [1.0, 1.0])
+    assert gradient(inputs, CorrectionConfig(mode=mode, cap=2.0, floor=floor)) == pytest.approx(weights)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("token_truncate", [1.5, 1, 2, 2]),
+        ("sequence_truncate", [1.5, 1.5, 2, 2]),
+    ],
+)
+def test_a_sampling_log_prob_that_is_missing_counts_as_ratio_1(mode: str, weights: list[float]) -> None:
+    inputs = make_inputs(RATIOS, [1.0, 1.0])
+    assert inputs.sampling_logprobs is not None
+    inputs.sampling_logprobs[1] = math.nan
+    assert gradient(inputs, CorrectionConfig(mode=mode, cap=2.0)) == pytest.approx(weights)
+    metrics = policy_loss(inputs, LossConfig(), CorrectionConfig(mode=mode)).metrics.values()
+    assert metrics["sampling/missing_ratio"] == 0.25
+    assert metrics["sampling/importance_ratio/mean"] == pytest.approx((1.5 + 1 + 4 + 3) / 4)
+
+
+def test_only_the_tokens_of_high_entropy_train() -> None:
+    inputs = make_inputs(RATIOS, [1.0, 1.0])
+    inputs.entropy = torch.tensor([0.1, 3.0, 0.5, 2.0], dtype=torch.float64)
+    correction = CorrectionConfig(mode="none")
+    assert gradient(inputs, correction, LossConfig(top_entropy_quantile=0.5)) == pytest.approx([0, 1, 0, 1])
+    inputs.loss_mask[1] = False
+    assert gradient(inputs, correction, LossConfig(top_entropy_quantile=0.0)) == pytest.approx([0, 0, 0, 1])
+
+
 def test_sequence_within_the_cap_keeps_the_product() -> None:
     weights = gradient(make_inputs([[4.0, 0.375], [5.0]], [1.0, 1.0]), CorrectionConfig(mode="sequence_mask", cap=2.0))
     assert weights == pytest.approx([1.5, 1.5, 0])

@@ -229,6 +229,20 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "set it to 2 or more",
         ),
         ({"algorithm.loss.name": "cispo", "algorithm.loss.level": "sequence"}, "algorithm.loss.level", "name=clip"),
+        ({"algorithm.loss.path": "mine"}, "algorithm.loss.path", "write file.py:function"),
+        ({"algorithm.advantage.path": "mine"}, "algorithm.advantage.path", "write file.py:function"),
+        ({"algorithm.loss.kwargs": {"factor": 1}}, "algorithm.loss.kwargs", "set algorithm.loss.path"),
+        ({"algorithm.advantage.digest": "0"}, "algorithm.advantage.digest", "set algorithm.advantage.path"),
+        (
+            {"algorithm.loss.name": "vespo", "algorithm.correction.mode": "sequence_mask"},
+            "algorithm.correction.mode",
+            "set token_truncate, token_mask or none",
+        ),
+        (
+            {"algorithm.loss.name": "clip_cov", "algorithm.loss.covariance.low": 9.0},
+            "algorithm.loss.covariance.low",
+            "set it lower",
+        ),
         ({"algorithm.loss.clip_low": 1.0}, "algorithm.loss.clip_low", "set it below 1"),
         ({"algorithm.loss.clip_delta": 1.1}, "algorithm.loss.clip_delta", "set 1.2 or more"),
         (

@@ -7,10 +7,11 @@ import torch
 from family_cases import make_family
 from learner_cases import assert_close, make_batches, make_learner, make_model_config, make_rollouts, parameters_of
 
+from rlpipe.configs.schema.algorithm_config import LOSSES as LOSS_NAMES
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig, ScheduleConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.errors import ConfigError, LearnerFailed
+from rlpipe.errors import ConfigError, LearnerFailed, RunError
 from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
@@ -68,6 +69,37 @@ def test_old_logprobs_are_those_of_the_start_of_the_step(tiny: Path) -> None:
     assert metrics["clip_ratio/region_mean"] > 0
     single = make_learner(tiny)
     assert single.train_step(make_batches()[0])["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_every_loss_trains_with_several_updates_of_a_step(tiny: Path, name: str) -> None:
+    loss = LossConfig(name=name, top_entropy_quantile=0.5, beta=0.1, kl="k2")
+    algorithm = AlgorithmConfig(num_minibatches=2, num_epochs_per_step=2, loss=loss)
+    learner = make_learner(tiny, algorithm=algorithm, learner=LearnerConfig(optimizer=OptimizerConfig(lr=0.01)))
+    before = parameters_of(learner)
+    metrics = learner.train_step(make_batches(algorithm=algorithm, max_tokens=100)[0])
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 0.4 < metrics["entropy/trained_ratio"] < 0.6
+    assert any(not torch.equal(before[key], value) for key, value in parameters_of(learner).items())
+
+
+def test_an_own_loss_trains_as_the_built_in_one_that_it_equals(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def loss(inputs):\n    return -inputs.advantages * inputs.logprobs\n")
+    results = []
+    for loss in (LossConfig(name="reinforce"), LossConfig(path=f"{tmp_path}/mine.py:loss")):
+        learner = make_learner(tiny, algorithm=AlgorithmConfig(loss=loss))
+        learner.train_step(make_batches(max_tokens=100)[0])
+        results.append(parameters_of(learner))
+    assert_close(*results, 0)
+
+
+def test_the_failure_of_an_own_loss_ends_the_step_with_its_name(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def loss(inputs):\n    return inputs.logprobs.sum()\n")
+    learner = make_learner(tiny, algorithm=AlgorithmConfig(loss=LossConfig(path=f"{tmp_path}/mine.py:loss")))
+    with pytest.raises(
+        RunError, match=r"mine\.py:loss returned per_token of shape \[\], not \[\d+\], one value for each"
+    ):
+        learner.train_step(make_batches()[0])
 
 
 def test_the_reference_of_a_lora_policy_is_the_model_below_it(tiny: Path) -> None:

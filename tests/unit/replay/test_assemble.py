@@ -1,6 +1,7 @@
 """Tests that the groups of a step become packed batches with advantages and metrics."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from replay_cases import group
 
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
-from rlpipe.replay.assemble import assemble_step, step_metrics
+from rlpipe.replay.assemble import assemble_step, set_advantages, step_metrics
 from rlpipe.types import NO_TURN, EpisodeTrace, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 
@@ -129,3 +130,25 @@ def test_turns_may_have_advantages_of_their_own() -> None:
     )
     (micro,) = batch.mini_batches[0].micro_batches
     assert [*micro.advantages[micro.loss_mask]] == [1.75 - 2.0, 1.25, 1.25, 2.0 - 1.75]
+
+
+def test_own_advantages_of_tokens_reach_the_branches_of_an_episode(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def advantages(rewards, inputs):\n"
+        "    assert [group.group_id for group in inputs.groups] == [0]\n"
+        "    pairs = [list(zip(*of_group)) for of_group in zip(rewards, inputs.num_tokens)]\n"
+        "    return [[10 * reward + np.arange(count) for reward, count in group] for group in pairs]\n"
+    )
+    made = group(0, [1.0, 2.0], lengths=[3, 2])
+    branch = group(0, [1.0], lengths=[1]).rollouts[0]
+    trace = EpisodeTrace(messages=[], reward=1.0, turn_rewards=[1.0], end="done", branches=(branch,))
+    made.rollouts[0] = replace(made.rollouts[0], episode=trace)
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(path=f"{tmp_path}/mine.py:advantages"))
+    set_advantages([made], algorithm, {"right": 1.0})
+    per_token = [
+        [*sequence.advantages[sequence.loss_mask]]
+        for sequence in made.sequences
+        if sequence.advantages is not None and not sequence.advantages[~sequence.loss_mask].any()
+    ]
+    assert per_token == [[10, 11, 12], [13], [20, 21]]

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 from disk_cases import largest_file
 
 import rlpipe
+from rlpipe.algorithms.plugins import record_code
+from rlpipe.common.digests import file_digest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.errors import ConfigError, DataError, RewardImportError
+from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.replay.ledger.restore import open_ledger
 from rlpipe.run.prepare import (
     ResumePoint,
     check_adapter_targets,
@@ -24,6 +28,7 @@ from rlpipe.run.prepare import (
     find_resume_point,
     open_output,
     prepare_run,
+    run_start,
 )
 
 
@@ -243,3 +248,23 @@ def test_wrong_reward_is_found_before_the_policy_is_made(options: list[str]) -> 
     assert not made.exists()
     prepare_run(load_config([*options, *overrides, reward("bare")]))
     assert (made / "config.json").exists()
+
+
+def test_the_code_of_own_functions_is_in_the_runs_files(options: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(inputs):\n    return -inputs.logprobs\n")
+    config = load_config([*options, f"algorithm.loss.path={file}:loss", reward("bare")])
+    config = replace(config, algorithm=record_code(config.algorithm))
+    digest = file_digest(file)
+    with open_output(prepare_run(config)):
+        assert f"digest: {digest}" in (tmp_path / "run" / "config.yaml").read_text()
+    again = load_config(file=tmp_path / "run" / "config.yaml")
+    assert record_code(again.algorithm) == config.algorithm
+    path = tmp_path / "ledger.sqlite"
+    ledger, _ = open_ledger(path, run_start(config, ResumePoint()), keep_steps=1)
+    assert ledger.get("config")["algorithm"]["loss"]["digest"] == digest
+    ledger.close()
+    file.write_text("def loss(inputs):\n    return -2 * inputs.logprobs\n")
+    changed = replace(config, algorithm=replace(config.algorithm, loss=replace(config.algorithm.loss, digest="0" * 64)))
+    with pytest.raises(InputError, match=rf"algorithm\.loss\.digest: \"{digest}\" -> \"0"):
+        open_ledger(path, run_start(changed, ResumePoint()), keep_steps=1)

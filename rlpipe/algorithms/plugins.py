@@ -1,0 +1,113 @@
+"""Advantages and losses of the user's own: their import, the record of their code, and errors in one line.
+
+A function is named by ``path``, gets ``kwargs`` as keyword arguments, and is checked before a run begins. The SHA-256
+of its file is stored with the run's config, so that a run never continues with other code without notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlpipe.common.digests import file_digest
+from rlpipe.common.imports import describe_error, import_object
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.errors import ConfigError, RlpipeError, RunError
+
+ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
+"""Sections that may name a function."""
+
+
+def record_code(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the config with absolute paths and digests of its own functions.
+
+    Raises ``ConfigError`` if one can't be imported or called, or if its file is not the one of a given digest.
+    """
+    return replace(
+        algorithm,
+        advantage=_record(algorithm.advantage, ADVANTAGE, num_arguments=2),
+        loss=_record(algorithm.loss, LOSS, num_arguments=1),
+    )
+
+
+def load_function(config: AdvantageConfig | LossConfig, section: str) -> Callable[..., Any]:
+    """Return the function at ``path``; raise ``ConfigError`` if its file is not the one of ``digest``."""
+    assert config.path is not None
+    return _load(config.path, config.digest, section)
+
+
+@cache
+def _load(path: str, expected: str | None, section: str) -> Callable[..., Any]:
+    """Import the function once: a file that is edited later does not end the processes that have read it."""
+    function: Callable[..., Any] = import_object(path, what=f"{section}.path", error=ConfigError)
+    digest = _digest(path, section)
+    if expected not in (None, digest):
+        raise ConfigError(
+            f"{section}.digest: the file of {path} has the digest {digest:.12}..., not {expected:.12}...: its code has "
+            f"changed; put the file back, or remove {section}.digest"
+        )
+    return function
+
+
+def call_function(
+    function: Callable[..., Any], config: AdvantageConfig | LossConfig, section: str, *inputs: Any
+) -> Any:
+    """Return what the user's function returns; raise ``RunError`` in one line, with the line of code, if it raises."""
+    try:
+        return function(*inputs, **config.kwargs)
+    except RlpipeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's code raises anything
+        raise own_error(config, section, f"raised {describe_error(error)}{_place(error, function)}") from None
+
+
+def own_error(config: AdvantageConfig | LossConfig, section: str, problem: str) -> RunError:
+    """Return the error for a problem of the user's function."""
+    return RunError(f"{section}.path: {config.path} {problem}; fix the function, or set {section}.path=null")
+
+
+def _record(config: Any, section: str, *, num_arguments: int) -> Any:
+    """Return a section with the absolute path and the digest of its function, if it names one."""
+    if config.path is None:
+        return config
+    file, _, name = config.path.rpartition(":")
+    if file.endswith(".py"):
+        config = replace(config, path=f"{Path(file).expanduser().absolute()}:{name}")
+    function = load_function(config, section)
+    if not callable(function):
+        raise ConfigError(
+            f"{section}.path: {config.path} is no function but {type(function).__name__}; name a function"
+        )
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments, **config.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{section}.kwargs: {config.path} can't be called with {num_arguments} argument{'s' * (num_arguments > 1)} "
+            f"and {', '.join(config.kwargs) or 'no keywords'}: {error}; change kwargs, or the function"
+        ) from None
+    return replace(config, digest=_digest(config.path, section))
+
+
+def _digest(path: str, section: str) -> str:
+    """Return the digest of the file that the path names, which may import its function from another one."""
+    module, _, _ = path.rpartition(":")
+    file = Path(module).expanduser() if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", ""))
+    try:
+        return file_digest(file)
+    except OSError as error:
+        raise ConfigError(f"{section}.path: the file of {path} can't be read ({error}); name a Python file") from None
+
+
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
+    """Return the last line of the user's file in the traceback, such as `` (my.py, line 7)``."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    trace, line = error.__traceback__, None
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == file else line
+        trace = trace.tb_next
+    return "" if file is None or line is None else f" ({Path(file).name}, line {line})"
