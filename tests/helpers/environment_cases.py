@@ -74,7 +74,10 @@ async def solve(row: Mapping[str, Any], episode: Any) -> float:
 
 
 class MultiplyTwice:
-    """Read two turns as calls of ``multiply``, and the third as the answer, in the form that it is asked in."""
+    """Read two turns as calls of ``multiply``, and the third as the answer, in the form that it is asked in.
+
+    Half of what a random policy says ends as "is even".
+    """
 
     def __init__(self, tools: Sequence[Any] = ()) -> None:
         self._ends_by_call = any(tool["function"]["name"] == "final_answer" for tool in tools)
@@ -84,6 +87,7 @@ class MultiplyTwice:
 
     def __call__(self, text: str, prefix: str) -> ParsedTurn:
         turn = int(prefix.removesuffix("c"))
+        text = f"{text} is {'odd' if sum(map(ord, text)) % 2 else 'even'}"
         if turn >= 2 and not self._ends_by_call:
             return ParsedTurn(content=text)
         name, arguments = ("multiply", {"a": len(text), "b": turn}) if turn < 2 else ("final_answer", {"answer": text})

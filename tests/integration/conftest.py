@@ -32,6 +32,7 @@ FIRST_FILES = (
     "test_strategies.py",
     "test_examples.py",
     "test_strategy_options.py",
+    "test_agent_frameworks.py",
     "test_resume.py",
     "test_benchmark_runs.py",
     "test_faults.py",
