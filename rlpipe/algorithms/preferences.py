@@ -50,7 +50,7 @@ class LabelledInputs:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Scores:
-    """What a loss compares, the chosen completion in column 0: log-ratios to the reference, or log-probs without it."""
+    """Log-ratios of completions to the reference, or their log-probs without one; the chosen ones are in column 0."""
 
     sums: Tensor  # [P, 2]
     means: Tensor  # [P, 2], over the completions' tokens

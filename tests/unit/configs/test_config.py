@@ -130,7 +130,7 @@ def test_home_folder_is_expanded() -> None:
         ("algorithm.num_generations=4", "did you mean algorithm.group_size?"),
         ("scoring.rewards.a.weigth=1", "did you mean scoring.rewards.<name>.weight?"),
         ("qqqqqq=1", "qqqqqq: no such option; see rlpipe config --docs"),
-        ("algorithm=dapoo", "algorithm=dapoo: no such choice; algorithm is one of cispo, clip_cov, dapo"),
+        ("algorithm=dapoo", "algorithm=dapoo: no such choice; algorithm is one of cispo, clip_cov, cpo, dapo"),
         ("algorithm=dapoo", "did you mean dapo?"),
         ("algorithm.loss.clip_high=abc", "algorithm.loss.clip_high: 'abc' is not a number"),
         ("algorithm.num_steps=1.5", "algorithm.num_steps: 1.5 is not an integer"),
