@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
-from rlpipe.configs.preference_constraints import check_preference
+from rlpipe.configs.preference_constraints import check_preference, check_sampled_pairs
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
@@ -250,6 +250,8 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from check_function(loss, "algorithm.loss")
     if loss.path is not None:
         return
+    if algorithm.samples_pairs:
+        yield from check_sampled_pairs(algorithm)
     if loss.name == "vespo" and algorithm.correction.mode.startswith("sequence"):
         yield (
             f"algorithm.correction.mode: {algorithm.correction.mode} would count a sequence's ratio once for each "
@@ -369,6 +371,8 @@ def check_lengths(config: Config) -> Iterator[str]:
 
 def check_environment(config: Config) -> Iterator[str]:
     environment, advantage = config.environment, config.algorithm.advantage
+    if config.algorithm.samples_pairs and environment.is_used:
+        yield "algorithm.loss.name: dpo compares single answers, not episodes; set another loss, or no environment"
     if advantage.credit == "turns" and not environment.takes_rows:
         yield (
             "algorithm.advantage.credit: only the turns of an environment or agent have rewards; set environment.path, "

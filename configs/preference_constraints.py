@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlpipe.configs.data_sources import all_sources
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig
 from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.root_config import Config
 
@@ -33,6 +33,20 @@ def check_preference(config: Config) -> Iterator[str]:
             yield f"{at}.text_column: preferences are between completions of a prompt; set it to null"
         if source.data.source == "reasoning_gym" and source.data.transform is None:
             yield f"{at}.source: tasks of reasoning_gym have no preferences; set jsonl, parquet or datasets"
+
+
+def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield contradictions of ``algorithm.loss.name=dpo``, which compares rollouts of a group."""
+    yield from _check_loss(algorithm.preference)
+    if not algorithm.preference.takes_pairs:
+        yield f"{AT}.loss: kto takes no pairs; set dpo, ipo or another loss of pairs"
+    if algorithm.group_size < 2:
+        yield "algorithm.group_size: a pair needs two rollouts; set it to 2 or more"
+    for name in ("beta", "entropy_coef"):
+        if getattr(algorithm.loss, name):
+            yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
+    if algorithm.advantage != AdvantageConfig():
+        yield "algorithm.advantage: the loss dpo compares rewards in pairs, without advantages; leave it out"
 
 
 def _check_loss(preference: PreferenceConfig) -> Iterator[str]:

@@ -117,6 +117,8 @@ LOSSES = (
     *("clip", "cispo", "reinforce", "sapo", "vespo", "dppo_tv", "dppo_kl"),
     *("geo_mean", "clip_cov", "kl_cov", "dro", "m2po"),
 )
+PAIRS = "dpo"
+"""Loss of RL that compares rollouts in pairs."""
 
 
 @dataclass(kw_only=True)
@@ -157,7 +159,12 @@ class CovarianceConfig(Freezable):
 
 @dataclass(kw_only=True)
 class LossConfig(Freezable):
-    name: str = option("clip", "The policy-gradient surrogate.", choices=LOSSES)
+    name: str = option(
+        "clip",
+        "The policy-gradient surrogate; or dpo: the loss of algorithm.preference, on the best and the worst rollout of "
+        "each group.",
+        choices=(*LOSSES, PAIRS),
+    )
     path: str | None = option(
         None, "Your own surrogate, as file.py:function or package.module:function; null: that of name."
     )
@@ -268,3 +275,13 @@ class AlgorithmConfig(Freezable):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     ebft: EbftConfig = field(default_factory=EbftConfig)
+
+    @property
+    def samples_pairs(self) -> bool:
+        """Whether the loss compares the best and the worst rollout of each group."""
+        return self.kind == "rl" and self.loss.name == PAIRS and self.loss.path is None
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the loss compares completions in pairs, sampled or from rows."""
+        return self.samples_pairs or (self.kind == "preference" and self.preference.takes_pairs)

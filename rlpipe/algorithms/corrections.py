@@ -18,6 +18,8 @@ from torch import Tensor
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
+LOGPROB_DIFFERENCE = "sampling/logp_difference/max"
+"""Metric: the largest difference between a token's log-prob in the learner and in the engine."""
 MAX_LOG_RATIO = 60.0
 """Largest log-ratio: above it exp would be infinite, and its product with a zero, such as a clipped gradient, nan."""
 
@@ -96,7 +98,7 @@ def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None
     """Add |p - b|, and w of each token, independent of the mode."""
     weights = torch.where(mask, log_weights.exp(), 0)
     metrics.add_mean("sampling/logp_difference/mean", log_weights.abs())
-    metrics.add_max("sampling/logp_difference/max", log_weights.abs(), mask)
+    metrics.add_max(LOGPROB_DIFFERENCE, log_weights.abs(), mask)
     metrics.add_mean("sampling/importance_ratio/mean", weights)
     metrics.add_min("sampling/importance_ratio/min", weights, mask)
     metrics.add_max("sampling/importance_ratio/max", weights, mask)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.corrections import LOGPROB_DIFFERENCE
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
 from rlpipe.configs.schema.learner_config import LearnerConfig
@@ -24,18 +25,28 @@ class Preferences(PackedRows):
     """The base class of losses that compare completions with a reference, or with each other."""
 
     def __init__(
-        self, policy: Policy, learner: LearnerConfig, preference: PreferenceConfig, reference: Reference | None
+        self,
+        policy: Policy,
+        learner: LearnerConfig,
+        preference: PreferenceConfig,
+        reference: Reference | None,
+        *,
+        temperature: float | None = None,
     ) -> None:
         super().__init__(policy, learner)
         self._preference, self._reference = preference, reference
+        self._is_sampled, self._temperature = temperature is not None, 1.0 if temperature is None else temperature
 
     def remember(self, inputs: LearnerInputs) -> None:
         """Do nothing; the loss is that of the current weights."""
 
     def _logprobs(self, inputs: LearnerInputs) -> Tensor:
         """Return the policy's log-prob of each completion ``[S]``; of a micro batch without loss ``[0]``."""
-        logprobs, _ = self._policy.scorer.logprobs(inputs.row, 1.0, self._config.logprob_chunk_tokens)
-        return _sum_by_sequence(logprobs, inputs)
+        return _sum_by_sequence(self._token_logprobs(inputs), inputs)
+
+    def _token_logprobs(self, inputs: LearnerInputs) -> Tensor:
+        chunk_tokens = self._config.logprob_chunk_tokens
+        return self._policy.scorer.logprobs(inputs.row, self._temperature, chunk_tokens)[0]
 
     def _ref_logprobs(self, inputs: LearnerInputs) -> Tensor | None:
         """Return the reference's log-prob of each completion ``[S]``, or None without a reference."""
@@ -43,13 +54,16 @@ class Preferences(PackedRows):
             return None
         if inputs.ref_logprobs is None:
             inputs.ref_logprobs = self._reference.logprobs(
-                inputs.row, temperature=1.0, chunk_tokens=self._config.logprob_chunk_tokens
+                inputs.row, temperature=self._temperature, chunk_tokens=self._config.logprob_chunk_tokens
             )
         return _sum_by_sequence(inputs.ref_logprobs, inputs)
 
 
 class Pairs(Preferences):
-    """The losses of a chosen and a rejected completion, which share their prompt's tokens in a row."""
+    """The losses of a chosen and a rejected completion, which share their prompt's tokens in a row.
+
+    ``temperature`` is that at which they were sampled; None if they come from rows.
+    """
 
     sequences_together = 2
 
@@ -63,15 +77,19 @@ class Pairs(Preferences):
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
         ref_logprobs = self._ref_logprobs(inputs)
-        logprobs = self._logprobs(inputs)
+        logprobs = self._token_logprobs(inputs)
         pair_inputs = PairInputs(
-            logprobs=_in_pairs(logprobs),
+            logprobs=_in_pairs(_sum_by_sequence(logprobs, inputs)),
             ref_logprobs=None if ref_logprobs is None else _in_pairs(ref_logprobs),
             lengths=_in_pairs(_sum_by_sequence(torch.ones_like(inputs.advantages), inputs)),
             num_pairs=mini_batch.num_sequences,
             num_chosen_tokens=mini_batch.num_chosen_tokens,
         )
-        return self.with_token_counts(pair_loss(pair_inputs, self._preference), inputs)
+        output = pair_loss(pair_inputs, self._preference)
+        if self._is_sampled:
+            distance = (logprobs.detach() - inputs.sampling_logprobs).abs()
+            output.metrics.add_max(LOGPROB_DIFFERENCE, distance, torch.ones_like(distance, dtype=torch.bool))
+        return self.with_token_counts(output, inputs)
 
 
 class Labelled(Preferences):

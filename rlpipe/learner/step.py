@@ -73,9 +73,11 @@ class Learner:
         policy, learner, algorithm, reference = self.policy, self._config, self._algorithm, self.reference
         if algorithm.kind == "sft":
             return Supervised(policy, learner)
+        if algorithm.compares_pairs:
+            sampled_at = temperature if algorithm.samples_pairs else None
+            return Pairs(policy, learner, algorithm.preference, reference, temperature=sampled_at)
         if algorithm.kind == "preference":
-            kind = Pairs if algorithm.preference.takes_pairs else Labelled
-            return kind(policy, learner, algorithm.preference, reference)
+            return Labelled(policy, learner, algorithm.preference, reference)
         if algorithm.kind == "ebft_strided":
             assert reference is not None, "make_reference makes the feature network"
             return Strided(policy, learner, algorithm, reference, seed=seed)

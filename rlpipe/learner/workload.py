@@ -65,7 +65,7 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 def reads_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss reads log-probs of the reference, and not its hidden states alone."""
-    if algorithm.kind == "preference":
+    if algorithm.kind == "preference" or algorithm.samples_pairs:
         return algorithm.preference.needs_reference
     return algorithm.kind != "sft" and algorithm.loss.beta > 0
 
@@ -102,7 +102,7 @@ def num_sequences(algorithm: AlgorithmConfig) -> int:
 
 def sequences_of_group(algorithm: AlgorithmConfig) -> int:
     """Return the sequences that belong together: of a prompt, or of a row."""
-    if algorithm.kind == "preference" and algorithm.preference.takes_pairs:
+    if algorithm.compares_pairs:
         return 2
     return algorithm.group_size if algorithm.kind == "rl" else 1
 

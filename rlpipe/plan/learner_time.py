@@ -99,6 +99,8 @@ def _logprob_passes(algorithm: AlgorithmConfig, num_updates: int) -> float:
     """Return the policy's passes without gradient: of later updates at the step's start, and of KTO's mismatches."""
     if algorithm.kind == "preference":
         return 0 if algorithm.preference.takes_pairs else 1
+    if algorithm.samples_pairs:
+        return 0
     return (num_updates - 1) / num_updates if algorithm.kind == "rl" else 0
 
 
@@ -109,6 +111,8 @@ def _reference_passes(algorithm: AlgorithmConfig) -> int:
     """
     if algorithm.kind == "preference":
         return int(algorithm.preference.needs_reference) + int(not algorithm.preference.takes_pairs)
+    if algorithm.samples_pairs:
+        return int(algorithm.preference.needs_reference)
     if algorithm.kind != "rl":
         return 0
     return int(algorithm.loss.beta > 0) + int(reads_features(algorithm))

@@ -13,6 +13,7 @@ from rlpipe.algorithms.turn_credit import turn_advantages
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.replay.best_and_worst import pair_up
 from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 EBFT = "ebft/"
@@ -47,8 +48,11 @@ def assemble_step(
     """
     trained = [*groups, *replayed]
     set_advantages(trained, algorithm, reward_weights)
-    rollouts = [rollout for group in trained for rollout in group]
-    if algorithm.loss.mask_truncated:
+    rollouts, pairs = [rollout for group in trained for rollout in group], []
+    if algorithm.samples_pairs:
+        pairs = pair_up(trained, without_truncated=algorithm.loss.mask_truncated)
+        rollouts = pairs or [_without_loss(rollouts[0])]  # a step without any pair trains nothing
+    elif algorithm.loss.mask_truncated:
         rollouts = [_without_loss(r) if r.status is RolloutStatus.TRUNCATED else r for r in rollouts]
     batches = pack_step(
         rollouts,
@@ -67,6 +71,7 @@ def assemble_step(
         "num_tokens": float(sum(group.num_tokens for group in trained)),
         "num_completion_tokens": float(sum(group.num_loss_tokens for group in trained)),
         "groups/replayed": float(len(replayed)),
+        **({"groups/paired": float(len(pairs))} if algorithm.samples_pairs else {}),
         "groups/skipped": float(sum(map(_is_flat, trained)) if skip_zero_advantage else 0),
     }
     if algorithm.ebft.reward:

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.preference_config import PAIR_LOSSES, PreferenceConfig
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.types import NO_VERSION, Rollout
+from rlpipe.types import NO_VERSION, MiniBatch, Rollout, TrainBatch
 
 PAIRS = 6
 COEFFICIENTS = {"orpo": {"cross_entropy_coef": 1.0}, "exo": {"label_smoothing": 0.01}, "simpo": {"margin": 0.3}}
@@ -195,3 +195,26 @@ def test_training_raises_the_accuracy_on_its_pairs(tiny: Path, loss: str) -> Non
     if loss != "kto":
         assert held_out["eval/rewards/accuracies"] == 1.0
     assert parameters_of(learner)
+
+
+def test_sampled_pairs_are_compared_at_the_temperature_that_drew_them(tiny: Path) -> None:
+    rows, online = algorithm_of("dpo"), AlgorithmConfig(loss=LossConfig(name="dpo"), num_steps=10)
+    settings = LearnerConfig(optimizer=OptimizerConfig(lr=3e-3))
+    found = {}
+    for name, algorithm, pairs in (("rows", rows, make_pairs()), ("sampled", online, make_pairs())):
+        learner = make_learner(tiny, algorithm=algorithm, learner=settings)
+        (batch,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=1000)
+        learner.train_step(batch)
+        found[name] = learner.train_step(replace(batch, step=1))
+    temperature = 0.9  # of make_learner
+    assert found["rows"]["logps/chosen"] != pytest.approx(found["sampled"]["logps/chosen"], rel=1e-3)
+    assert "sampling/logp_difference/max" not in found["rows"]
+    learner = make_learner(tiny, algorithm=online, learner=settings)
+    pairs = make_pairs()
+    (micro,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=1000)[0].mini_batches[0].micro_batches
+    with torch.no_grad():
+        logprobs = learner.policy.scorer.logprobs(learner.policy.plan(micro), temperature, 4096)[0]
+    micro.logprobs[micro.loss_mask] = logprobs.numpy()
+    mini_batch = MiniBatch(micro_batches=[micro], num_loss_tokens=len(logprobs), num_sequences=PAIRS)
+    values = learner.train_step(TrainBatch(step=0, mini_batches=[mini_batch]))
+    assert values["sampling/logp_difference/max"] < 1e-5

@@ -50,6 +50,39 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss() -> None:
     assert batches[0].metrics["completions/max_length"] == 3, "the metrics still know them"
 
 
+ONLINE = AlgorithmConfig(loss=LossConfig(name="dpo"))
+
+
+def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:
+    groups = [group(0, [0.5, 1.0, 0.0, 1.0]), group(1, [1.0, 1.0, 1.0, 1.0]), group(2, [None, 0.2, 0.7, None])]
+    (batch,) = assemble(groups, ONLINE)
+    (mini_batch,) = batch.mini_batches
+    (micro,) = mini_batch.micro_batches
+    assert mini_batch.num_sequences == 2
+    assert micro.group_ids.tolist() == [0, 0, 2, 2]
+    assert loss_advantages([batch]) == [-1.0] * 6 + [1.0] * 6
+    first, *_ = groups
+    expected = [first.rollouts[1], first.rollouts[2], groups[2].rollouts[2], groups[2].rollouts[1]]
+    assert micro.token_ids.tolist() == [token for rollout in expected for token in rollout.token_ids]
+    assert batch.metrics["groups/paired"] == 2
+
+
+def test_a_truncated_rollout_is_in_no_pair_where_it_counts_in_no_loss() -> None:
+    groups = [group(0, [0.0, 0.5, 1.0])]
+    groups[0].rollouts[0].status = RolloutStatus.TRUNCATED
+    masked = replace(ONLINE, loss=LossConfig(name="dpo", mask_truncated=True))
+    for algorithm, worst in ((ONLINE, 0), (masked, 1)):
+        (micro,) = assemble(groups, algorithm)[0].mini_batches[0].micro_batches
+        length = len(groups[0].rollouts[worst].token_ids)
+        assert micro.token_ids[-length:].tolist() == groups[0].rollouts[worst].token_ids.tolist()
+
+
+def test_a_step_without_any_pair_trains_nothing() -> None:
+    (batch,) = assemble([group(0, [1.0, 1.0]), group(1, [0.0, 0.0])], ONLINE)
+    assert [mini.num_loss_tokens for mini in batch.mini_batches] == [0]
+    assert batch.metrics["groups/paired"] == 0
+
+
 def test_metrics_of_a_step() -> None:
     groups = [group(0, [1.0, 0.0], lengths=[2, 4], version=1), group(1, [1.0, 1.0], version=3)]
     groups[0].rollouts[1].status = RolloutStatus.TRUNCATED
