@@ -1,0 +1,157 @@
+"""Tests that a learner trains reward models, which scorers load as they are exported."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import assert_close, make_model_config
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification
+
+from rlpipe.configs.options import to_tree
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.reward_model_config import RewardModelConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.data.render.reward_rows import RewardRenderer
+from rlpipe.data.row import RowLocation
+from rlpipe.learner.checkpoints import CheckpointStore, export_checkpoint, export_policy
+from rlpipe.learner.policy import load_policy
+from rlpipe.learner.step import Learner
+from rlpipe.learner.workload import Workload
+from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.scoring.reward_model import SequenceReward
+from rlpipe.types import Prompt, Rollout, RolloutGroup
+
+PAIRS = 6
+CENTER = 0.05
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy", hidden_size=64, num_layers=2)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return pairs, in some of which the chosen answer begins the rejected one or the other way round."""
+    return [
+        {
+            "prompt": f"{n}+{n}?",
+            "chosen": f"{2 * n}" + "." * (n % 3),
+            "rejected": f"{2 * n}1" + "!" * n,
+            "margin": n / 4,
+        }
+        for n in range(1, PAIRS + 1)
+    ]
+
+
+def make_pairs(margin_column: str | None = None, **options: Any) -> list[Rollout]:
+    config = RewardModelConfig(margin_column=margin_column)
+    renderer = RewardRenderer(TOKENIZER, DataConfig(source="jsonl", **options), config, max_tokens=200)
+    places = [RowLocation(row=index, epoch=0, location="rows") for index in range(PAIRS)]
+    return [renderer.fit(renderer.whole(row, place), place) for row, place in zip(rows(), places, strict=True)]
+
+
+def learner_of(tiny: Path, *, adapter: str = "lora", lr: float = 3e-3, **options: Any) -> Learner:
+    config = RewardModelConfig(**options)
+    algorithm = AlgorithmConfig(kind="reward_model", group_size=1, num_steps=30, reward_model=config)
+    learner = LearnerConfig(optimizer=OptimizerConfig(lr=lr))
+    model = make_model_config(tiny, adapter=adapter)
+    policy = load_policy(model, learner, torch.device("cpu"), workload=Workload(head="reward_model"))
+    return Learner(policy, learner, algorithm)
+
+
+def perturb(learner: Learner) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in learner.policy.trainable_parameters().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def rewards_alone(learner: Learner, pairs: list[Rollout]) -> Tensor:
+    """Return the rewards ``[P, 2]`` of sequences that transformers runs one after the other."""
+    sequences = [torch.from_numpy(sequence.token_ids[:-1].astype(np.int64)) for p in pairs for sequence in p.sequences]
+    model = learner.policy.model
+    learner.policy.scorer.causal_model.set_attn_implementation("sdpa")
+    model.config.pad_token_id = None  # then the last token counts
+    return torch.stack([model(input_ids=tokens[None]).logits[0, 0] for tokens in sequences]).view(-1, 2)
+
+
+def gradients(learner: Learner) -> dict[str, Tensor]:
+    trained = learner.policy.trainable_parameters()
+    return {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("margin_column", [None, "margin"])
+def test_the_loss_of_packed_pairs_is_that_of_pairs_run_alone(
+    tiny: Path, adapter: str, margin_column: str | None
+) -> None:
+    learner, pairs = learner_of(tiny, adapter=adapter, center_coef=CENTER), make_pairs(margin_column)
+    perturb(learner)
+    (batch,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=60)
+    (mini_batch,) = batch.mini_batches
+    assert len(mini_batch.micro_batches) > 1
+    total, shared = 0.0, 0
+    for inputs in learner._objective.prepare(mini_batch):
+        output = learner._objective.loss(mini_batch, inputs)
+        output.loss.backward()
+        total += output.loss.item()
+        shared += inputs.row.num_shared
+    assert shared >= sum(len(row["prompt"]) for row in rows())
+    packed = gradients(learner)
+    assert any("score" in name for name in packed)
+    learner.policy.model.zero_grad(set_to_none=True)
+    chosen, rejected = rewards_alone(learner, pairs).unbind(1)
+    margins = torch.tensor([row["margin"] for row in rows()]) if margin_column else 0
+    alone = -logsigmoid(chosen - rejected - margins).mean() + CENTER * ((chosen + rejected) ** 2).mean()
+    alone.backward()
+    assert total == pytest.approx(alone.item(), rel=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in packed.values())
+    assert_close(packed, gradients(learner), 1e-5 * max(1.0, largest))
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_training_raises_the_accuracy_and_the_export_gives_the_same_rewards(
+    tiny: Path, tmp_path: Path, adapter: str
+) -> None:
+    learner, pairs = learner_of(tiny, adapter=adapter), make_pairs()
+    (batch,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=1000)
+    before = learner.evaluate(batch.mini_batches)
+    for step in range(20):
+        learner.train_step(replace(batch, step=step))
+    after = learner.evaluate(batch.mini_batches)
+    assert after["eval/loss"] < before["eval/loss"]
+    assert after["eval/rewards/margins"] > before["eval/rewards/margins"]
+    assert after["eval/rewards/accuracies"] == 1.0
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    extra = {"model": to_tree(learner.policy.config), "config": {"algorithm": {"kind": "reward_model"}}}
+    checkpoint = store.save(learner, step=20, extra=extra)
+    export_checkpoint(checkpoint, tmp_path / "later")
+    export_policy(learner.policy, tmp_path / "policy")
+    with torch.no_grad():
+        expected = rewards_alone(learner, pairs)
+    for folder in (tmp_path / "policy", tmp_path / "later"):
+        loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+        assert type(loaded).__name__ == "Qwen3ForSequenceClassification"
+        assert loaded.config.pad_token_id == TOKENIZER.pad_token_id
+        torch.testing.assert_close(scores(folder), expected, rtol=1e-4, atol=1e-4)
+
+
+def scores(folder: Path) -> Tensor:
+    """Return what the scorer gives each chosen and each rejected answer ``[P, 2]``."""
+    reward = SequenceReward(model=str(folder), dtype="float32")
+    reward.setup()
+    found = []
+    for row in rows():
+        messages = [{"role": "user", "content": row["prompt"]}]
+        prompt = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt=messages, task={})
+        group = RolloutGroup(group_id=0, prompt=prompt, rollouts=[])
+        found.append(reward.score_answers([(group, row["chosen"]), (group, row["rejected"])]))
+    return torch.tensor(found)
