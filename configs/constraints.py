@@ -76,7 +76,7 @@ def contradictions(config: Config) -> Iterator[str]:
     elif config.algorithm.kind == "preference":
         yield from check_preference(config)
         yield from check_moving_reference(config.algorithm, config.model)
-    elif config.algorithm.kind == "reward_model":
+    elif config.algorithm.kind in ("reward_model", "process_reward_model"):
         yield from check_reward_model(config)
     elif config.algorithm.kind == "ebft_strided":
         yield from check_loss(config.algorithm)

@@ -53,12 +53,15 @@ def check_reward_model(config: Config) -> Iterator[str]:
 
 
 def _check_rows(config: Config) -> Iterator[str]:
+    has_steps = config.algorithm.kind == "process_reward_model"
     for source in all_sources(config.data):
         at = f"data.sources.{source.name}" if source.name else "data"
         if source.data.text_column is not None:
-            yield f"{at}.text_column: preferences are between completions of a prompt; set it to null"
+            what = "labels are of steps after" if has_steps else "preferences are between completions of"
+            yield f"{at}.text_column: {what} a prompt; set it to null"
         if source.data.source == "reasoning_gym" and source.data.transform is None:
-            yield f"{at}.source: tasks of reasoning_gym have no preferences; set jsonl, parquet or datasets"
+            what = "labelled steps" if has_steps else "preferences"
+            yield f"{at}.source: tasks of reasoning_gym have no {what}; set jsonl, parquet or datasets"
 
 
 def _check_loss(preference: PreferenceConfig) -> Iterator[str]:

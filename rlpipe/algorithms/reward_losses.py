@@ -1,7 +1,7 @@
 """Losses of reward models.
 
-Shapes: P pairs of a micro batch. Definitions are those of TRL's ``RewardTrainer``. Every loss is a sum over the micro
-batch divided by counts of the whole update, as in ``rlpipe.algorithms.losses``.
+Shapes: P pairs and K steps of a micro batch. The loss of pairs is that of TRL's ``RewardTrainer``. Every loss is a sum
+over the micro batch divided by counts of the whole update, as in ``rlpipe.algorithms.losses``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
@@ -42,4 +42,26 @@ def bradley_terry_loss(inputs: RewardPairInputs, config: RewardModelConfig) -> L
     metrics.add_mean("rewards/rejected", rejected)
     metrics.add_mean("rewards/margins", chosen - rejected)
     metrics.add_mean("rewards/accuracies", (chosen > rejected).float())
+    return LossOutput(loss=loss, metrics=metrics)
+
+
+@dataclass(kw_only=True, slots=True)
+class StepInputs:
+    """Logits of the labels false and true at the ends of one micro batch's steps, and the number of steps."""
+
+    logits: Tensor  # [K, 2], with gradient
+    labels: Tensor  # [K] int64, 0 or 1
+    num_steps: int
+    """Steps of the update, on all ranks."""
+
+
+def step_loss(inputs: StepInputs) -> LossOutput:
+    """Return the share of a micro batch in the cross-entropy of the labels, the mean over steps (arXiv:2305.20050)."""
+    losses = cross_entropy(inputs.logits, inputs.labels, reduction="none")
+    loss = losses.sum() / max(inputs.num_steps, 1)
+    good = inputs.logits.softmax(1)[:, 1]
+    metrics = MetricSums(num_tokens=torch.tensor(len(losses), device=losses.device))
+    metrics.add_total("loss", loss)
+    metrics.add_mean("rewards/mean", good)
+    metrics.add_mean("rewards/accuracies", (inputs.logits.argmax(1) == inputs.labels).float())
     return LossOutput(loss=loss, metrics=metrics)

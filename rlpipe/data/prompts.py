@@ -12,13 +12,13 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.reward_model_config import RewardModelConfig, RowOptions
+from rlpipe.configs.schema.reward_model_config import ProcessRewardConfig, RewardModelConfig, RowOptions
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
 from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.reward_rows import RewardRenderer
+from rlpipe.data.render.reward_rows import RewardRenderer, StepRenderer
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.sources.row_source import RowSource
@@ -136,7 +136,7 @@ def open_sft_rows(
     return split.source(), split.render_held_out()
 
 
-AnyRenderer = SequenceRenderer | PreferenceRenderer
+AnyRenderer = SequenceRenderer | PreferenceRenderer | StepRenderer
 
 
 def sequence_renderer(
@@ -152,6 +152,8 @@ def sequence_renderer(
         return SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
     if isinstance(preference, RewardModelConfig):
         return RewardRenderer(tokenizer, data, preference, max_tokens=max_tokens)
+    if isinstance(preference, ProcessRewardConfig):
+        return StepRenderer(tokenizer, data, preference, max_tokens=max_tokens)
     return PreferenceRenderer(
         tokenizer, data, takes_pairs=preference.takes_pairs, max_tokens=max_tokens, processor=processor
     )
@@ -211,7 +213,11 @@ def open_run_sequences(
 
 def preference_of(algorithm: AlgorithmConfig) -> RowOptions | None:
     """Return the options of preferences or a reward model if the run learns from them, else None."""
-    options: dict[str, RowOptions] = {"preference": algorithm.preference, "reward_model": algorithm.reward_model}
+    options: dict[str, RowOptions] = {
+        "preference": algorithm.preference,
+        "reward_model": algorithm.reward_model,
+        "process_reward_model": algorithm.process_reward_model,
+    }
     return options.get(algorithm.kind)
 
 
@@ -221,9 +227,10 @@ def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcess
     Raises ``ModelError`` if ``model.processor_kwargs`` are not options of the model's processor, and ``ConfigError`` if
     nothing would read them.
     """
-    if algorithm.kind in ("ebft_strided", "reward_model") or compared(algorithm) is not None:
+    is_reward_model = algorithm.kind in ("reward_model", "process_reward_model")
+    if is_reward_model or algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
         if model.processor_kwargs:
-            what = "a reward model" if algorithm.kind == "reward_model" else "EBFT"
+            what = "a reward model" if is_reward_model else "EBFT"
             raise ConfigError(f"model.processor_kwargs has no effect: {what} takes no images; remove it")
         return None
     processor = ImageProcessor(model)

@@ -272,7 +272,7 @@ def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -
         quantization = {"quantization_config": nf4_config(dtype), "device_map": {"": "cpu"}}
     with reading_files(f"model.path={config.path} can't be loaded", COMPLETE, error=ModelError):
         if head != LM_HEAD:
-            return open_reward_model(source, config, dtype, seed=seed)
+            return open_reward_model(source, config, dtype, head=head, seed=seed)
         model = open_model(source, config, dtype, **quantization)
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
@@ -329,18 +329,24 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
 
 
 def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
-    """Make PEFT's config; a vision tower, which engines don't adapt, is excluded unless a regex names the targets."""
+    """Make PEFT's config; a vision tower, which engines don't adapt, is excluded unless a regex names the targets.
+
+    A reward head is trained in full.
+    """
     targets, saved = config.target_modules, list(config.modules_to_save)
     classifies = hasattr(model, CLASSIFIER)
     by_regex = isinstance(targets, str) and targets != "all-linear"
+    excluded = None if by_regex else outside_language(model)
+    if classifies and targets == "all-linear":
+        excluded = CLASSIFIER  # it is trained whole
     return LoraConfig(
-        task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
+        task_type=None if classifies else "CAUSAL_LM",
         r=config.r,
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         target_parameters=list(config.target_parameters) or None,
-        exclude_modules=None if by_regex else outside_language(model),
+        exclude_modules=excluded,
         modules_to_save=[*saved, CLASSIFIER] if classifies else saved or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,

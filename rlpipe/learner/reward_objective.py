@@ -6,7 +6,7 @@ Shapes: K loss tokens of a micro batch, P pairs of it.
 from __future__ import annotations
 
 from rlpipe.algorithms.losses import LossOutput
-from rlpipe.algorithms.reward_losses import RewardPairInputs, bradley_terry_loss
+from rlpipe.algorithms.reward_losses import RewardPairInputs, StepInputs, bradley_terry_loss, step_loss
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.reward_model_config import RewardModelConfig
 from rlpipe.learner.objectives import LearnerInputs, PackedRows
@@ -32,3 +32,18 @@ class RewardPairs(PackedRows):
             rewards=rewards.view(-1, 2), margins=inputs.advantages[::2], num_pairs=mini_batch.num_sequences
         )
         return self.with_token_counts(bradley_terry_loss(pairs, self._options), inputs)
+
+
+class LabelledSteps(PackedRows):
+    """The loss of the labels of steps, one for each loss token."""
+
+    def remember(self, inputs: LearnerInputs) -> None:
+        """Do nothing; the loss is that of the current weights."""
+
+    def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        steps = StepInputs(
+            logits=self._policy.scorer.head_outputs(inputs.row),
+            labels=inputs.advantages.long(),
+            num_steps=mini_batch.num_loss_tokens,
+        )
+        return self.with_token_counts(step_loss(steps), inputs)

@@ -20,7 +20,7 @@ from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.preference_objective import Labelled, Pairs
-from rlpipe.learner.reward_objective import RewardPairs
+from rlpipe.learner.reward_objective import LabelledSteps, RewardPairs
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
@@ -79,6 +79,8 @@ class Learner:
             return kind(policy, learner, algorithm.preference, reference)
         if algorithm.kind == "reward_model":
             return RewardPairs(policy, learner, algorithm.reward_model)
+        if algorithm.kind == "process_reward_model":
+            return LabelledSteps(policy, learner)
         if algorithm.kind == "ebft_strided":
             assert reference is not None, "make_reference makes the feature network"
             return Strided(policy, learner, algorithm, reference, seed=seed)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the driver, which reads the workload, needs no model
 
 
 LM_HEAD = "lm_head"
-REWARD_HEADS = ("reward_model",)
+REWARD_HEADS = ("reward_model", "process_reward_model")
 """Kinds of algorithms that train a reward head in place of the lm_head."""
 
 

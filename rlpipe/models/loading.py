@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 
 from rlpipe.common.imports import reading_files
@@ -37,6 +39,11 @@ COMPLETE = "give a complete and undamaged copy of the model"
 """Fix for a model that can't be loaded."""
 CLASSIFIER = "score"
 """Name of the reward head in transformers' classes."""
+CLASSES: Mapping[str, tuple[Any, Any, int]] = {
+    "reward_model": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, 1),
+    "process_reward_model": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, 2),
+}
+"""Auto class, its mapping, and number of labels of each reward head."""
 COUNT = re.compile(r"(?:num|n)_.*(?:layer|head|expert|block)s?|depth|.*_(?:layers|depth)")
 SIZE = re.compile(r".*(?:size|dim|embd|inner|positions|embeddings|labels)")
 MAX_COUNT, MAX_SIZE = 10_000, 2**28
@@ -97,23 +104,23 @@ def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: An
     )
 
 
-def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, seed: int) -> PreTrainedModel:
+def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, head: str, seed: int) -> PreTrainedModel:
     """Load a model with a reward head, which is drawn from ``seed`` if the files have none; raises as ``open_model``.
 
     Raises ``ModelError`` for a model that transformers has no such class of, or that takes images.
     """
-    described = describe_model(path, config)
-    if type(described) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ModelError(f"transformers has no sequence classification for {described.model_type} models")
+    described, (auto_class, classes, num_labels) = describe_model(path, config), CLASSES[head]
+    if type(described) not in classes:
+        raise ModelError(f"transformers has no class for {described.model_type} models in {auto_class.__name__}")
     if getattr(described, "vision_config", None) is not None:
         raise ModelError(f"{described.model_type} models take images, which reward models can't be trained on so far")
-    described.num_labels = 1
+    described.num_labels = num_labels
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = load_complete(
-            AutoModelForSequenceClassification,
+            auto_class,
             path,
-            drawn=(f"{CLASSIFIER}.weight",),
+            drawn=(f"{CLASSIFIER}.weight", f"{CLASSIFIER}.bias"),
             config=described,
             revision=config.revision,
             dtype=dtype,
