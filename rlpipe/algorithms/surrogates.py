@@ -34,7 +34,7 @@ class SurrogateInputs:
     mask: Tensor  # [N] bool, True for loss tokens
     sequence_ids: Tensor  # [N] int64, from 0
     weights: Tensor  # [N], the correction's factors, without gradient; 1 where unmasked
-    entropy: Tensor | None  # [N], in nats
+    entropy: Tensor | None  # [N], in nats, with gradient if entropy_coef is above 0
     ref_logprobs: Tensor | None  # [N], of the reference; None without a KL penalty
     config: LossConfig
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import count, groupby, takewhile
 from typing import TYPE_CHECKING
@@ -147,6 +147,8 @@ class ShownRow:
     """The row's token counts, or the reason why it is skipped."""
     pieces: list[TextPiece]
     """The row's text; empty for a skipped row."""
+    rejected: list[TextPiece] = field(default_factory=list)
+    """The text with the rejected completion, if the row is a pair."""
 
     @property
     def title(self) -> str:
@@ -168,7 +170,9 @@ def show_rows(
             continue
         trained = np.zeros(len(item.token_ids), np.bool_) if isinstance(item, Prompt) else item.loss_mask
         pieces = split_row(item.token_ids, trained, tokenizer, item.images)
-        yield ShownRow(name=name, summary=_summary(item), pieces=pieces)
+        other = item.rejected if isinstance(item, Rollout) else None
+        rejected = [] if other is None else split_row(other.token_ids, other.loss_mask, tokenizer, other.images)
+        yield ShownRow(name=name, summary=_summary(item), pieces=pieces, rejected=rejected)
 
 
 def _summary(item: Prompt | Rollout) -> str:
@@ -176,7 +180,18 @@ def _summary(item: Prompt | Rollout) -> str:
     if isinstance(item, Prompt):
         return f"a prompt of {len(item.token_ids)} tokens{images}"
     cut = ", a window of a longer text" if item.status is RolloutStatus.TRUNCATED else ""
-    return f"{item.num_loss_tokens} of {len(item.token_ids)} tokens trained{images}{cut}"
+    if item.rejected is not None:
+        return f"chosen with {_counts(item)}, rejected with {_counts(item.rejected)}{images}"
+    return f"{'labelled bad, ' if _is_bad(item) else ''}{_counts(item)}{images}{cut}"
+
+
+def _counts(item: Rollout) -> str:
+    return f"{item.num_loss_tokens} of {len(item.token_ids)} tokens trained"
+
+
+def _is_bad(item: Rollout) -> bool:
+    """Return whether a row's completion is one that the policy should avoid."""
+    return item.advantages is not None and bool((item.advantages < 0).any())
 
 
 BRACKETS = (("⟦", "⟧"), ("⟪", "⟫"), ("⦃", "⦄"), ("<<<", ">>>"))
@@ -202,12 +217,21 @@ def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) 
         console.print(Text.assemble(("trained tokens", TRAINED), " and ", ("special tokens", SPECIAL)))
     for row in rows:
         console.print(Text(f"\n{row.title}", TITLE))
-        if row.pieces:
-            console.print(_colour(row.pieces) if brackets is None else Text(_bracket(row.pieces, brackets)))
+        for heading, pieces in _columns(row):
+            if heading:
+                console.print(Text(heading, TITLE))
+            console.print(_colour(pieces) if brackets is None else Text(_bracket(pieces, brackets)))
+
+
+def _columns(row: ShownRow) -> list[tuple[str, list[TextPiece]]]:
+    """Return what is shown of a row, with a heading over each completion of a pair."""
+    if row.rejected:
+        return [("chosen:", row.pieces), ("rejected:", row.rejected)]
+    return [("", row.pieces)] if row.pieces else []
 
 
 def _choose_brackets(rows: Sequence[ShownRow]) -> tuple[str, str]:
-    texts = [piece.text for row in rows for piece in row.pieces]
+    texts = [piece.text for row in rows for piece in (*row.pieces, *row.rejected)]
     free = (pair for pair in BRACKETS if not any(mark in text for mark in pair for text in texts))
     return next(free, BRACKETS[0])
 
@@ -243,6 +267,7 @@ p { color: var(--faint); overflow-wrap: anywhere; }
 pre { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap; }
 .trained { background: var(--trained); }
 .special { color: var(--special); }
+.pair { display: grid; gap: 1rem; grid-template-columns: 1fr 1fr; }
 pre img { display: block; margin: .3rem 0; }
 pre span:hover { outline: 1px solid var(--faint); }
 """
@@ -264,8 +289,8 @@ def make_page(title: str, rows: Sequence[ShownRow], notes: Sequence[str], *, tra
     ]
     for row in rows:
         lines.append(f"<h2>{escape(row.title)}</h2>")
-        if row.pieces:
-            lines.append(f"<pre>{''.join(map(_span, row.pieces))}</pre>")
+        columns = [f"<pre>{heading}{''.join(map(_span, pieces))}</pre>" for heading, pieces in _columns(row)]
+        lines.append(f'<div class="pair">{"".join(columns)}</div>' if row.rejected else "".join(columns))
     return "\n".join([*lines, "</body></html>\n"])
 
 

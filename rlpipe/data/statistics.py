@@ -86,7 +86,7 @@ class Statistics:
     """Number of rows, skipped ones included."""
     num_used: int
     tokens: Lengths | None
-    """Tokens per row; None if all rows are skipped."""
+    """Tokens per row, of both completions of a pair; None if all rows are skipped."""
     prompt_tokens: Lengths | None
     """Tokens before the first trained one; None for prompts, which have no trained tokens."""
     num_trained_tokens: int | None
@@ -120,14 +120,15 @@ class Counter:
         self._skipped: dict[str, Skipped] = {}
 
     def add(self, item: Prompt | Rollout) -> None:
-        self._lengths.append(len(item.token_ids))
-        self._seen.add(hash((item.token_ids.tobytes(), *(image.content for image in item.images))))
+        tokens = [item.token_ids] if isinstance(item, Prompt) else [part.token_ids for part in item.sequences]
+        self._lengths.append(sum(map(len, tokens)))
+        self._seen.add(hash((*(ids.tobytes() for ids in tokens), *(image.content for image in item.images))))
         self._images.add(item.images)
         if isinstance(item, Prompt):
             return
         self._prompt_lengths.append(int(np.argmax(item.loss_mask)))
-        self._num_trained += item.num_loss_tokens
-        self._num_spans += _num_spans(item.loss_mask)
+        self._num_trained += sum(part.num_loss_tokens for part in item.sequences)
+        self._num_spans += sum(_num_spans(part.loss_mask) for part in item.sequences)
         self._num_cut += item.status is RolloutStatus.TRUNCATED
 
     def skip(self, location: str, problem: UnusableRow) -> None:

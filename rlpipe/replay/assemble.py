@@ -10,7 +10,7 @@ import numpy as np
 
 from rlpipe.algorithms.advantages import AdvantageInputs, combine_rewards, compute_advantages, own_advantages
 from rlpipe.algorithms.turn_credit import turn_advantages
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
@@ -22,6 +22,8 @@ OWN_METRICS = (
     *("time/engine_wait", "time/environment", "time/tool"),
 )
 """Prefixes of metrics that no reward function has logged."""
+OTHER_GRADIENTS = ("clip_cov", "kl_cov", "dro", "m2po")
+"""Losses in which a rollout with advantage 0 has a gradient, or changes that of others."""
 NO_SPREAD = 1e-8
 """Standard deviation below which rewards count as equal."""
 
@@ -41,7 +43,7 @@ def assemble_step(
 
     ``replayed`` groups of earlier steps are trained with ``groups``, but metrics of rewards, lengths and staleness
     cover ``groups`` only. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators
-    but left out of the batch, unless the KL or the entropy gives them a gradient.
+    but left out of the batch, unless the loss reads them all the same.
     """
     trained = [*groups, *replayed]
     set_advantages(trained, algorithm, reward_weights)
@@ -56,7 +58,7 @@ def assemble_step(
         num_minibatches=algorithm.num_minibatches,
         num_epochs=algorithm.num_epochs_per_step,
         seed=seed + step,
-        skip_zero_advantage=skip_zero_advantage and not algorithm.loss.beta and not algorithm.loss.entropy_coef,
+        skip_zero_advantage=skip_zero_advantage and not _reads_every_rollout(algorithm.loss),
     )
     if algorithm.ebft.reward and algorithm.ebft.ce_coef:
         _add_truths(batches, trained, algorithm, learner, seed=seed + step)
@@ -72,6 +74,12 @@ def assemble_step(
     for batch in batches:
         batch.metrics = metrics
     return batches
+
+
+def _reads_every_rollout(loss: LossConfig) -> bool:
+    """Return whether rollouts with advantage 0 matter to the loss, by a gradient or by comparison with others."""
+    has_terms = bool(loss.beta or loss.entropy_coef)
+    return has_terms or loss.path is not None or loss.name in OTHER_GRADIENTS or loss.top_entropy_quantile < 1
 
 
 def _add_truths(

@@ -79,6 +79,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "math",
         "own_algorithm",
         "own_data",
+        "preferences",
         "reward_model",
         "sft",
         "tictactoe",

@@ -35,8 +35,8 @@ def find_ledger(run: Path) -> Path:
     path = ledger_path(run, str(config.get("name")), folder)
     if path.is_file():
         return path
-    if config.get("algorithm", {}).get("kind") == "sft":
-        raise DataError(f"{run} is a run of supervised fine-tuning, which keeps no ledger: {WANTED}")
+    if (kind := config.get("algorithm", {}).get("kind", "rl")) != "rl":
+        raise DataError(f"{run} is a run with algorithm.kind={kind}, which keeps no ledger: {WANTED}")
     if folder is not None:
         raise DataError(
             f"the ledger {path} (ledger.folder) is not on this machine: look at it where the replay actor runs, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from html import unescape
@@ -179,3 +180,26 @@ def test_a_run_of_placeholders_is_one_piece() -> None:
     ]
     assert [piece.repeats for piece in pieces[3:11]] == [1] * 8
     assert "".join(piece.text for piece in pieces[11:]) == "x" * 20
+
+
+def test_pairs_are_shown_with_both_completions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "five"}, {"prompt": "2+2?", "chosen": "4", "rejected": "4"}]
+    arguments = [*write_run(tmp_path, rows), "algorithm=dpo"]
+    assert cli.main(["data", "preview", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"chosen with 2 of \d+ tokens trained, rejected with 5 of", text)
+    assert text.index("chosen:\n") < text.index("⟦4") < text.index("rejected:\n") < text.index("⟦five")
+    assert "skipped, unrenderable: chosen and rejected are the same" in text
+    page = tmp_path / "rows.html"
+    assert cli.main(["data", "preview", *arguments, "--html", str(page)]) == 0
+    assert page.read_text().count('<div class="pair">') == 1
+    capsys.readouterr()
+    assert cli.main(["data", "stats", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_rows"], found["num_used"], found["num_trained_tokens"]) == (2, 1, 7)
+
+
+def test_labelled_completions_are_shown_with_their_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "2+2?", "completion": "five", "label": False}]
+    assert cli.main(["data", "preview", *write_run(tmp_path, rows), "algorithm=kto"]) == 0
+    assert "labelled bad, 5 of" in capsys.readouterr().out

@@ -232,6 +232,31 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "set it to 2 or more",
         ),
         ({"algorithm.loss.name": "cispo", "algorithm.loss.level": "sequence"}, "algorithm.loss.level", "name=clip"),
+        (
+            {"algorithm.kind": "ebft_strided", "algorithm.advantage.path": "mine.py:advantages"},
+            "algorithm.advantage.path",
+            "set it to null",
+        ),
+        (
+            {"algorithm.kind": "ebft_strided", "algorithm.advantage.name": "gpg"},
+            "algorithm.advantage",
+            "set name=rloo",
+        ),
+        (
+            {
+                "algorithm.advantage.credit": "turns",
+                "algorithm.advantage.name": "rloo",
+                "algorithm.advantage.path": "mine.py:advantages",
+                "environment.path": "m:E",
+            },
+            "algorithm.advantage.credit",
+            "set algorithm.advantage.name=rloo, without a path",
+        ),
+        (
+            {"algorithm.advantage.name": "reinforce_plus_plus", "replay.refill_attempts": 1},
+            "replay.refill_attempts",
+            "set it to 0",
+        ),
         ({"algorithm.loss.path": "mine"}, "algorithm.loss.path", "write file.py:function"),
         ({"algorithm.advantage.path": "mine"}, "algorithm.advantage.path", "write file.py:function"),
         ({"algorithm.loss.kwargs": {"factor": 1}}, "algorithm.loss.kwargs", "set algorithm.loss.path"),
@@ -415,6 +440,16 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
     "changes",
     [
         {"algorithm.group_size": 1, "algorithm.advantage.name": "reinforce"},
+        {"algorithm.group_size": 1, "algorithm.advantage.name": "reinforce_plus_plus"},
+        {"algorithm.group_size": 1, "algorithm.advantage.path": "mine.py:advantages"},
+        {"algorithm.advantage.name": "pass_at_k", "algorithm.advantage.scale": "none"},
+        {"algorithm.loss.name": "vespo", "algorithm.correction.mode": "token_mask"},
+        {"algorithm.loss.name": "clip_cov", "algorithm.loss.clip_low": 1.0, "algorithm.loss.clip_high": 1.0},
+        {
+            "algorithm.loss.path": "mine:loss",
+            "algorithm.loss.kwargs": {"factor": 1},
+            "algorithm.loss.level": "sequence",
+        },
         {"algorithm.kind": "sft", "algorithm.group_size": 1, "rollout.sampling.max_tokens": 9000},
         {"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 1.0},
         {"model.dtype": "float16", "learner.num_gpus": 1.0},

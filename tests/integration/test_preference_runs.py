@@ -1,0 +1,43 @@
+"""Tests that runs on preferences train, measure held-out rows, and go on where they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_cases import largest_difference, make_config, read_adapter, trained_steps
+
+import rlpipe
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_a_run_on_preferences_goes_on_where_it_was(
+    local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(40)]
+    rows.write_text("\n".join(json.dumps(row) for row in pairs))
+    options = [
+        *(f"algorithm={algorithm}", "algorithm.num_steps=4", "data.held_out.size=8", "data.held_out.every_steps=2"),
+        *("checkpoint.every_steps=2", "checkpoint.keep=3"),
+    ]
+    outputs = tmp_path / "whole", tmp_path / "resumed"
+    rlpipe.train(make_config(tiny_policy, rows, outputs[0], *options))
+    checkpoint = outputs[0] / "checkpoints" / "step_000002"
+    rlpipe.train(make_config(tiny_policy, rows, outputs[1], *options, f"resume={checkpoint}"))
+    whole, resumed = (trained_steps(output) for output in outputs)
+    assert len(whole) == 4
+    for step, again in zip(whole[2:], resumed, strict=True):
+        assert step["num_tokens"] == again["num_tokens"]
+        for name in ("loss", "rewards/margins", "logps/chosen", "logps/rejected"):
+            assert step[name] == pytest.approx(again[name], abs=1e-4), name
+    assert all(step["tokens/shared_ratio"] > 0 for step in whole)
+    records = [json.loads(line) for line in (outputs[0] / "metrics.jsonl").read_text().splitlines()]
+    held_out = [record for record in records if "eval/rewards/margins" in record]
+    assert [record["step"] for record in held_out] == [0, 2, 4]
+    assert held_out[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-5)  # the policy is its reference at first
+    assert held_out[-1]["eval/rewards/margins"] != held_out[0]["eval/rewards/margins"]
+    assert largest_difference(*(read_adapter(output / "policy") for output in outputs)) < 1e-5
