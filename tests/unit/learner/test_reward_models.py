@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
@@ -24,7 +25,7 @@ from rlpipe.errors import ModelError
 from rlpipe.learner.checkpoints import CheckpointStore, export_checkpoint, export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.step import Learner
-from rlpipe.learner.workload import Workload, head_of
+from rlpipe.learner.workload import Workload, head_of, num_sequences, read_workload
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.scoring.reward_model import SequenceReward, StepReward
 from rlpipe.types import Prompt, Rollout, RolloutGroup
@@ -134,6 +135,9 @@ def test_training_raises_the_accuracy_and_the_export_gives_the_same_rewards(
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     extra = {"model": to_tree(learner.policy.config), "config": {"algorithm": {"kind": "reward_model"}}}
     checkpoint = store.save(learner, step=20, extra=extra)
+    resumed = learner_of(tiny, adapter=adapter)
+    store.load(checkpoint, resumed)
+    assert resumed.evaluate(batch.mini_batches) == after
     export_checkpoint(checkpoint, tmp_path / "later")
     export_policy(learner.policy, tmp_path / "policy")
     with torch.no_grad():
@@ -211,6 +215,16 @@ def test_a_process_reward_model_learns_labels_that_its_export_reads_at_the_steps
     found = scorer.score_answers([(group_of(row["prompt"]), "\n\n".join(row["completions"])) for row in STEPS])
     assert found == pytest.approx(values, abs=1e-4)
     assert [value > 0.5 for value in found] == [all(row["labels"]) for row in STEPS]
+
+
+@pytest.mark.parametrize(("kind", "per_row"), [("reward_model", 2), ("process_reward_model", 1)])
+def test_the_work_of_a_reward_model_has_no_reference(kind: str, per_row: int) -> None:
+    options = [f"algorithm={kind}", "data=jsonl", "data.path=rows.jsonl", "model=full", "model.path=tiny"]
+    config = load_config([*options, "algorithm.loss.beta=0.1", "algorithm.groups_per_step=6"], need_files=False)
+    workload = read_workload(config)
+    assert workload.head == kind
+    assert workload.copied_for is None
+    assert num_sequences(config.algorithm) == 6 * per_row
 
 
 def test_a_trained_head_is_kept_and_a_missing_one_is_drawn_from_the_seed(tiny: Path, tmp_path: Path) -> None:
