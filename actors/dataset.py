@@ -53,7 +53,7 @@ class DatasetActor(StepServer):
         """Batches of held-out rows, one per rank; empty if no rows are held out."""
         self._max_tokens = longest_row(setup.algorithm, setup.learner)
         preference = preference_of(setup.algorithm)
-        self._pack = pack_step if preference is None or preference.takes_pairs else pack_labelled
+        self._pack = pack_labelled if preference is not None and preference.rows == "labelled" else pack_step
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[LedgerEvent] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
-from rlpipe.configs.preference_constraints import check_preference, check_sampled_pairs
+from rlpipe.configs.preference_constraints import check_preference, check_reward_model, check_sampled_pairs
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
@@ -76,6 +76,8 @@ def contradictions(config: Config) -> Iterator[str]:
     elif config.algorithm.kind == "preference":
         yield from check_preference(config)
         yield from check_moving_reference(config.algorithm, config.model)
+    elif config.algorithm.kind in ("reward_model", "process_reward_model"):
+        yield from check_reward_model(config)
     elif config.algorithm.kind == "ebft_strided":
         yield from check_loss(config.algorithm)
         yield from check_strided(config)

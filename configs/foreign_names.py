@@ -85,6 +85,7 @@ FOREIGN_NAMES = {
     "delta": "algorithm.loss.clip_delta",
     "kl_coef": "algorithm.loss.beta",
     "init_kl_coef": "algorithm.loss.beta",
+    "center_rewards_coefficient": "algorithm.reward_model.center_coef",
     "kl_loss_coef": "algorithm.loss.beta",
     "use_kl_loss": "the KL term is on if algorithm.loss.beta is above 0",
     "use_kl_in_reward": "the KL term belongs to the loss here: set algorithm.loss.beta",

@@ -1,4 +1,4 @@
-"""Contradictions among the options of preference learning."""
+"""Contradictions among the options of preference learning and of training reward models."""
 
 from __future__ import annotations
 
@@ -27,12 +27,41 @@ def check_preference(config: Config) -> Iterator[str]:
         yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
     if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
         yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
+    yield from _check_rows(config)
+
+
+def check_reward_model(config: Config) -> Iterator[str]:
+    model, learner, kind = config.model, config.learner, config.algorithm.kind
+    if learner.strategy != "single" or learner.num_ranks > 1:
+        yield f"learner.strategy: {kind} trains on one rank without sharding so far; set single, and num_ranks=1"
+    if learner.offload != "none":
+        yield f"learner.offload: {learner.offload} can't hold a reward model so far; set none"
+    if model.images:
+        yield f"model.images: {kind} takes no images so far; set false"
+    if model.adapter.kind == "qlora":
+        yield f"model.adapter.kind: qlora has no whole weights, which {kind} exports; set lora, or model=full"
+    if model.adapter.path is not None:
+        yield (
+            "model.adapter.path: an adapter without a reward head can't be trained further; merge it (rlpipe merge), "
+            "and give the merged model as model.path"
+        )
+    if config.algorithm.stop_loss is not None:
+        yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+    if config.algorithm.reference.sync_steps:
+        yield f"algorithm.reference.sync_steps: {kind} has no reference; set it to 0"
+    yield from _check_rows(config)
+
+
+def _check_rows(config: Config) -> Iterator[str]:
+    has_steps = config.algorithm.kind == "process_reward_model"
     for source in all_sources(config.data):
         at = f"data.sources.{source.name}" if source.name else "data"
         if source.data.text_column is not None:
-            yield f"{at}.text_column: preferences are between completions of a prompt; set it to null"
+            what = "labels are of steps after" if has_steps else "preferences are between completions of"
+            yield f"{at}.text_column: {what} a prompt; set it to null"
         if source.data.source == "reasoning_gym" and source.data.transform is None:
-            yield f"{at}.source: tasks of reasoning_gym have no preferences; set jsonl, parquet or datasets"
+            what = "labelled steps" if has_steps else "preferences"
+            yield f"{at}.source: tasks of reasoning_gym have no {what}; set jsonl, parquet or datasets"
 
 
 def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -210,12 +210,12 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_masks(config: Config) -> Iterator[str]:
-    trains_rows = config.algorithm.kind != "rl"
-    shared = [*_check_masks(config.data, trains_rows, DataConfig(source=config.data.source))]
+    kind = config.algorithm.kind
+    shared = [*_check_masks(config.data, kind, DataConfig(source=config.data.source))]
     yield from shared
     if config.data.source == "mix" and not shared:
         for source in mixed_sources(config.data):
-            for problem in _check_masks(source.data, trains_rows, config.data):
+            for problem in _check_masks(source.data, kind, config.data):
                 yield problem.replace("data.", f"data.sources.{source.name}.")
 
 
@@ -233,10 +233,12 @@ def _check_long_texts(data: DataConfig) -> Iterator[str]:
         yield "data.long_texts: chunks are counted at the start, so they need data.streaming=false"
 
 
-def _check_effect(data: DataConfig, trains_rows: bool, inherited: DataConfig) -> Iterator[str]:
+def _check_effect(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator[str]:
     """Yield the options of the loss mask that would be ignored, but not inherited ones, which others may need."""
-    if not trains_rows:
+    if kind == "rl":
         names, reason = MASK_OPTIONS, "algorithm.kind=rl trains the completions, not the rows"
+    elif kind in ("reward_model", "process_reward_model"):
+        names, reason = MASK_OPTIONS[:-1], f"algorithm.kind={kind} trains values of completions, not of tokens"
     elif data.text_column is not None:
         names, reason = MASK_OPTIONS[2:], "all tokens of data.text_column are trained"
     elif _counts_all(data):
@@ -248,15 +250,15 @@ def _check_effect(data: DataConfig, trains_rows: bool, inherited: DataConfig) ->
             yield f"data.{name} has no effect: {reason}; remove it"
 
 
-def _check_masks(data: DataConfig, trains_rows: bool, inherited: DataConfig) -> Iterator[str]:
+def _check_masks(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator[str]:
     try:
         markers = read_role_boundaries(data.role_boundaries or ())
     except ConfigError as error:
         yield str(error)
         return
-    yield from _check_effect(data, trains_rows, inherited)
+    yield from _check_effect(data, kind, inherited)
     yield from _check_long_texts(data)
-    if not trains_rows or _counts_all(data):
+    if kind == "rl" or _counts_all(data):
         return
     if data.role_boundaries is not None and not markers:
         yield f"{ROLE_OPTION}: empty, so that no token of a conversation is trained; add entries, or set null"

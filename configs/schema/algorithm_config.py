@@ -15,6 +15,7 @@ from rlpipe.configs.schema.option import (
     option,
 )
 from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.reward_model_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
 DIGEST = "SHA-256 of the file of path; null: the run fills it in. The run refuses a file with another one."
@@ -253,8 +254,9 @@ class ReferenceConfig(Freezable):
 class AlgorithmConfig(Freezable):
     kind: str = option(
         "rl",
-        "Reinforcement learning; supervised fine-tuning; learning from preferences; or EBFT on blocks of raw text.",
-        choices=("rl", "sft", "preference", "ebft_strided"),
+        "Reinforcement learning; supervised fine-tuning; learning from preferences; training a reward model on "
+        "preferences, or a process reward model on labelled steps; or EBFT on blocks of raw text.",
+        choices=("rl", "sft", "preference", "reward_model", "process_reward_model", "ebft_strided"),
     )
     num_steps: int = option(100, "Steps to train.", minimum=1, maximum=MAX_STEPS)
     stop_loss: float | None = option(
@@ -274,6 +276,8 @@ class AlgorithmConfig(Freezable):
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    process_reward_model: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     ebft: EbftConfig = field(default_factory=EbftConfig)
 
     @property

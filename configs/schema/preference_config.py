@@ -42,3 +42,8 @@ class PreferenceConfig(Freezable):
     @property
     def takes_pairs(self) -> bool:
         return self.loss != "kto"
+
+    @property
+    def rows(self) -> str:
+        """Name of the form that rows are rendered to."""
+        return "pairs" if self.takes_pairs else "labelled"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,12 @@ NUM_TEST_PAIRS = 40
 
 
 def prepare(config: rlpipe.Config) -> None:
-    """Make both models at the paths in the config; ``model.prepare`` of the example."""
-    rows = [json.loads(line) for line in Path(str(config.data.path)).read_text().splitlines()]
+    """Make the policy, and the reward model if there is none; ``model.prepare`` of the example."""
     folder = config.scoring.rewards["preference"].kwargs["model"]
+    if Path(folder).is_dir():
+        warm_up(config)
+        return
+    rows = [json.loads(line) for line in Path(str(config.data.path)).read_text().splitlines()]
     share = train_reward_model(folder, rows, seed=config.seed)
     print(
         f"reward model: {share:.1%} of {NUM_TEST_PAIRS} pairs that it has not seen are in the right order", flush=True
@@ -83,11 +87,21 @@ def train_reward_model(
         return float((margins(test) > 0).float().mean())
 
 
-def spoil(text: str) -> str:
+def half_spoiled(cfg: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a ``data.transform`` that replaces every other rejected answer by a spoiled copy of the chosen one."""
+
+    def map_row(row: dict[str, Any]) -> dict[str, Any]:
+        draws = random.Random(row["prompt"])  # so that a row is the same in every epoch
+        return {**row, "rejected": spoil(row["chosen"], draws)} if draws.random() < 0.5 else row
+
+    return map_row
+
+
+def spoil(text: str, draws: Any = random) -> str:
     """Return the text without a piece of it, or with a piece repeated somewhere later."""
-    start, end = sorted(random.sample(range(len(text)), 2))
-    place = random.randrange(start + 1, len(text) + 1)
-    return random.choice([text[:start] + text[end:], text[:place] + text[start:end] + text[place:]])
+    start, end = sorted(draws.sample(range(len(text)), 2))
+    place = draws.randrange(start + 1, len(text) + 1)
+    return draws.choice([text[:start] + text[end:], text[:place] + text[start:end] + text[place:]])
 
 
 def conversation(tokenizer: Any, pair: dict[str, str], column: str) -> str:

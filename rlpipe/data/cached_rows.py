@@ -29,7 +29,7 @@ from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.data_sources import cache_folder, data_files
 from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.reward_model_config import RowOptions
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.row_renderer import RenderedRow
@@ -304,12 +304,11 @@ def prompt_settings(ebft: EbftConfig | None, *, as_rows: bool = False) -> Settin
     return {"kind": "prompts", "truth": None if ebft is None else [getattr(ebft, name) for name in names]}
 
 
-def sequence_settings(data: DataConfig, preference: PreferenceConfig | None = None) -> Settings:
+def sequence_settings(data: DataConfig, preference: RowOptions | None = None) -> Settings:
     """Return the settings by which a run that trains on rows renders them; held-out rows are matched by prompt."""
     held_out = data.held_out
     holds_out = held_out.size > 0 or held_out.path is not None or held_out.split is not None
-    kind = "sequences" if preference is None else "pairs" if preference.takes_pairs else "labelled"
-    return {"kind": kind, "prompts": holds_out}
+    return {"kind": "sequences" if preference is None else preference.rows, "prompts": holds_out}
 
 
 def find_prepared(

@@ -12,12 +12,13 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.reward_model_config import ProcessRewardConfig, RewardModelConfig, RowOptions
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
 from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render.processor import ImageProcessor
+from rlpipe.data.render.reward_rows import RewardRenderer, StepRenderer
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.sources.row_source import RowSource
@@ -92,12 +93,13 @@ def open_sft_rows(
     seed: int,
     max_tokens: int,
     processor: ImageProcessor | None = None,
-    preference: PreferenceConfig | None = None,
+    preference: RowOptions | None = None,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the source of sequences of at most ``max_tokens`` tokens, and the held-out sequences.
 
-    They are those of supervised fine-tuning, or with ``preference`` pairs or labelled completions.
+    They are those of supervised fine-tuning, or with ``preference`` pairs or labelled completions, or rows for a reward
+    model.
 
     With the same ``data`` and ``seed`` the held-out rows are those of ``open_prompts``. A conversation's prompt is all
     before its first assistant turn, a text's prompt all of it. A row without a renderable prompt can't be held out, and
@@ -134,7 +136,7 @@ def open_sft_rows(
     return split.source(), split.render_held_out()
 
 
-AnyRenderer = SequenceRenderer | PreferenceRenderer
+AnyRenderer = SequenceRenderer | PreferenceRenderer | StepRenderer
 
 
 def sequence_renderer(
@@ -143,11 +145,15 @@ def sequence_renderer(
     *,
     max_tokens: int,
     processor: ImageProcessor | None,
-    preference: PreferenceConfig | None,
+    preference: RowOptions | None,
 ) -> AnyRenderer:
-    """Return the renderer of rows that are trained: for supervised fine-tuning, or for preferences."""
+    """Return the renderer of rows that are trained: for fine-tuning, for preferences, or for a reward model."""
     if preference is None:
         return SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
+    if isinstance(preference, RewardModelConfig):
+        return RewardRenderer(tokenizer, data, preference, max_tokens=max_tokens)
+    if isinstance(preference, ProcessRewardConfig):
+        return StepRenderer(tokenizer, data, preference, max_tokens=max_tokens)
     return PreferenceRenderer(
         tokenizer, data, takes_pairs=preference.takes_pairs, max_tokens=max_tokens, processor=processor
     )
@@ -205,9 +211,14 @@ def open_run_sequences(
     )
 
 
-def preference_of(algorithm: AlgorithmConfig) -> PreferenceConfig | None:
-    """Return the options of preferences if the run learns from them, else None."""
-    return algorithm.preference if algorithm.kind == "preference" else None
+def preference_of(algorithm: AlgorithmConfig) -> RowOptions | None:
+    """Return the options of preferences or a reward model if the run learns from them, else None."""
+    options: dict[str, RowOptions] = {
+        "preference": algorithm.preference,
+        "reward_model": algorithm.reward_model,
+        "process_reward_model": algorithm.process_reward_model,
+    }
+    return options.get(algorithm.kind)
 
 
 def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:
@@ -216,9 +227,11 @@ def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcess
     Raises ``ModelError`` if ``model.processor_kwargs`` are not options of the model's processor, and ``ConfigError`` if
     nothing would read them.
     """
-    if algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
+    is_reward_model = algorithm.kind in ("reward_model", "process_reward_model")
+    if is_reward_model or algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
         if model.processor_kwargs:
-            raise ConfigError("model.processor_kwargs has no effect: EBFT takes no images; remove it")
+            what = "a reward model" if is_reward_model else "EBFT"
+            raise ConfigError(f"model.processor_kwargs has no effect: {what} takes no images; remove it")
         return None
     processor = ImageProcessor(model)
     if model.processor_kwargs:

@@ -29,6 +29,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import rescales_weights
 from rlpipe.configs.value_checks import find_out_of_range
 from rlpipe.data.render.processor import export_processor
+from rlpipe.data.render.reward_rows import padding_id
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, ModelError, RunError
 from rlpipe.learner.checkpoint_files import (
@@ -45,6 +46,7 @@ from rlpipe.learner.policy import Policy, load_policy, outline_policy
 from rlpipe.learner.publish import named_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strategies.sharding import Reduce, Sharding
+from rlpipe.learner.workload import LM_HEAD, REWARD_HEADS, Workload
 from rlpipe.models.adapter import WEIGHTS_FILE, TrainingRecord
 from rlpipe.models.loading import COMPLETE
 from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
@@ -142,13 +144,16 @@ def _set_random_states(states: dict[str, Tensor]) -> None:
 def export_policy(policy: Policy, folder: Path) -> None:
     """Write the adapter or the whole model, and the tokenizer, in the format of ``from_pretrained`` and vLLM.
 
+    A reward model is always written whole, for the class of sequence classification, which scorers load.
+
     All ranks must call it; rank 0 writes, and raises ``RunError`` if it can't.
     """
     writes = policy.sharding.rank == 0
     # An adapter is small and stays in float32; a whole model is written in its compute dtype.
-    dtype = torch.float32 if isinstance(policy.model, PeftModel) else policy.scorer.compute_dtype
+    dtype = torch.float32 if policy.exports_adapter else policy.scorer.compute_dtype
     tensors: dict[str, Tensor] = {}
-    for name, tensor in named_weights(policy):
+    merges = isinstance(policy.model, PeftModel) and not policy.exports_adapter
+    for name, tensor in policy.merged.tensors() if merges else named_weights(policy):
         if writes:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:
@@ -168,7 +173,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
     with reading_files(
         f"{checkpoint} has no usable config of a model", "give another step_... folder", error=ConfigError
     ):
-        model = model_of(read_extra(checkpoint, contents=True).extra["model"])
+        extra = read_extra(checkpoint, contents=True).extra
+        model, kind = model_of(extra["model"]), extra.get("config", {}).get("algorithm", {}).get("kind")
         for problem in find_out_of_range(model, "model."):
             raise ValueError(problem)
     if model.trust_remote_code and not trusted:
@@ -177,8 +183,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
             "--trust-remote-code if you trust it"
         )
     model = replace(model, path=base or model.path, attention="eager")  # every class has eager, and nothing is run
-    if model.adapter.kind == "none" or rescales_weights(model):
-        policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
+    head = kind if kind in REWARD_HEADS else LM_HEAD
+    if model.adapter.kind == "none" or rescales_weights(model) or head != LM_HEAD:
+        policy = load_policy(model, LearnerConfig(), torch.device("cpu"), workload=Workload(head=head))
     else:  # an adapter needs no base weights
         policy = outline_policy(model)
     read_policy(policy, checkpoint)
@@ -199,7 +206,8 @@ def _write_whole(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> No
 
 
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
-    if isinstance(policy.model, PeftModel):
+    if policy.exports_adapter:
+        assert isinstance(policy.model, PeftModel)
         adapter = replace(policy.model.peft_config["default"], inference_mode=True)
         adapter.save_pretrained(str(folder))
         record = TrainingRecord(
@@ -211,14 +219,18 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
         record.write(folder)
         return
     model = policy.scorer.causal_model
-    generation, model.generation_config = model.generation_config, GenerationConfig()
+    generation = getattr(model, "generation_config", None)  # a reward model has none
+    if policy.scorer.classifier is None:  # save_pretrained would refuse those of some published models
+        model.generation_config = GenerationConfig()
     model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
-    if generation is not None:  # save_pretrained would refuse those of some published models
+    if generation is not None:
         generation.to_json_file(folder / GENERATION_CONFIG_NAME)
         model.generation_config = generation
     # transformers records the dtype of the parameters it sees, which is that of training.
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
+    if policy.scorer.classifier is not None:  # which reads the last token that is not padding
+        config["pad_token_id"] = padding_id(load_tokenizer(policy.config))
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, H hidden size, V vocabulary, r rank of all LoRA of the lm_head together.
 
-Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary.
+Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary, L outputs of a reward head.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rlpipe.errors import ModelError
 from rlpipe.kernels.logprob import linear_logits, linear_logprob
 from rlpipe.learner.adapter_layers import Drift
 from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, use_masks
+from rlpipe.models.loading import CLASSIFIER
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling",)
@@ -166,6 +167,11 @@ class TokenScorer(nn.Module):
     def causal_model(self) -> PreTrainedModel:
         return cast(PreTrainedModel, self.model.get_base_model()) if isinstance(self.model, PeftModel) else self.model
 
+    @property
+    def classifier(self) -> nn.Module | None:
+        """The head of a reward model; None if the model has an lm_head."""
+        return getattr(self.causal_model, CLASSIFIER, None)
+
     def forward(self, work: Callable[[], Result]) -> Result:
         """Run ``work``, which reads the weights; sharding gathers them around this call."""
         return work()
@@ -186,6 +192,11 @@ class TokenScorer(nn.Module):
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
         """Return the hidden states of every token at some depths, each ``[M, H]``; 0 is the embedding."""
         result: list[Tensor] = self(partial(self._depths, row, indices))
+        return result
+
+    def head_outputs(self, row: Row) -> Tensor:
+        """Return the reward head's outputs ``[K, L]``, in float32, at the tokens before the row's targets."""
+        result: Tensor = self(partial(self._head_outputs, row))
         return result
 
     def take_masks(self, implementation: str, device: torch.device, *, flex: bool = True) -> None:
@@ -229,6 +240,12 @@ class TokenScorer(nn.Module):
         They have no gradient, and are in at least float32. Call it inside ``forward`` only.
         """
         return self._head().logits(hidden, temperature)
+
+    def _head_outputs(self, row: Row) -> Tensor:
+        assert self.classifier is not None, "the model was loaded with a reward head"
+        hidden = self.hidden_states(row).index_select(0, row.predictors)  # [K, H]
+        outputs: Tensor = self.classifier(hidden.float())
+        return outputs
 
     def _logprobs(
         self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool, entropy_gradient: bool

@@ -33,15 +33,17 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.vision import Vision
-from rlpipe.learner.workload import Workload, reads_logprobs
+from rlpipe.learner.workload import LM_HEAD, Workload, reads_logprobs
 from rlpipe.models.adapter import put_tensors, read_adapter
 from rlpipe.models.gguf import model_folder
 from rlpipe.models.loading import (
+    CLASSIFIER,
     COMPLETE,
     describe_model,
     has_vision,
     hollow_model,
     open_model,
+    open_reward_model,
     outline_model,
     with_dtype,
 )
@@ -75,6 +77,11 @@ class Policy:
     def kind(self) -> WeightsKind:
         """Kind of weights that engines are given: the LoRA adapter, or the full model."""
         return WeightsKind.LORA if serves_adapter(self.config) else WeightsKind.FULL
+
+    @property
+    def exports_adapter(self) -> bool:
+        """Whether the trained policy is saved as an adapter; a reward model is merged, as scorers load it whole."""
+        return isinstance(self.model, PeftModel) and self.scorer.classifier is None
 
     @cached_property
     def merged(self) -> LiveMerge:
@@ -161,7 +168,7 @@ def load_policy(
     model = with_dtype(model, device)
     workload = workload or Workload()
     sharding = make_sharding(learner, device, model, workload)
-    scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
+    scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device, head=workload.head, seed=seed)
     if workload.takes_masks:
         scorer.take_masks(model.attention, device, flex=allows_flex_attention(model, learner))
     if model.gradient_checkpointing:
@@ -239,12 +246,17 @@ def make_sharding(learner: LearnerConfig, device: torch.device, model: ModelConf
     return SingleRank()
 
 
-def load_scorer(config: ModelConfig, device: torch.device | str, *, frozen: bool = False) -> TokenScorer:
-    """Load the model without adapter on ``device``, in float32 if trained as a whole, else in ``config.dtype``."""
+def load_scorer(
+    config: ModelConfig, device: torch.device | str, *, frozen: bool = False, head: str = LM_HEAD, seed: int = 0
+) -> TokenScorer:
+    """Load the model without adapter on ``device``, in float32 if trained as a whole, else in ``config.dtype``.
+
+    A reward head that the model lacks is drawn from ``seed``.
+    """
     config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
     trained_whole = config.adapter.kind == "none" and not frozen
-    model = _load_model(config, torch.float32 if trained_whole else compute_dtype)
+    model = _load_model(config, torch.float32 if trained_whole else compute_dtype, head, seed)
     cast(nn.Module, model).to(device)
     drifts = normalize_weight_scales(model, config.normalize_weight_scales)
     layout = row_plan.find_layout(model, config.attention)
@@ -253,12 +265,14 @@ def load_scorer(config: ModelConfig, device: torch.device | str, *, frozen: bool
     return TokenScorer(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
 
 
-def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -> PreTrainedModel:
     source = find_source(config.path, "model.path", revision=config.revision)
     quantization: dict[str, Any] = {}
     if config.adapter.kind == "qlora":
         quantization = {"quantization_config": nf4_config(dtype), "device_map": {"": "cpu"}}
     with reading_files(f"model.path={config.path} can't be loaded", COMPLETE, error=ModelError):
+        if head != LM_HEAD:
+            return open_reward_model(source, config, dtype, head=head, seed=seed)
         model = open_model(source, config, dtype, **quantization)
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
@@ -315,18 +329,25 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
 
 
 def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
-    """Make PEFT's config; a vision tower, which engines don't adapt, is excluded unless a regex names the targets."""
-    targets = config.target_modules
+    """Make PEFT's config; a vision tower, which engines don't adapt, is excluded unless a regex names the targets.
+
+    A reward head is trained in full.
+    """
+    targets, saved = config.target_modules, list(config.modules_to_save)
+    classifies = hasattr(model, CLASSIFIER)
     by_regex = isinstance(targets, str) and targets != "all-linear"
+    excluded = None if by_regex else outside_language(model)
+    if classifies and targets == "all-linear":
+        excluded = CLASSIFIER  # it is trained whole
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=None if classifies else "CAUSAL_LM",
         r=config.r,
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         target_parameters=list(config.target_parameters) or None,
-        exclude_modules=None if by_regex else outside_language(model),
-        modules_to_save=list(config.modules_to_save) or None,
+        exclude_modules=excluded,
+        modules_to_save=[*saved, CLASSIFIER] if classifies else saved or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
     )

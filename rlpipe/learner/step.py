@@ -20,10 +20,11 @@ from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.preference_objective import Labelled, Pairs
+from rlpipe.learner.reward_objective import LabelledSteps, RewardPairs
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
-from rlpipe.learner.workload import num_sequences
+from rlpipe.learner.workload import REWARD_HEADS, num_sequences
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, describe_small_update
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
@@ -78,6 +79,10 @@ class Learner:
             return Pairs(policy, learner, algorithm.preference, reference, temperature=sampled_at)
         if algorithm.kind == "preference":
             return Labelled(policy, learner, algorithm.preference, reference)
+        if algorithm.kind == "reward_model":
+            return RewardPairs(policy, learner, algorithm.reward_model)
+        if algorithm.kind == "process_reward_model":
+            return LabelledSteps(policy, learner)
         if algorithm.kind == "ebft_strided":
             assert reference is not None, "make_reference makes the feature network"
             return Strided(policy, learner, algorithm, reference, seed=seed)
@@ -130,11 +135,12 @@ class Learner:
     def evaluate(self, held_out: Sequence[MiniBatch]) -> dict[str, float]:
         """Return the loss and metrics of held-out rows, with ``eval/`` before their names.
 
-        ``eval/loss`` is the mean negative log-likelihood of their loss tokens, in nats, or that of preferences.
+        ``eval/loss`` is the mean negative log-likelihood of their loss tokens, in nats, or the loss of preferences
+        or of a reward model.
         """
         sums: MetricSums | None = None
-        learns_preferences = self._algorithm.kind == "preference"
-        objective = self._objective if learns_preferences else Supervised(self.policy, self._config)
+        has_own_loss = self._algorithm.kind in ("preference", *REWARD_HEADS)
+        objective = self._objective if has_own_loss else Supervised(self.policy, self._config)
         for mini_batch in held_out:
             for inputs in objective.prepare(mini_batch):
                 with self.policy.inference():

@@ -22,6 +22,11 @@ if TYPE_CHECKING:  # the driver, which reads the workload, needs no model
     from rlpipe.learner.row_plan import Row
 
 
+LM_HEAD = "lm_head"
+REWARD_HEADS = ("reward_model", "process_reward_model")
+"""Kinds of algorithms that train a reward head in place of the lm_head."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Workload:
     """The work of an update on a rank; by default, the log-probs of one micro batch."""
@@ -34,6 +39,8 @@ class Workload:
     """True if the loss depends on the entropy."""
     takes_masks: bool = False
     """True if each row has an attention mask of its own."""
+    head: str = LM_HEAD
+    """Head of the model: ``LM_HEAD``, or one of ``REWARD_HEADS``."""
     copied_for: AlgorithmConfig | None = None
     """The algorithm that reads a frozen copy of the model beside the policy; None if there is no copy."""
 
@@ -53,8 +60,14 @@ def read_workload(config: Config) -> Workload:
         with_entropy=is_rl,
         trains_entropy=is_rl and bool(algorithm.loss.entropy_coef),
         takes_masks=algorithm.kind == "ebft_strided",
+        head=head_of(algorithm),
         copied_for=algorithm if needs_copy(config.model, algorithm) else None,
     )
+
+
+def head_of(algorithm: AlgorithmConfig) -> str:
+    """Return the head of the model that the algorithm trains."""
+    return algorithm.kind if algorithm.kind in REWARD_HEADS else LM_HEAD
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
@@ -67,7 +80,7 @@ def reads_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss reads log-probs of the reference, and not its hidden states alone."""
     if algorithm.kind == "preference" or algorithm.samples_pairs:
         return algorithm.preference.needs_reference
-    return algorithm.kind != "sft" and algorithm.loss.beta > 0
+    return algorithm.kind not in ("sft", *REWARD_HEADS) and algorithm.loss.beta > 0
 
 
 def reads_features(algorithm: AlgorithmConfig) -> bool:
@@ -102,7 +115,7 @@ def num_sequences(algorithm: AlgorithmConfig) -> int:
 
 def sequences_of_group(algorithm: AlgorithmConfig) -> int:
     """Return the sequences that belong together: of a prompt, or of a row."""
-    if algorithm.compares_pairs:
+    if algorithm.compares_pairs or algorithm.kind == "reward_model":
         return 2
     return algorithm.group_size if algorithm.kind == "rl" else 1
 

@@ -16,12 +16,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 
 from rlpipe.common.imports import reading_files
@@ -33,6 +37,13 @@ from rlpipe.models.known_configs import model_products
 
 COMPLETE = "give a complete and undamaged copy of the model"
 """Fix for a model that can't be loaded."""
+CLASSIFIER = "score"
+"""Name of the reward head in transformers' classes."""
+CLASSES: Mapping[str, tuple[Any, Any, int]] = {
+    "reward_model": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, 1),
+    "process_reward_model": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, 2),
+}
+"""Auto class, its mapping, and number of labels of each reward head."""
 COUNT = re.compile(r"(?:num|n)_.*(?:layer|head|expert|block)s?|depth|.*_(?:layers|depth)")
 SIZE = re.compile(r".*(?:size|dim|embd|inner|positions|embeddings|labels)")
 MAX_COUNT, MAX_SIZE = 10_000, 2**28
@@ -93,12 +104,42 @@ def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: An
     )
 
 
-def load_complete(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
-    """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of drawing them."""
+def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, head: str, seed: int) -> PreTrainedModel:
+    """Load a model with a reward head, which is drawn from ``seed`` if the files have none; raises as ``open_model``.
+
+    Raises ``ModelError`` for a model that transformers has no such class of, or that takes images.
+    """
+    described, (auto_class, classes, num_labels) = describe_model(path, config), CLASSES[head]
+    if type(described) not in classes:
+        raise ModelError(f"transformers has no class for {described.model_type} models in {auto_class.__name__}")
+    if getattr(described, "vision_config", None) is not None:
+        raise ModelError(f"{described.model_type} models take images, which reward models can't be trained on so far")
+    described.num_labels = num_labels
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = load_complete(
+            auto_class,
+            path,
+            drawn=(f"{CLASSIFIER}.weight", f"{CLASSIFIER}.bias"),
+            config=described,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=config.attention,
+        )
+    if not hasattr(model, CLASSIFIER):
+        raise ModelError(f"{type(model).__name__} has no linear head named {CLASSIFIER}, which reward models need")
+    return model
+
+
+def load_complete(auto_class: Any, path: str, *, drawn: Collection[str] = (), **options: Any) -> PreTrainedModel:
+    """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of drawing them.
+
+    Only those that ``drawn`` names may be missing.
+    """
     model, found = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     name = Path(path, options.get("gguf_file", ""))
-    refuse_missing(name, found["missing_keys"] & parameters.keys())
+    refuse_missing(name, (found["missing_keys"] & parameters.keys()) - {*drawn})
     if found["mismatched_keys"]:
         parameter, in_files, in_model = min(found["mismatched_keys"])
         shapes = f"shape {list(in_files)} in the files, and {list(in_model)} by the config"

@@ -257,6 +257,17 @@ def test_spoiled_answers_differ() -> None:
     assert all(spoil(text) != text for _ in range(1000))
 
 
+def test_half_of_the_pairs_of_the_reward_model_are_spoiled_always_in_the_same_way() -> None:
+    config = load_config(file="examples/reward_model/train.yaml")
+    rows = raw_rows("examples/reward_model/rows.jsonl")
+    transforms = [import_object(str(config.data.transform))({}) for _ in range(2)]
+    spoiled = [transforms[0](row) for row in rows]
+    assert spoiled == [transforms[1](row) for row in rows]
+    changed = [row != other for row, other in zip(rows, spoiled, strict=True)]
+    assert 0.4 < sum(changed) / len(rows) < 0.6
+    assert all(row["chosen"] != row["rejected"] for row in spoiled)
+
+
 def test_math_answers_of_made_rows_are_right() -> None:
     rows = hub_rows("math")
     raw = raw_rows("examples/math/hub_rows.jsonl")

@@ -333,6 +333,14 @@ def test_options_of_masks_are_refused_where_completions_are_trained(option: str)
         load_config(["model.path=m", "data.source=jsonl", "data.path=x", option])
 
 
+@pytest.mark.parametrize("kind", ["reward_model", "process_reward_model"])
+@pytest.mark.parametrize("option", MASK_OPTIONS[:4])
+def test_options_of_masks_are_refused_where_values_are_trained(option: str, kind: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{name} has no effect: algorithm.kind={kind} trains values of completions"):
+        load_config([f"algorithm={kind}", "model.path=m", "data.source=jsonl", "data.path=x", option])
+
+
 @pytest.mark.parametrize("option", MASK_OPTIONS[2:])
 @pytest.mark.parametrize(
     ("whole", "reason"),

@@ -18,6 +18,9 @@ from rlpipe.errors import ConfigError, DataError, InputError, ModelError, Reward
 
 MENDED = {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}}
 CHUNKED = {"learner.offload": "chunked"}
+ROWS = {"data.source": "jsonl", "data.path": "rows.jsonl", "data.task": None}
+REWARDS = {"algorithm.kind": "reward_model", **ROWS}
+STEPS = {"algorithm.kind": "process_reward_model", **ROWS}
 NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
 FEATURES = {"algorithm.ebft.reward": True}
 SERVE = "algorithm.ebft.features.serve"
@@ -403,6 +406,22 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "data.chat_template_kwargs.chat_template",
             "set model.chat_template instead",
         ),
+        (REWARDS | {"learner.strategy": "fsdp2"}, "learner.strategy", "set single, and num_ranks=1"),
+        (STEPS | {"learner.strategy": "zero3"}, "learner.strategy", "set single, and num_ranks=1"),
+        (REWARDS | CHUNKED, "learner.offload", "chunked can't hold a reward model so far; set none"),
+        (REWARDS | {"model.images": True}, "model.images", "reward_model takes no images so far; set false"),
+        (STEPS | {"model.adapter.kind": "qlora"}, "model.adapter.kind", "set lora, or model=full"),
+        (REWARDS | {"model.adapter.path": "adapter"}, "model.adapter.path", "merge it (rlpipe merge)"),
+        (REWARDS | {"algorithm.stop_loss": 0.1}, "algorithm.stop_loss", "set it to null"),
+        (REWARDS | {"algorithm.reference.sync_steps": 5}, "algorithm.reference.sync_steps", "set it to 0"),
+        (REWARDS | {"data.text_column": "text"}, "data.text_column", "preferences are between completions"),
+        (
+            STEPS | {"data.text_column": "text"},
+            "data.text_column",
+            "labels are of steps after a prompt; set it to null",
+        ),
+        ({"algorithm.kind": "reward_model"}, "data.source", "have no preferences; set jsonl, parquet or datasets"),
+        ({"algorithm.kind": "process_reward_model"}, "data.source", "have no labelled steps"),
         *(
             ({"data.chat_template_kwargs": {name: True}}, f"data.chat_template_kwargs.{name}", "leave it out")
             for name in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
