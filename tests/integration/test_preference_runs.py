@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_cases import largest_difference, make_config, read_adapter, trained_steps
+from transformers import AutoModelForSequenceClassification
 
 import rlpipe
 
@@ -41,3 +42,15 @@ def test_a_run_on_preferences_goes_on_where_it_was(
     assert held_out[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-5)  # the policy is its reference at first
     assert held_out[-1]["eval/rewards/margins"] != held_out[0]["eval/rewards/margins"]
     assert largest_difference(*(read_adapter(output / "policy") for output in outputs)) < 1e-5
+
+
+def test_a_reward_model_is_exported_as_a_classifier(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(40)]
+    rows.write_text("\n".join(json.dumps(row) for row in pairs))
+    options = ["algorithm=reward_model", "algorithm.num_steps=2", "data.held_out.size=8"]
+    rlpipe.train(make_config(tiny_policy, rows, tmp_path / "run", *options))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "eval/rewards/accuracies" in record] == [0, 2]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "policy")
+    assert model.num_labels == 1
