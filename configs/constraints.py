@@ -308,7 +308,10 @@ def check_replay(config: Config) -> Iterator[str]:
 def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
     if algorithm.reference.sync_steps == 0:
         return
-    if algorithm.loss.beta == 0:
+    if algorithm.samples_pairs:
+        if not algorithm.preference.needs_reference:
+            yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
+    elif algorithm.loss.beta == 0:
         yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
     yield from check_moving_reference(algorithm, model)
 
@@ -363,6 +366,11 @@ def check_lengths(config: Config) -> Iterator[str]:
         yield (
             f"learner.max_tokens_per_microbatch: {limit} can't hold the longest episode, of {conversation} tokens; set "
             f"{conversation} or more, or rollout.max_model_len={limit}"
+        )
+    elif config.algorithm.samples_pairs and limit < 2 * (prompt + completion):
+        yield (
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest pair, two rollouts of {parts}; set "
+            f"{2 * (prompt + completion)} or more"
         )
     elif limit < prompt + completion:
         yield (

@@ -23,11 +23,17 @@ def check_preference(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     yield from _check_loss(algorithm.preference)
     yield from _check_update(algorithm)
+    if algorithm.loss.beta:
+        yield f"algorithm.loss.beta: has no effect on preferences; set {AT}.beta"
     if algorithm.stop_loss is not None:
         yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
     if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
         yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
     yield from _check_rows(config)
+    if algorithm.preference.loss == "kto":
+        for name, value in (("loss_mask", "all"), ("train_on_inputs", True)):
+            if any(getattr(source.data, name) == value for source in all_sources(config.data)):
+                yield f"data.{name}: kto compares completions with others, so that prompts can't count; remove it"
 
 
 def check_reward_model(config: Config) -> Iterator[str]:
@@ -69,8 +75,10 @@ def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _check_loss(algorithm.preference)
     if not algorithm.preference.takes_pairs:
         yield f"{AT}.loss: kto takes no pairs; set dpo, ipo or another loss of pairs"
-    if algorithm.group_size < 2:
-        yield "algorithm.group_size: a pair needs two rollouts; set it to 2 or more"
+    if algorithm.ebft.reward:
+        yield "algorithm.loss.name: dpo has no part for EBFT's losses; set algorithm.ebft.reward=false, or another loss"
+    if algorithm.loss.top_entropy_quantile < 1:
+        yield "algorithm.loss.top_entropy_quantile: has no effect on the loss dpo; set it to 1"
     for name in ("beta", "entropy_coef"):
         if getattr(algorithm.loss, name):
             yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
@@ -83,7 +91,7 @@ def _check_loss(preference: PreferenceConfig) -> Iterator[str]:
     for name, losses in TAKERS.items():
         if loss not in losses and getattr(preference, name) != getattr(default, name):
             yield f"{AT}.{name}: has no effect on {loss}, only on {', '.join(losses)}; remove it"
-    if loss == "robust" and preference.label_smoothing == 0.5:
+    if preference.label_smoothing == 0.5:
         yield f"{AT}.label_smoothing: with half of all labels wrong there is nothing to learn; set it below 0.5"
     if loss == "exo" and not preference.label_smoothing:
         yield f"{AT}.label_smoothing: exo needs more than 0; set 0.001"

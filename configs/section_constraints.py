@@ -194,7 +194,7 @@ def check_schedule(learner: LearnerConfig, algorithm: AlgorithmConfig) -> Iterat
 
 def check_step_size(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
     """Yield a problem if a step has too few sequences to give every rank one in every optimizer update."""
-    per_group = algorithm.group_size if algorithm.kind == "rl" else 1
+    per_group = algorithm.group_size if algorithm.kind == "rl" and not algorithm.samples_pairs else 1
     sequences = algorithm.groups_per_step * per_group
     needed = algorithm.num_minibatches * learner.num_ranks
     if sequences < needed:

@@ -90,6 +90,8 @@ def _record(config: Any, section: str, *, num_arguments: int) -> Any:
             f"{section}.kwargs: {config.path} can't be called with {num_arguments} argument{'s' * (num_arguments > 1)} "
             f"and {', '.join(config.kwargs) or 'no keywords'}: {error}; change kwargs, or the function"
         ) from None
+    except ValueError:  # a built-in function, whose arguments can't be read
+        pass
     return replace(config, digest=_digest(config.path, section))
 
 

@@ -68,6 +68,7 @@ def pack_step(
     there are no rollouts, if one is empty or lacks advantages, or if only some have ``ref_logprobs``.
     """
     _check(_sequences(rollouts), step, max_tokens)
+    _check_pairs(rollouts, max_tokens)
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for share in _deal(rollouts, [seed, step], num_minibatches, num_epochs):
         for rank, part in zip(ranks, _pack_minibatch(share, num_ranks, max_tokens, skip_zero_advantage), strict=True):
@@ -108,12 +109,13 @@ def pack_labelled(
 
 
 def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
-    """Return each prompt with the completion of the rollout before it, cut to ``max_tokens`` tokens."""
+    """Return each prompt with the completion of the rollout before it, cut to ``max_tokens`` tokens, or at an image."""
     found = []
     for rollout, other in zip(rollouts, [*rollouts[-1:], *rollouts[:-1]], strict=True):
         end, start = int(np.argmax(rollout.loss_mask)), int(np.argmax(other.loss_mask))
-        mask = np.concatenate([np.zeros(end, np.bool_), other.loss_mask[start:]])[:max_tokens]
-        token_ids = np.concatenate([rollout.token_ids[:end], other.token_ids[start:]])[:max_tokens]
+        stop = min((image.place for image in other.images if image.place >= start), default=None)
+        mask = np.concatenate([np.zeros(end, np.bool_), other.loss_mask[start:stop]])[:max_tokens]
+        token_ids = np.concatenate([rollout.token_ids[:end], other.token_ids[start:stop]])[:max_tokens]
         found.append(
             replace(
                 rollout,
@@ -122,6 +124,7 @@ def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
                 logprobs=np.zeros(len(mask), np.float32),
                 policy_versions=np.full(len(mask), NO_VERSION, np.int32),
                 advantages=mask.astype(np.float32),
+                images=tuple(image for image in rollout.images if image.place < end),
             )
         )
     return found
@@ -135,6 +138,7 @@ def pack_fullest(
     The rollouts are split and packed as in ``pack_step``.
     """
     _check(_sequences(rollouts), 0, max_tokens)
+    _check_pairs(rollouts, max_tokens)
     most, found = 0, None
     for dealt in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
         share = _sequences(dealt)
@@ -175,6 +179,18 @@ def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
         if (rollout.ref_logprobs is not None) != with_reference:
             raise ValueError(
                 f"rollout {rollout.name}: some rollouts of step {step} have ref_logprobs and some have not"
+            )
+
+
+def _check_pairs(rollouts: Sequence[Rollout], max_tokens: int) -> None:
+    for rollout in rollouts:
+        if rollout.rejected is None:
+            continue
+        length = len(rollout.token_ids) + len(rollout.rejected.token_ids)
+        if length > max_tokens:
+            raise ConfigError(
+                f"rollouts {rollout.name} and {rollout.rejected.name}, which are compared, have {length} tokens "
+                f"together; set learner.max_tokens_per_microbatch, now {max_tokens}, to at least {length}"
             )
 
 

@@ -39,6 +39,8 @@ class LearnerInputs:
 
     row: Row
     group_ids: IntArray  # of its sequences, on the host
+    num_sequences: int
+    """Sequences with loss tokens."""
     sequence_ids: Tensor  # [K], numbered from 0 without gaps
     advantages: Tensor  # [K]
     sampling_logprobs: Tensor  # [K]
@@ -75,6 +77,7 @@ class LearnerInputs:
 def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
     loss_tokens = np.flatnonzero(micro_batch.loss_mask)
     sequences = np.searchsorted(micro_batch.sequence_starts, loss_tokens, side="right")
+    found, sequence_ids = np.unique(sequences, return_inverse=True)
 
     def pick(values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values[loss_tokens]).to(policy.device, non_blocking=True)
@@ -82,7 +85,8 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
     return LearnerInputs(
         row=policy.plan(micro_batch),
         group_ids=micro_batch.group_ids,
-        sequence_ids=torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(policy.device),
+        num_sequences=len(found),
+        sequence_ids=torch.from_numpy(sequence_ids).to(policy.device),
         advantages=pick(micro_batch.advantages),
         sampling_logprobs=pick(micro_batch.logprobs),
         ref_logprobs=None if micro_batch.ref_logprobs is None else pick(micro_batch.ref_logprobs),

@@ -87,7 +87,8 @@ class Pairs(Preferences):
         )
         output = pair_loss(pair_inputs, self._preference)
         if self._is_sampled:
-            distance = (logprobs.detach() - inputs.sampling_logprobs).abs()
+            sampled = torch.where(inputs.sampling_logprobs.isnan(), logprobs.detach(), inputs.sampling_logprobs)
+            distance = (logprobs.detach() - sampled).abs()
             output.metrics.add_max(LOGPROB_DIFFERENCE, distance, torch.ones_like(distance, dtype=torch.bool))
         return self.with_token_counts(output, inputs)
 
@@ -99,6 +100,10 @@ class Labelled(Preferences):
     """
 
     _kl: tuple[MiniBatch, Tensor] | None = None
+
+    def begin(self, step: int) -> None:
+        """Forget the estimate of the step before."""
+        self._kl = None
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
         if self._kl is None or self._kl[0] is not mini_batch:
@@ -124,10 +129,10 @@ class Labelled(Preferences):
             with self._policy.inference():
                 logprobs, ref_logprobs = self._logprobs(inputs), self._ref_logprobs(inputs)
             assert ref_logprobs is not None, "KTO has a reference"
-            total += (logprobs.double() - ref_logprobs.double()).sum().cpu()
+            total += (logprobs - ref_logprobs).sum().cpu()
         total = self._policy.sharding.reduce(total, Reduce.SUM)
         mean = total / max(mini_batch.mismatched.num_sequences, 1)
-        return mean.clamp(min=0).to(self._policy.device, torch.float32)
+        return mean.clamp(min=0).to(self._policy.device)
 
 
 def _in_pairs(values: Tensor) -> Tensor:
@@ -136,6 +141,9 @@ def _in_pairs(values: Tensor) -> Tensor:
 
 
 def _sum_by_sequence(values: Tensor, inputs: LearnerInputs) -> Tensor:
-    """Return the sums ``[S]`` of ``values`` ``[K]`` over each sequence's loss tokens."""
-    num_sequences = len(inputs.group_ids) if len(values) else 0
-    return values.new_zeros(num_sequences).index_add(0, inputs.sequence_ids, values)
+    """Return the sums ``[S]`` of ``values`` ``[K]`` over each sequence's loss tokens, in float64.
+
+    A loss compares long sums that differ by little.
+    """
+    values = values.double()
+    return values.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_ids, values)

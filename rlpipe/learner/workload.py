@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,9 +115,14 @@ def num_sequences(algorithm: AlgorithmConfig) -> int:
 
 def sequences_of_group(algorithm: AlgorithmConfig) -> int:
     """Return the sequences that belong together: of a prompt, or of a row."""
-    if algorithm.compares_pairs or algorithm.kind == "reward_model":
+    if takes_pairs(algorithm):
         return 2
     return algorithm.group_size if algorithm.kind == "rl" else 1
+
+
+def takes_pairs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss needs two sequences at once."""
+    return algorithm.compares_pairs or algorithm.kind == "reward_model"
 
 
 def sequence_tokens(config: Config) -> int:
@@ -136,19 +141,25 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
     mask = own & _are_drawn(config, own) if is_rl else own
     versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)
     group_size = sequences_of_group(config.algorithm)
-    for index in range(num_sequences(config.algorithm)):
-        group, sample = divmod(index, group_size)
-        yield Rollout(
-            group_id=group,
-            sample_index=sample,
-            prompt_id=group,
+    sequences = [
+        Rollout(
+            group_id=index // group_size,
+            sample_index=index % group_size,
+            prompt_id=index // group_size,
             task={},
-            token_ids=np.where(own, index, group).astype(np.int32),  # siblings share their prompt alone
+            token_ids=np.where(own, index, index // group_size).astype(np.int32),  # siblings share their prompt alone
             loss_mask=mask,
             logprobs=numbers,
             policy_versions=versions,
             advantages=numbers,
         )
+        for index in range(num_sequences(config.algorithm))
+    ]
+    if takes_pairs(config.algorithm):
+        for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
+            yield replace(chosen, rejected=rejected)
+        return
+    yield from sequences
 
 
 def _are_drawn(config: Config, behind_prompt: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -70,12 +70,16 @@ class PreferenceForm:
         Raises ``UnusableRow`` for a row that matches no format.
         """
         names = self._pair_columns(row.keys())
-        if names is None or (not self._takes_pairs and any(row[name] is None for name in names)):
+        has_label = {self._data.completion_column, self._data.label_column} <= row.keys() and not self._takes_pairs
+        if names is None or (has_label and any(row[name] is None for name in names)):
             return self._labelled(row)
         chosen, rejected = (_completion(present(row, name), name) for name in names)
         prompt, used = self._prompt(row)
         if prompt is None or _has_own_prompt(chosen, rejected):
             prompt, chosen, rejected = self._take_prompt_off(chosen, rejected)
+            system = row.get(SYSTEM)
+            if system and not isinstance(prompt, str) and prompt[0]["role"] != SYSTEM:
+                prompt, used = [*_turns((SYSTEM, system)), *prompt], (*used, SYSTEM)
         if chosen == rejected:
             raise UnusableRow("chosen and rejected are the same")
         return self._rest(row, prompt, *names, *used), [(chosen, True), (rejected, False)]
@@ -123,17 +127,19 @@ class PreferenceForm:
             else:
                 shared = _num_shared(chosen, rejected)
                 shared -= chosen[:shared].endswith(" ")  # the blank belongs to the completions' first words
+                if not 0 < shared < min(len(chosen), len(rejected)):
+                    raise UnusableRow(_no_prompt("texts", shared))
                 return chosen[:shared], chosen[shared:], rejected[shared:]
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise UnusableRow("one of chosen and rejected is a text, and the other one messages")
         shared = _num_shared(chosen, rejected)
         if shared in (0, len(chosen), len(rejected)):
-            what = "begin with different messages" if not shared else "are the same, or one begins the other"
-            raise UnusableRow(f"chosen and rejected {what}, and the row has no prompt of its own")
+            raise UnusableRow(_no_prompt("messages", shared))
         return chosen[:shared], chosen[shared:], rejected[shared:]
 
     def _rest(self, row: Row, prompt: Completion, *used: str) -> dict[str, Any]:
-        others = {name: value for name, value in row.items() if name not in used}
+        left_out = {*used, *conversation_columns(self._data.messages_column)}  # which would be rendered instead
+        others = {name: value for name, value in row.items() if name not in left_out}
         return {**others, self._data.prompt_column: prompt}
 
 
@@ -149,6 +155,11 @@ def _completion(value: Any, column: str) -> Completion:
 def _has_own_prompt(chosen: Completion, rejected: Completion) -> bool:
     """Return whether both are conversations that begin with their prompt, whatever stands beside them."""
     return all(not isinstance(value, str) and value[0]["role"] in ("system", "user") for value in (chosen, rejected))
+
+
+def _no_prompt(parts: str, num_shared: int) -> str:
+    what = "are the same, or one begins the other" if num_shared else f"begin with different {parts}"
+    return f"chosen and rejected {what}, and the row has no prompt of its own"
 
 
 def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -182,7 +193,7 @@ class PreferenceRenderer:
         max_tokens: int,
         processor: ImageProcessor | None = None,
     ) -> None:
-        self._form = PreferenceForm(data, takes_pairs=takes_pairs)
+        self._form, self._takes_pairs = PreferenceForm(data, takes_pairs=takes_pairs), takes_pairs
         self._column = data.completion_column
         self._max_tokens = max_tokens
         plain = replace(data, source="jsonl", text_column=None)
@@ -209,6 +220,8 @@ class PreferenceRenderer:
             replace(self._renderer.whole({**rest, self._column: completion}, place), is_good=is_good)
             for completion, is_good in completions
         ]
+        if not all(part.loss_mask.any() for part in parts):
+            raise UnusableRow("a completion has no token that is trained")
         if len(parts) == 1:
             return parts[0]
         if np.array_equal(parts[0].encoded.token_ids, parts[1].encoded.token_ids):
@@ -222,7 +235,8 @@ class PreferenceRenderer:
             rollout.advantages = -rollout.advantages
         if rendered.rejected is not None:
             rollout.rejected = self.fit(rendered.rejected, place)
-            if (length := len(rollout.token_ids) + len(rollout.rejected.token_ids)) > self._max_tokens:
+            length = len(rollout.token_ids) + len(rollout.rejected.token_ids)
+            if self._takes_pairs and length > self._max_tokens:
                 limit = f"learner.max_tokens_per_microbatch={self._max_tokens}"
                 reason = f"chosen and rejected have {length} tokens together, more than {limit}"
                 raise UnusableRow(reason, SkipKind.TOO_LONG)

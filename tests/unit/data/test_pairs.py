@@ -16,9 +16,9 @@ from rlpipe.data.prompts import open_sft_rows
 from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render_rows import prepare_rows
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
-from rlpipe.errors import DataError
+from rlpipe.errors import ConfigError, DataError
 from rlpipe.models.tiny import make_tokenizer
-from rlpipe.types import Rollout
+from rlpipe.types import PlacedImage, Rollout
 
 PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")
 TOKENIZER = make_tokenizer()
@@ -68,6 +68,8 @@ def test_a_pair_has_one_prompt_and_opposite_advantages() -> None:
         {"chosen": [USER, FOUR], "rejected": [USER, FIVE]},
         {"prompt": "something else", "chosen": [USER, FOUR], "rejected": [USER, FIVE]},  # as in UltraFeedback
         {"prompt": None, "chosen": [USER, FOUR], "rejected": [USER, FIVE]},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "five", "messages": [USER, FOUR]},
+        {"prompt": "x", "chosen": [USER, FOUR], "rejected": [USER, FIVE], "messages": [USER, FOUR]},  # UltraFeedback's
         {"messages": [USER], "chosen": FOUR, "rejected": FIVE},  # axolotl's chat_template.default
         {
             "conversations": [{"from": "human", "value": "2+2?"}],
@@ -129,6 +131,11 @@ def test_options_of_the_loss_mask_hold() -> None:
         ({**PAIR, "rejected": 5}, "column 'rejected' holds a int, not a text or messages"),
         ({"chosen": [USER, FOUR], "rejected": [FIVE]}, "chosen and rejected begin with different messages, and"),
         ({"chosen": [USER, FOUR], "rejected": [USER]}, "chosen and rejected are the same, or one begins the other"),
+        ({"chosen": "4 apples", "rejected": "five"}, "chosen and rejected begin with different texts"),
+        (
+            {"chosen": "4 apples", "rejected": "4 apples and"},
+            "chosen and rejected are the same, or one begins the other",
+        ),
         ({"chosen": [USER, FOUR], "rejected": "five"}, "one of chosen and rejected is a text"),
         ({**PAIR, "chosen": [{"role": "tool", "content": "4"}]}, "it has no token in a turn of assistant"),
     ],
@@ -151,6 +158,21 @@ def test_missing_columns_are_named() -> None:
         pair_of({"prompt": "a", "chosen": "b"})
     with pytest.raises(DataError, match=r"'label'.*data\.label_column"):
         pair_of({"prompt": "a", "completion": "b"}, takes_pairs=False)
+
+
+def test_a_system_column_comes_before_conversations() -> None:
+    prompt, *_ = texts({"chosen": [USER, FOUR], "rejected": [USER, FIVE], "system": "Be brief."})
+    assert "Be brief." in prompt
+    assert prompt.count("2+2?") == 1
+
+
+def test_a_null_completion_of_a_pair_is_skipped_where_labels_count() -> None:
+    with pytest.raises(UnusableRow, match="column 'rejected' is null"):
+        pair_of({**PAIR, "rejected": None}, takes_pairs=False)
+    mixed = {**PAIR, "rejected": None, "completion": "4", "label": True}
+    assert pair_of(mixed, takes_pairs=False).rejected is None
+    longest = max(len(part.token_ids) for part in pair_of(PAIR).sequences)
+    assert pair_of(PAIR, takes_pairs=False, max_tokens=longest).rejected is not None
 
 
 @pytest.mark.parametrize(("label", "sign"), [(True, 1.0), (False, -1.0), (1, 1.0), (0, -1.0)])
@@ -228,6 +250,26 @@ def test_labelled_completions_come_with_mismatched_ones(tmp_path: Path) -> None:
                 assert tuple(micro.token_ids[first:stop]) in completions
                 mixed += tuple(micro.token_ids[start:stop]) not in rows
         assert mixed >= 8
+
+
+def test_a_pair_that_does_not_fit_is_named() -> None:
+    pair = pair_of(PAIR)
+    length = sum(len(part.token_ids) for part in pair.sequences)
+    with pytest.raises(ConfigError, match=f"have {length} tokens together"):
+        pack_step([pair], step=0, num_ranks=1, max_tokens=length - 1)
+
+
+def test_mismatched_completions_end_at_an_image() -> None:
+    first, second = pair_of(PAIR), pair_of({**PAIR, "prompt": "3+3?"})
+    start = int(np.argmax(second.loss_mask))
+    second.images = (PlacedImage(place=start + 1, num_tokens=1, content=b"x"),)
+    (batch,) = pack_labelled([first, second], step=0, num_ranks=1, max_tokens=500)
+    others = batch.mini_batches[0].mismatched
+    assert others is not None
+    micro = others.micro_batches[0]
+    assert micro.images == ()
+    lengths = np.diff(micro.sequence_starts).tolist()
+    assert int(np.argmax(first.loss_mask)) + 1 in lengths
 
 
 def test_prepared_pairs_are_the_same_pairs(tmp_path: Path) -> None:

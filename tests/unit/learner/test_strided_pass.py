@@ -288,7 +288,7 @@ def test_flex_attention_is_taken_where_what_is_recomputed_can_have_it(
     """Check a policy whose passes run on a GPU, though its weights are on the CPU."""
     chosen: list[dict[str, bool]] = []
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda _, options: chosen.append(options))
-    monkeypatch.setattr(policy, "load_scorer", lambda model, _: load_scorer(model, "cpu"))
+    monkeypatch.setattr(policy, "load_scorer", lambda model, *_, **options: load_scorer(model, "cpu", **options))
     model = make_model_config(family("qwen3"), adapter="none", gradient_checkpointing=True)
     model.reentrant_checkpointing = form
     workload = Workload(takes_masks=takes_masks)

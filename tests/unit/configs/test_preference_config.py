@@ -1,0 +1,68 @@
+"""Tests that contradictions among the options of preferences are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpipe.configs.compose import load_config
+from rlpipe.errors import ConfigError
+
+RUN = ["data.source=jsonl", "data.path=rows.jsonl", "model.path=tiny"]
+ONLINE = ["algorithm=online_dpo", "scoring.rewards.a.path=rlpipe.scoring.toolbox:exact_match"]
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*RUN, *overrides], need_files=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "orpo", "simpo", "cpo"])
+def test_presets_are_valid(name: str) -> None:
+    assert load_config([*RUN, f"algorithm={name}"], need_files=False).algorithm.preference.loss == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=dpo", "algorithm.loss.beta=0.2"], "algorithm.loss.beta: has no effect on preferences"),
+        (["algorithm=dpo", "algorithm.preference.margin=1"], "algorithm.preference.margin: has no effect on dpo"),
+        (["algorithm=ipo", "algorithm.preference.label_smoothing=0.1"], "label_smoothing: has no effect on ipo"),
+        (["algorithm=dpo", "algorithm.preference.label_smoothing=0.5"], "half of all labels wrong"),
+        (["algorithm=dpo", "algorithm.preference.loss=exo"], "exo needs more than 0"),
+        (["algorithm=dpo", "algorithm.preference.loss=orpo"], "orpo's odds ratio is added to a cross-entropy"),
+        (["algorithm=kto", "algorithm.preference.cross_entropy_coef=1"], "kto has no chosen completions"),
+        (["algorithm=kto", "algorithm.groups_per_step=1"], "an update needs at least 2"),
+        (["algorithm=kto", "data.train_on_inputs=true"], "data.train_on_inputs: kto compares"),
+        (["algorithm=kto", "data.loss_mask=all"], "data.loss_mask: kto compares"),
+        (["algorithm=orpo", "algorithm.reference.sync_steps=5", "model=full"], "orpo has no reference"),
+        (["algorithm=dpo", "data.text_column=text"], "data.text_column: preferences are between completions"),
+        (["algorithm=dpo", "algorithm.stop_loss=0.1"], "algorithm.stop_loss: only SFT"),
+        ([*ONLINE, "algorithm.preference.loss=kto"], "kto takes no pairs"),
+        ([*ONLINE, "algorithm.loss.beta=0.1"], "algorithm.loss.beta: has no effect on the loss dpo"),
+        ([*ONLINE, "algorithm.group_size=1"], "set 2 or more"),
+        ([*ONLINE, "algorithm.ebft.reward=true"], "dpo has no part for EBFT"),
+        ([*ONLINE, "algorithm.advantage.name=rloo"], "without advantages"),
+        (
+            [
+                *ONLINE,
+                "data.max_prompt_tokens=10",
+                "rollout.sampling.max_tokens=10",
+                "learner.max_tokens_per_microbatch=39",
+            ],
+            "39 can't hold the longest pair",
+        ),
+    ],
+)
+def test_contradictions_are_named(overrides: list[str], message: str) -> None:
+    assert message in error_of(*overrides)
+
+
+def test_a_sampled_pair_may_have_a_reference_that_moves() -> None:
+    config = load_config([*RUN, *ONLINE, "model=full", "algorithm.reference.sync_steps=5"], need_files=False)
+    assert config.algorithm.samples_pairs
+    assert "orpo has no reference" in error_of(
+        *ONLINE,
+        *("model=full", "algorithm.reference.sync_steps=5", "algorithm.preference.loss=orpo"),
+        "algorithm.preference.cross_entropy_coef=1",
+    )
