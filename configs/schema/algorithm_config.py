@@ -14,8 +14,7 @@ from rlpipe.configs.schema.option import (
     Freezable,
     option,
 )
-from rlpipe.configs.schema.preference_config import PreferenceConfig
-from rlpipe.configs.schema.reward_model_config import ProcessRewardConfig, RewardModelConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig, ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
 DIGEST = "SHA-256 of the file of path; null: the run fills it in. The run refuses a file with another one."

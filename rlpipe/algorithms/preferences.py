@@ -139,19 +139,16 @@ def _log1mexp(logs: Tensor) -> Tensor:
     """Return log(1 - exp(x)) of ``logs`` below 0, exact near 0 and far from it."""
     below = logs.clamp(max=-torch.finfo(logs.dtype).tiny)  # a completion of probability 1 has finite odds, too
     near = below > -math.log(2)
-    return torch.where(near, _log_of_expm1(torch.where(near, below, -1.0)), torch.log1p(-torch.exp(below)))
-
-
-def _log_of_expm1(logs: Tensor) -> Tensor:
-    return torch.log(-torch.expm1(logs))
+    log_near = torch.log(-torch.expm1(torch.where(near, below, -1.0)))
+    return torch.where(near, log_near, torch.log1p(-torch.exp(below)))
 
 
 PairLoss = Callable[[Scores, PreferenceConfig], Tensor]
 """A loss of each pair ``[P]``."""
-WITH_REFERENCE: Mapping[str, PairLoss] = {
-    function.__name__: function for function in (dpo, ipo, hinge, robust, exo, nca_pair, sppo, apo_zero, apo_down)
+LOSSES: Mapping[str, PairLoss] = {
+    function.__name__: function
+    for function in (dpo, ipo, hinge, robust, exo, nca_pair, sppo, apo_zero, apo_down, orpo, simpo, cpo)
 }
-WITHOUT_REFERENCE: Mapping[str, PairLoss] = {function.__name__: function for function in (orpo, simpo, cpo)}
 OF_MEANS = ("ipo", "orpo", "simpo")
 """Losses that compare means over tokens; so do their implicit rewards."""
 
@@ -159,8 +156,7 @@ OF_MEANS = ("ipo", "orpo", "simpo")
 def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
     """Return the share of a micro batch's pairs in the loss: the mean over pairs, plus the chosen's cross-entropy."""
     scores = _scores(inputs)
-    functions = WITHOUT_REFERENCE if inputs.ref_logprobs is None else WITH_REFERENCE
-    loss = functions[config.loss](scores, config).sum() / max(inputs.num_pairs, 1)
+    loss = LOSSES[config.loss](scores, config).sum() / max(inputs.num_pairs, 1)
     metrics = MetricSums(num_tokens=inputs.lengths.new_tensor(len(inputs.lengths)))
     if config.cross_entropy_coef:
         cross_entropy = -inputs.logprobs[:, 0].sum() / max(inputs.num_chosen_tokens, 1)
@@ -168,12 +164,19 @@ def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
         loss = loss + config.cross_entropy_coef * cross_entropy
     metrics.add_total("loss", loss)
     rewards = config.beta * (scores.means if config.loss in OF_MEANS else scores.sums).detach()  # [P, 2]
-    for index, name in enumerate(("chosen", "rejected")):
-        metrics.add_mean(f"rewards/{name}", rewards[:, index])
-        metrics.add_mean(f"logps/{name}", inputs.logprobs[:, index])
-    metrics.add_mean("rewards/margins", rewards[:, 0] - rewards[:, 1])
-    metrics.add_mean("rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).float())
+    add_pair_rewards(metrics, rewards)
+    metrics.add_mean("logps/chosen", inputs.logprobs[:, 0])
+    metrics.add_mean("logps/rejected", inputs.logprobs[:, 1])
     return LossOutput(loss=loss, metrics=metrics)
+
+
+def add_pair_rewards(metrics: MetricSums, rewards: Tensor) -> None:
+    """Add the means of the rewards ``[P, 2]`` of pairs, of their margins, and the share of pairs in the right order."""
+    chosen, rejected = rewards.unbind(1)
+    metrics.add_mean("rewards/chosen", chosen)
+    metrics.add_mean("rewards/rejected", rejected)
+    metrics.add_mean("rewards/margins", chosen - rejected)
+    metrics.add_mean("rewards/accuracies", (chosen > rejected).float())
 
 
 def _scores(inputs: PairInputs) -> Scores:

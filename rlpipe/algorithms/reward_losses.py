@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema.reward_model_config import RewardModelConfig
+from rlpipe.algorithms.preferences import add_pair_rewards
+from rlpipe.configs.schema.preference_config import RewardModelConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,10 +39,7 @@ def bradley_terry_loss(inputs: RewardPairInputs, config: RewardModelConfig) -> L
     loss = losses.sum() / max(inputs.num_pairs, 1)
     metrics = MetricSums(num_tokens=torch.tensor(len(chosen), device=chosen.device))
     metrics.add_total("loss", loss)
-    metrics.add_mean("rewards/chosen", chosen)
-    metrics.add_mean("rewards/rejected", rejected)
-    metrics.add_mean("rewards/margins", chosen - rejected)
-    metrics.add_mean("rewards/accuracies", (chosen > rejected).float())
+    add_pair_rewards(metrics, inputs.rewards)
     return LossOutput(loss=loss, metrics=metrics)
 
 

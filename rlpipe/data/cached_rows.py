@@ -29,7 +29,7 @@ from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.data_sources import cache_folder, data_files
 from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.reward_model_config import RowOptions
+from rlpipe.configs.schema.preference_config import RowOptions
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.row_renderer import RenderedRow

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from heapq import heapify, heapreplace
 from itertools import groupby
 from typing import Any
@@ -67,8 +66,7 @@ def pack_step(
     Raises ``ConfigError``, a ``ValueError``, for a rollout of more than ``max_tokens`` tokens, and ``ValueError`` if
     there are no rollouts, if one is empty or lacks advantages, or if only some have ``ref_logprobs``.
     """
-    _check(_sequences(rollouts), step, max_tokens)
-    _check_pairs(rollouts, max_tokens)
+    _check(rollouts, step, max_tokens)
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for share in _deal(rollouts, [seed, step], num_minibatches, num_epochs):
         for rank, part in zip(ranks, _pack_minibatch(share, num_ranks, max_tokens, skip_zero_advantage), strict=True):
@@ -76,35 +74,19 @@ def pack_step(
     return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
 
 
-def pack_labelled(
-    rollouts: Sequence[Rollout],
-    *,
-    step: int,
-    num_ranks: int,
-    max_tokens: int,
-    num_minibatches: int = 1,
-    num_epochs: int = 1,
-    seed: int = 0,
-) -> list[TrainBatch]:
+def pack_labelled(rollouts: Sequence[Rollout], *, max_tokens: int, **options: Any) -> list[TrainBatch]:
     """Pack completions that are good or bad, with the mismatched ones that KTO estimates the KL from.
 
-    Pairs are taken apart, so that the two of one do not follow each other. Raises as ``pack_step`` does.
+    Pairs are taken apart, so that the two of one do not follow each other. Options and errors are those of
+    ``pack_step``.
     """
     chosen = [replace(rollout, rejected=None) for rollout in rollouts]
     labelled = [*chosen, *(rollout.rejected for rollout in rollouts if rollout.rejected is not None)]
-    pack = partial(
-        pack_step,
-        step=step,
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        num_minibatches=num_minibatches,
-        num_epochs=num_epochs,
-        seed=seed,
-    )
-    batches = pack(labelled)
-    for batch, mismatched in zip(batches, pack(_mismatch(labelled, max_tokens)), strict=True):
-        for mini_batch, others in zip(batch.mini_batches, mismatched.mini_batches, strict=True):
-            mini_batch.mismatched = others
+    batches = pack_step(labelled, max_tokens=max_tokens, **options)
+    others = pack_step(_mismatch(labelled, max_tokens), max_tokens=max_tokens, **options)
+    for batch, mismatched in zip(batches, others, strict=True):
+        for mini_batch, other in zip(batch.mini_batches, mismatched.mini_batches, strict=True):
+            mini_batch.mismatched = other
     return batches
 
 
@@ -137,8 +119,7 @@ def pack_fullest(
 
     The rollouts are split and packed as in ``pack_step``.
     """
-    _check(_sequences(rollouts), 0, max_tokens)
-    _check_pairs(rollouts, max_tokens)
+    _check(rollouts, 0, max_tokens)
     most, found = 0, None
     for dealt in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
         share = _sequences(dealt)
@@ -165,7 +146,7 @@ def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
     if not rollouts:
         raise ValueError(f"step {step} has no rollouts to train on")
     with_reference = rollouts[0].ref_logprobs is not None
-    for rollout in rollouts:
+    for rollout in _sequences(rollouts):
         length = len(rollout.token_ids)
         if length > max_tokens:
             raise ConfigError(
@@ -180,9 +161,6 @@ def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
             raise ValueError(
                 f"rollout {rollout.name}: some rollouts of step {step} have ref_logprobs and some have not"
             )
-
-
-def _check_pairs(rollouts: Sequence[Rollout], max_tokens: int) -> None:
     for rollout in rollouts:
         if rollout.rejected is None:
             continue

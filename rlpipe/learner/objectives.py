@@ -229,6 +229,9 @@ class PackedRows:
     def begin(self, step: int) -> None:
         """Do nothing; these objectives do not depend on the step."""
 
+    def remember(self, inputs: LearnerInputs) -> None:
+        """Do nothing; these losses are those of the current weights alone."""
+
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
         micro_batches = self._cut(list(mini_batch.micro_batches))
         if self._policy.has_vision and self._policy.sharding.num_ranks > 1:
@@ -281,9 +284,6 @@ class PackedRows:
 
 class Supervised(PackedRows):
     """The negative log-likelihood of rows."""
-
-    def remember(self, inputs: LearnerInputs) -> None:
-        """Do nothing; the likelihood is that of the current weights."""
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
         logprobs, _ = self._policy.scorer.logprobs(inputs.row, 1.0, self._config.logprob_chunk_tokens)

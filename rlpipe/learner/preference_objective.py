@@ -1,4 +1,4 @@
-"""Losses of preferences over micro batches of pairs, or of completions that are labelled good or bad.
+"""Losses of policies and reward models over micro batches of pairs, or of completions that are labelled good or bad.
 
 Shapes: K loss tokens of a micro batch, S sequences and P pairs of it.
 """
@@ -11,8 +11,9 @@ from torch import Tensor
 from rlpipe.algorithms.corrections import LOGPROB_DIFFERENCE
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
+from rlpipe.algorithms.reward_losses import RewardPairInputs, StepInputs, bradley_terry_loss, step_loss
 from rlpipe.configs.schema.learner_config import LearnerConfig
-from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.objectives import LearnerInputs, PackedRows, Reference
 from rlpipe.learner.policy import Policy
@@ -36,9 +37,6 @@ class Preferences(PackedRows):
         super().__init__(policy, learner)
         self._preference, self._reference = preference, reference
         self._is_sampled, self._temperature = temperature is not None, 1.0 if temperature is None else temperature
-
-    def remember(self, inputs: LearnerInputs) -> None:
-        """Do nothing; the loss is that of the current weights."""
 
     def _logprobs(self, inputs: LearnerInputs) -> Tensor:
         """Return the policy's log-prob of each completion ``[S]``; of a micro batch without loss ``[0]``."""
@@ -133,6 +131,35 @@ class Labelled(Preferences):
         total = self._policy.sharding.reduce(total, Reduce.SUM)
         mean = total / max(mini_batch.mismatched.num_sequences, 1)
         return mean.clamp(min=0).to(self._policy.device)
+
+
+class RewardPairs(PackedRows):
+    """The loss of the rewards of a chosen and a rejected completion, which share their prompt's tokens in a row."""
+
+    sequences_together = 2
+
+    def __init__(self, policy: Policy, learner: LearnerConfig, config: RewardModelConfig) -> None:
+        super().__init__(policy, learner)
+        self._options = config
+
+    def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        rewards = self._policy.scorer.head_outputs(inputs.row)[:, 0]  # [K], one for each sequence
+        pairs = RewardPairInputs(
+            rewards=rewards.view(-1, 2), margins=inputs.advantages[::2], num_pairs=mini_batch.num_sequences
+        )
+        return self.with_token_counts(bradley_terry_loss(pairs, self._options), inputs)
+
+
+class LabelledSteps(PackedRows):
+    """The loss of the labels of steps, one for each loss token."""
+
+    def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        steps = StepInputs(
+            logits=self._policy.scorer.head_outputs(inputs.row),
+            labels=inputs.advantages.long(),
+            num_steps=mini_batch.num_loss_tokens,
+        )
+        return self.with_token_counts(step_loss(steps), inputs)
 
 
 def _in_pairs(values: Tensor) -> Tensor:

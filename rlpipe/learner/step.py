@@ -19,8 +19,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.preference_objective import Labelled, Pairs
-from rlpipe.learner.reward_objective import LabelledSteps, RewardPairs
+from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, RewardPairs
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided

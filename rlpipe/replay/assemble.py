@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from rlpipe.algorithms.turn_credit import turn_advantages
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.replay.best_and_worst import pair_up
 from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 EBFT = "ebft/"
@@ -26,7 +26,7 @@ OWN_METRICS = (
 OTHER_GRADIENTS = ("clip_cov", "kl_cov", "dro", "m2po")
 """Losses in which a rollout with advantage 0 has a gradient, or changes that of others."""
 NO_SPREAD = 1e-8
-"""Standard deviation below which rewards count as equal."""
+"""Standard deviation or difference below which rewards count as equal."""
 
 
 def assemble_step(
@@ -79,6 +79,33 @@ def assemble_step(
     for batch in batches:
         batch.metrics = metrics
     return batches
+
+
+def pair_up(groups: Iterable[RolloutGroup], *, without_truncated: bool) -> list[Rollout]:
+    """Return the best rollout of each group, with the worst one in ``rejected``; of equal ones the first.
+
+    A group whose rewards are all equal makes no pair. ``without_truncated`` leaves out what was cut off at the length
+    limit.
+    """
+    pairs = []
+    for group in groups:
+        rewarded = [
+            (rollout.reward, rollout)
+            for rollout in group
+            if rollout.reward is not None and np.isfinite(rollout.reward) and rollout.num_loss_tokens
+            if not (without_truncated and rollout.status is RolloutStatus.TRUNCATED)
+        ]
+        if not rewarded:
+            continue
+        best, worst = (choose(rewarded, key=itemgetter(0)) for choose in (max, min))
+        if best[0] - worst[0] > NO_SPREAD:
+            pairs.append(_marked(best[1], 1.0, rejected=_marked(worst[1], -1.0)))
+    return pairs
+
+
+def _marked(rollout: Rollout, sign: float, rejected: Rollout | None = None) -> Rollout:
+    advantages = np.where(rollout.loss_mask, sign, 0).astype(np.float32)
+    return replace(rollout, advantages=advantages, rejected=rejected)
 
 
 def _reads_every_rollout(loss: LossConfig) -> bool:
