@@ -286,13 +286,7 @@ class LearnerLoop:
         torch.manual_seed(setup.seed)
         device = _device()
         note = settle_peer_access() if device.type == "cuda" and setup.learner.num_ranks > 1 else None
-        self._policy = load_policy(
-            setup.model,
-            setup.learner,
-            device,
-            seed=setup.seed,
-            workload=setup.workload,
-        )
+        self._policy = load_policy(setup.model, setup.learner, device, seed=setup.seed, workload=setup.workload)
         if note is not None:
             self._policy.sharding.notes.append(note)
         self._learner = Learner(

@@ -52,11 +52,7 @@ def open_chat(engines: Engines | None, tokenizer: PreTrainedTokenizerBase, model
     if engines is None:
         return None
     return EngineChat(
-        engines.actors,
-        engines.ask,
-        tokenizer=tokenizer,
-        model=model,
-        chat_template_kwargs=engines.chat_template_kwargs,
+        engines.actors, engines.ask, tokenizer=tokenizer, model=model, chat_template_kwargs=engines.chat_template_kwargs
     )
 
 

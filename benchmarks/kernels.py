@@ -20,16 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import kernels_features, kernels_head, kernels_lora, kernels_rows
-from benchmarks.kernels_report import (
-    GROUPS,
-    HEADER,
-    NO_GPU,
-    features_lines,
-    lines_of,
-    merge,
-    products_share,
-    summarize,
-)
+from benchmarks.kernels_report import GROUPS, HEADER, NO_GPU, features_lines, lines_of, merge, products_share, summarize
 
 FOLDER = Path("outputs/benchmarks/kernels")
 COMPARED = {"head": kernels_head, "rows": kernels_rows, "lora": kernels_lora}

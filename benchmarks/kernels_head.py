@@ -278,11 +278,7 @@ def make_cce(inputs: Inputs) -> Side:
 
     def compute() -> tuple[Tensor, Tensor | None]:
         return -linear_cross_entropy(
-            inputs.hidden,
-            inputs.weight,
-            inputs.targets,
-            reduction="none",
-            impl="cce" if on_gpu else "torch_compile",
+            inputs.hidden, inputs.weight, inputs.targets, reduction="none", impl="cce" if on_gpu else "torch_compile"
         ), None
 
     note = "leaves out small gradients" if on_gpu else "its compiled torch code, with all logits in memory"

@@ -41,13 +41,7 @@ def measure_mask(device: torch.device) -> list[dict[str, Any]]:
             with peak_memory(device) as peak:
                 work()
             rows.append(
-                {
-                    "builder": name,
-                    "tokens": len(mask.columns),
-                    "seconds": seconds,
-                    "peak_mb": peak.mb,
-                    **compilations,
-                }
+                {"builder": name, "tokens": len(mask.columns), "seconds": seconds, "peak_mb": peak.mb, **compilations}
             )
     return rows
 

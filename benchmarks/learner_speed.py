@@ -19,14 +19,7 @@ import numpy as np
 import torch
 from peft import get_peft_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig

@@ -82,9 +82,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> MemoryReporter:
     )
     config = Config()
     config.algorithm = AlgorithmConfig(
-        num_steps=warmup_steps + num_steps,
-        groups_per_step=arguments.groups_per_step,
-        group_size=arguments.group_size,
+        num_steps=warmup_steps + num_steps, groups_per_step=arguments.groups_per_step, group_size=arguments.group_size
     )
     tokens = 2 * arguments.group_size * (PROMPT_TOKENS + COMPLETION_TOKENS)
     config.learner = LearnerConfig(max_tokens_per_microbatch=8 * tokens)

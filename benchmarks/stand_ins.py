@@ -267,9 +267,7 @@ async def run_pipeline(
     )
     controller = Controller(
         Workers(
-            engines=engines,
-            start_engine=lambda name: engines[name].open.remote(make_engine),
-            pools=[workers.pool],
+            engines=engines, start_engine=lambda name: engines[name].open.remote(make_engine), pools=[workers.pool]
         ),
         config,
         replay=replay,

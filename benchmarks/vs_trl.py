@@ -94,12 +94,7 @@ LONG = Workload(
     max_tokens=counting.MAX_TOKENS,
     num_steps=60,
     learning_rate=1.5e-4,
-    warmup=[
-        *LONG_ROWS,
-        "algorithm.num_steps=140",
-        "algorithm.stop_loss=null",
-        "algorithm.groups_per_step=32",
-    ],
+    warmup=[*LONG_ROWS, "algorithm.num_steps=140", "algorithm.stop_loss=null", "algorithm.groups_per_step=32"],
 )
 REAL = Workload(
     name="real",

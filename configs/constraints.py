@@ -17,13 +17,7 @@ from rlpipe.configs.schema.rollout_config import (
     RolloutConfig,
     ScoringConfig,
 )
-from rlpipe.configs.schema.root_config import (
-    Config,
-    ReplayConfig,
-    TrackingConfig,
-    WeightsConfig,
-    longest_conversation,
-)
+from rlpipe.configs.schema.root_config import Config, ReplayConfig, TrackingConfig, WeightsConfig, longest_conversation
 from rlpipe.configs.section_constraints import (
     check_checkpointing,
     check_learner,

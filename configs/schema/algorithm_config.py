@@ -90,11 +90,7 @@ ADVANTAGES = (
 
 @dataclass(kw_only=True)
 class AdvantageConfig(Freezable):
-    name: str = option(
-        "grpo",
-        "How rewards become advantages.",
-        choices=ADVANTAGES,
-    )
+    name: str = option("grpo", "How rewards become advantages.", choices=ADVANTAGES)
     path: str | None = option(
         None, "Your own function for it, as file.py:function or package.module:function; null: that of name."
     )

@@ -37,10 +37,7 @@ class EnvironmentConfig(Freezable):
         choices=("thread", "process", "sandbox"),
     )
     memory_gb: float | None = option(
-        None,
-        "GiB that an episode's own process, or that of a call, may use; null: no limit.",
-        above=0,
-        maximum=MAX_GIB,
+        None, "GiB that an episode's own process, or that of a call, may use; null: no limit.", above=0, maximum=MAX_GIB
     )
     history: str = option(
         "keep",

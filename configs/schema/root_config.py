@@ -144,9 +144,7 @@ class Config(Freezable):
     seed: int = option(0, "Seed of all random choices.", minimum=0, maximum=2**32 - 1)
     resume: str = option("auto", "auto: continue from the newest checkpoint in output; never; or a checkpoint's path.")
     resume_changes: str = option(
-        "refuse",
-        "What to do if a resumed run differs in options that change training.",
-        choices=("refuse", "allow"),
+        "refuse", "What to do if a resumed run differs in options that change training.", choices=("refuse", "allow")
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

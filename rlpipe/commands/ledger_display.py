@@ -35,15 +35,7 @@ from rlpipe.replay.ledger.query import (
     to_tree,
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
-from rlpipe.tracking.view import (
-    Column,
-    one_line,
-    print_table,
-    show_count,
-    show_number,
-    show_start,
-    show_time,
-)
+from rlpipe.tracking.view import Column, one_line, print_table, show_count, show_number, show_start, show_time
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
 POLL_S = 0.5

@@ -25,11 +25,7 @@ examples:
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(
-        commands,
-        "plan",
-        run_plan,
-        "estimate a run's memory and time, and what would make it fit",
-        epilog=PLAN_NOTES,
+        commands, "plan", run_plan, "estimate a run's memory and time, and what would make it fit", epilog=PLAN_NOTES
     )
     add_run_arguments(parser)
     parser.add_argument(

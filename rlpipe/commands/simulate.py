@@ -55,11 +55,7 @@ def add_commands(commands: Commands) -> None:
         "--places", type=at_least(int, 1), metavar="N", help="groups that an engine samples at one time"
     )
     parser.add_argument(
-        "--minutes",
-        type=at_least(float, 0),
-        default=1.0,
-        metavar="M",
-        help="longest training to simulate; default: 1",
+        "--minutes", type=at_least(float, 0), default=1.0, metavar="M", help="longest training to simulate; default: 1"
     )
     parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
     parser.add_argument(

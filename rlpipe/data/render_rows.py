@@ -201,14 +201,7 @@ class _Chunk:
 class _Writer:
     """A writer of the files of one rendering."""
 
-    def __init__(
-        self,
-        rendering: Rendering,
-        *,
-        workers: int,
-        report: Callable[[int, int], None],
-        seed: int,
-    ) -> None:
+    def __init__(self, rendering: Rendering, *, workers: int, report: Callable[[int, int], None], seed: int) -> None:
         self._rendering = rendering
         self._workers = workers
         self._report = report

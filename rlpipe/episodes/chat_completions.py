@@ -45,12 +45,7 @@ def _usage(answer: ChatAnswer) -> dict[str, int]:
 
 def as_completion(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer as the body of a response to a request."""
-    choice = {
-        "index": 0,
-        "message": as_message(answer),
-        "finish_reason": _finish_reason(answer),
-        "logprobs": None,
-    }
+    choice = {"index": 0, "message": as_message(answer), "finish_reason": _finish_reason(answer), "logprobs": None}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 

@@ -27,13 +27,7 @@ from rlpipe.episodes.session import Deadline, DrawnTurn, Episode, Rules, Session
 from rlpipe.episodes.tools import ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
-from rlpipe.types import (
-    GroupRequest,
-    IntArray,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-)
+from rlpipe.types import GroupRequest, IntArray, Rollout, RolloutGroup, RolloutStatus
 
 MIN_SIBLINGS = 2
 """Episodes that a group must have left to be trained; a single one has nothing to be compared with."""

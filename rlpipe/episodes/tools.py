@@ -41,11 +41,7 @@ class ToolCall:
 
     def as_message_part(self) -> dict[str, Any]:
         """Return the call as chat messages have it."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": dict(self.arguments)},
-        }
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -206,13 +206,7 @@ class Strided:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        learner: LearnerConfig,
-        algorithm: AlgorithmConfig,
-        reference: Reference,
-        *,
-        seed: int,
+        self, policy: Policy, learner: LearnerConfig, algorithm: AlgorithmConfig, reference: Reference, *, seed: int
     ) -> None:
         self._policy, self._reference = policy, reference
         self._algorithm, self._temperature = algorithm, algorithm.ebft.strided.temperature

@@ -150,9 +150,7 @@ def _log(decision: Decision, num_sequences: int | None) -> None:
 
 
 def _loss(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    loss_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] | None,
+    model: nn.Module, batch: Mapping[str, Tensor], loss_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] | None
 ) -> Tensor:
     """Return the loss of a batch from ``loss_of`` or the model; raise ``ValueError`` if there is none."""
     found = model(**batch).loss if loss_of is None else loss_of(model, batch)

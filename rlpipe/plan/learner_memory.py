@@ -342,8 +342,7 @@ def plain_memory(
     if copy is not None and copy.causal_model.config.dtype is not copy.causal_model.dtype:
         loading += weight_bytes(copy)
     return LearnerMemory(
-        device=replace(memory.device, activations=activations),
-        host=replace(memory.host, loading=loading),
+        device=replace(memory.device, activations=activations), host=replace(memory.host, loading=loading)
     )
 
 

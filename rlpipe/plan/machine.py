@@ -110,11 +110,7 @@ def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[Act
     for pool in resolve_pools(config).values():
         if pool.name not in known and not known & {*pool.members}:
             yield ActorKind(
-                name="reward worker",
-                count=pool.max_size,
-                num_gpus=pool.num_gpus,
-                gpu_bytes=0,
-                host_bytes=REWARD_BYTES,
+                name="reward worker", count=pool.max_size, num_gpus=pool.num_gpus, gpu_bytes=0, host_bytes=REWARD_BYTES
             )
 
 

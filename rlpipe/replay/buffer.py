@@ -114,13 +114,7 @@ class Admission:
     """Counter of a run's groups from admission to training."""
 
     def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        max_staleness: int,
-        num_steps: int,
-        first_step: int = 0,
-        num_waiting: int = 0,
+        self, *, groups_per_step: int, max_staleness: int, num_steps: int, first_step: int = 0, num_waiting: int = 0
     ) -> None:
         """Start at ``first_step``; ``num_waiting`` groups already have a place in it or a later step."""
         self._groups_per_step = groups_per_step

@@ -330,10 +330,7 @@ def _adapted_layers(policy: PeftModel) -> dict[str, Any]:
 
 def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
     return {
-        module: (
-            layer.lora_A["default"].weight,
-            layer.lora_B["default"].weight * layer.scaling["default"],
-        )
+        module: (layer.lora_A["default"].weight, layer.lora_B["default"].weight * layer.scaling["default"])
         for module, layer in layers.items()
     }
 

@@ -55,12 +55,7 @@ def open_feature_network(
     if model.adapter.kind == "qlora":
         resolve_nf4(scorer, device)
     reader = FeatureReader(
-        scorer.depths,
-        config,
-        num_layers=scorer.num_layers,
-        layout=scorer.layout,
-        device=device,
-        max_tokens=max_tokens,
+        scorer.depths, config, num_layers=scorer.num_layers, layout=scorer.layout, device=device, max_tokens=max_tokens
     )
     drop_unread(scorer, max(layer_indices(config.layers, scorer.num_layers)))
     return reader

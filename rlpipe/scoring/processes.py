@@ -20,11 +20,7 @@ END_TIMEOUT_S = 10.0
 
 
 def run_module(
-    name: str,
-    arguments: Sequence[str],
-    *,
-    pass_fds: Sequence[int] = (),
-    environment: Mapping[str, str] | None = None,
+    name: str, arguments: Sequence[str], *, pass_fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start another Python process on a module, with this one's import path, in a session of its own."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)

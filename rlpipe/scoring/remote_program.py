@@ -307,13 +307,7 @@ def _truth(self: RemoteObject) -> bool:
     return self._program.ask("truth", self._index) is True
 
 
-REMOTE_METHODS = {
-    "__call__": _call,
-    "__iter__": _iterate,
-    "__getitem__": _item,
-    "__len__": _length,
-    "__bool__": _truth,
-}
+REMOTE_METHODS = {"__call__": _call, "__iter__": _iterate, "__getitem__": _item, "__len__": _length, "__bool__": _truth}
 REMOTE_ABILITIES = frozenset(REMOTE_METHODS)
 REMOTE_TYPES: dict[frozenset[str], type[RemoteObject]] = {}
 """A class for each set of abilities, because Python looks them up in an object's class."""

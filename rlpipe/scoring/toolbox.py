@@ -86,11 +86,7 @@ def exact_match(
 
 
 def numeric_match(
-    completions: Sequence[Completion],
-    answer: Sequence[Any],
-    *,
-    answer_tag: str | None = None,
-    tolerance: float = 1e-6,
+    completions: Sequence[Completion], answer: Sequence[Any], *, answer_tag: str | None = None, tolerance: float = 1e-6
 ) -> list[float]:
     """Return 1 where a completion's (or its last ``answer_tag``'s) last number is within ``tolerance`` of the answer.
 
@@ -100,11 +96,7 @@ def numeric_match(
 
 
 def numeric_closeness(
-    completions: Sequence[Completion],
-    answer: Sequence[Any],
-    *,
-    answer_tag: str | None = None,
-    scale: float = 1.0,
+    completions: Sequence[Completion], answer: Sequence[Any], *, answer_tag: str | None = None, scale: float = 1.0
 ) -> list[float]:
     """Return ``scale / (scale + d)``, where ``d`` is the last number's distance from the answer; 0 without a number.
 

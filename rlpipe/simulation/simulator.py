@@ -89,20 +89,12 @@ class Simulation:
         self._busy_scorers = {name: Level(self._clock) for name in setup.pools}
         self._pools = [
             SimulatedPool(
-                self._clock,
-                Draws(times.score[name], stream),
-                self._busy_scorers[name],
-                size=size,
-                scored=self._scored,
+                self._clock, Draws(times.score[name], stream), self._busy_scorers[name], size=size, scored=self._scored
             )
             for (name, size), stream in zip(setup.pools.items(), score, strict=True)
         ]
         self._weights = SimulatedWeights(
-            self._clock,
-            Draws(times.sync, sync),
-            list(self._engines.values()),
-            holds=setup.holds,
-            served=self._served,
+            self._clock, Draws(times.sync, sync), list(self._engines.values()), holds=setup.holds, served=self._served
         )
         self._next_group_id = 0
         self._wanted: int | None = None

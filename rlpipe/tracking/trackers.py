@@ -96,12 +96,7 @@ class BackgroundTracker:
 
 
 def open_trackers(
-    config: TrackingConfig,
-    *,
-    output: Path,
-    run_name: str,
-    first_step: int,
-    resolved_config: Mapping[str, Any],
+    config: TrackingConfig, *, output: Path, run_name: str, first_step: int, resolved_config: Mapping[str, Any]
 ) -> Tracker:
     """Open the trackers that ``config`` asks for, and always ``metrics.jsonl``.
 

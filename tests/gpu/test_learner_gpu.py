@@ -36,10 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2"},
     "fsdp2, on the host": {"strategy": "fsdp2", "offload": "policy"},
     "zero3": {"strategy": "zero3"},
-    "zero3, on the host": {
-        "strategy": "zero3",
-        "zero3": Zero3Config(offload_optimizer=True, offload_parameters=True),
-    },
+    "zero3, on the host": {"strategy": "zero3", "zero3": Zero3Config(offload_optimizer=True, offload_parameters=True)},
 }
 
 

@@ -18,15 +18,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.models.nf4 import to_nf4_and_back
 from rlpipe.rollout.engine import Engine
-from rlpipe.types import (
-    ByteArray,
-    GroupRequest,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    WeightsKind,
-    WeightsManifest,
-)
+from rlpipe.types import ByteArray, GroupRequest, Prompt, Rollout, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import encode, pack_weights, unpack
 
 Published = tuple[WeightsManifest, list[ByteArray]]
@@ -105,12 +97,7 @@ def publish_full(policy: nn.Module, version: int) -> Published:
 def _publish(kind: WeightsKind, version: int, named_tensors: Any, **options: Any) -> Published:
     buckets: list[ByteArray] = []
     manifest = pack_weights(
-        version=version,
-        kind=kind,
-        named_tensors=named_tensors,
-        bucket_bytes=2**16,
-        emit=buckets.append,
-        **options,
+        version=version, kind=kind, named_tensors=named_tensors, bucket_bytes=2**16, emit=buckets.append, **options
     )
     for bucket in buckets:
         bucket.flags.writeable = False

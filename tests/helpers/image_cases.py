@@ -208,8 +208,7 @@ IMAGE_FAMILIES = {
         | {"window_size": 32},
     ),
     "qwen3-vl": _qwen(
-        "Qwen3VL",
-        {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        "Qwen3VL", {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
     ),
     "qwen3.5": _qwen(
         "Qwen3_5",

@@ -83,13 +83,7 @@ def modes_for(model: nn.Module, *cycle: Mode) -> list[Mode]:
 
 
 def train_plainly(
-    model: nn.Module,
-    loss_of: Loss,
-    config: OptimizerConfig,
-    *,
-    num_steps: int,
-    num_micro_batches: int,
-    max_norm: float,
+    model: nn.Module, loss_of: Loss, config: OptimizerConfig, *, num_steps: int, num_micro_batches: int, max_norm: float
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train plainly, and return the losses, gradient norms, and trained parameters."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -19,10 +19,7 @@ from verifiers.v1.serve import serve_env
 __all__ = ["Multiplying", "Products"]
 NUMBER = {"type": "integer"}
 SCHEMA = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "multiply", "description": "Multiplies.", "parameters": SCHEMA},
-}
+TOOL: Any = {"type": "function", "function": {"name": "multiply", "description": "Multiplies.", "parameters": SCHEMA}}
 
 
 class ProductData(vf.TaskData):

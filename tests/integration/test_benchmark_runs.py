@@ -58,10 +58,7 @@ OFFLOAD = {
     "peak_error": float,
     "time_error": float,
 }
-BOUNDS = {
-    "learner_memory": {"share": 0.4, "extra_buckets": 2.0},
-    "merge_memory": {"ratio": 1.1},
-}
+BOUNDS = {"learner_memory": {"share": 0.4, "extra_buckets": 2.0}, "merge_memory": {"ratio": 1.1}}
 """The memory bounds that the documentation promises."""
 
 

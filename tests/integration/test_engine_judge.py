@@ -51,12 +51,7 @@ def test_the_base_judges_the_same_all_along_and_a_killed_engine_loses_nothing(
 ) -> None:
     output, folder = tmp_path / "run", tmp_path / "judge"
     config = make_config(
-        tiny_policy,
-        prompts_file,
-        output,
-        judged_by("base", folder),
-        "algorithm.num_steps=6",
-        "replay.max_staleness=1",
+        tiny_policy, prompts_file, output, judged_by("base", folder), "algorithm.num_steps=6", "replay.max_staleness=1"
     )
     asked = lambda: any(folder.glob("*.asking"))  # noqa: E731
     with signals(output, {1: "rollout", 3: "rollout"}, signal.SIGKILL, also=asked) as killed:

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_cases import FAMILIES, make_family
-from learner_cases import (
-    assert_close,
-    make_adapter_config,
-    make_learner,
-    make_model_config,
-    parameters_of,
-    train_steps,
-)
+from learner_cases import assert_close, make_adapter_config, make_learner, make_model_config, parameters_of, train_steps
 
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner

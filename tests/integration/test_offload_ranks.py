@@ -88,12 +88,7 @@ def assert_equal_training(
     model = make()
     arrangement = arrange_all(model, *cycle, num_persistent=num_persistent, num_slots=num_slots)
     with OffloadedModel(
-        model,
-        arrangement,
-        device=CPU,
-        optimizer=CONFIG,
-        ranks=Sharded() if is_sharded else Replicated(),
-        sizes=[size],
+        model, arrangement, device=CPU, optimizer=CONFIG, ranks=Sharded() if is_sharded else Replicated(), sizes=[size]
     ) as offloaded:
         _, found_norms, found = train_offloaded(offloaded, loss_of, CONFIG, **OPTIONS)
     torch.testing.assert_close(torch.tensor(found_norms), torch.tensor(norms), atol=1e-5, rtol=1e-5)

@@ -34,11 +34,7 @@ def prompts_with_bad_rows(tmp_path: Path) -> Path:
 
 
 def test_a_run_survives_bad_rewards_and_scores_on_several_processes(
-    local_ray: None,
-    tiny_policy: Path,
-    prompts_with_bad_rows: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    local_ray: None, tiny_policy: Path, prompts_with_bad_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, seen, actors = (tmp_path / name for name in ("run", "seen", "actors"))
     seen.mkdir()

@@ -89,11 +89,7 @@ def test_a_replica_that_hangs_costs_its_group(
     rows.write_text("".join(f'{{"prompt": "say {how}", "how": "{how}"}}\n' for how in ["sleep", *["behave"] * 14]))
     output = tmp_path / "run"
     config = make_config(
-        tiny_policy,
-        rows,
-        output,
-        served("judge", "misbehave", replicas=1, timeout_s=1),
-        "data.shuffle=false",
+        tiny_policy, rows, output, served("judge", "misbehave", replicas=1, timeout_s=1), "data.shuffle=false"
     )
     rlpipe.train(config)
     assert [row["step"] for row in trained_steps(output)] == [1, 2, 3]

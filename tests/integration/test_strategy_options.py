@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import make_family
-from learner_cases import (
-    assert_close,
-    make_adapter_config,
-    make_learner,
-    make_model_config,
-    parameters_of,
-    train_steps,
-)
+from learner_cases import assert_close, make_adapter_config, make_learner, make_model_config, parameters_of, train_steps
 from plain_training import load_plain, train_plain
 from rank_cases import Ranks
 from safetensors.torch import load_file

@@ -230,10 +230,7 @@ def compare_with_grpo_trainer(rows: Rows, config: LossConfig, loss_type: str) ->
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("algorithm", "loss_type"),
-    [
-        *[(name, name) for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")],
-        ("gspo", "grpo"),
-    ],
+    [*[(name, name) for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")], ("gspo", "grpo")],
 )
 def test_shipped_algorithms_equal_trl(algorithm: str, loss_type: str, seed: int, dtype: torch.dtype) -> None:
     compare_with_grpo_trainer(make_rows(dtype, seed, with_gaps=True), loss_config(algorithm), loss_type)

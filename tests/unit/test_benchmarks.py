@@ -151,10 +151,7 @@ def test_every_ratio_has_the_given_seconds_as_its_longer_part() -> None:
     times = {(w.generate_s, w.train_s, w.max_staleness, w.sigma) for w in overlap.plan(arguments)}
     assert times == {
         (generate, train, staleness, sigma)
-        for ratios, sigmas, stalenesses in (
-            ([(0.4, 0.8), (0.8, 0.2)], [0.0], [0, 1, 2]),
-            ([(0.8, 0.8)], [0.5], [1, 2]),
-        )
+        for ratios, sigmas, stalenesses in (([(0.4, 0.8), (0.8, 0.2)], [0.0], [0, 1, 2]), ([(0.8, 0.8)], [0.5], [1, 2]))
         for generate, train in ratios
         for sigma in sigmas
         for staleness in stalenesses

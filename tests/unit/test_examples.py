@@ -28,13 +28,7 @@ from rlpipe.types import NO_VERSION, Prompt, Rollout, RolloutGroup
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.yaml"))
-ALGORITHMS = {
-    "full_finetuning": "grpo",
-    "rloo": "rloo",
-    "gspo": "gspo",
-    "dr_grpo": "dr_grpo",
-    "dapo": "dapo",
-}
+ALGORITHMS = {"full_finetuning": "grpo", "rloo": "rloo", "gspo": "gspo", "dr_grpo": "dr_grpo", "dapo": "dapo"}
 
 
 @pytest.fixture(autouse=True)

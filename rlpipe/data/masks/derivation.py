@@ -74,10 +74,7 @@ FAMILIES: Mapping[str, Sequence[RoleMarkers]] = {
     ],
     "Llama 3": _alike(SAME | {"tool": "ipython"}, "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
     "Llama 4": _alike(SAME | {"tool": "ipython"}, "<|header_start|>{}<|header_end|>\n\n", "<|eot|>"),
-    "Mistral V7 Tekken": [
-        RoleMarkers(role="system", start="[SYSTEM_PROMPT]", end="[/SYSTEM_PROMPT]"),
-        *MISTRAL,
-    ],
+    "Mistral V7 Tekken": [RoleMarkers(role="system", start="[SYSTEM_PROMPT]", end="[/SYSTEM_PROMPT]"), *MISTRAL],
     "Pixtral, Mistral V3": MISTRAL,
     "Harmony (gpt-oss)": HARMONY,
     "GLM 4.5 and later": GLM,

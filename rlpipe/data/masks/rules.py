@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING
 from rlpipe.configs.data_sources import ROLE_OPTION, RoleMarkers, read_role_boundaries
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import LossMask, RoleBoundary, TrainedEnds, encode_markers
-from rlpipe.data.masks.derivation import (
-    ASSISTANT,
-    DIALOGUE,
-    FAMILIES,
-    USER,
-    WORDS,
-    NotDerivable,
-    Probe,
-    derive_markers,
-)
+from rlpipe.data.masks.derivation import ASSISTANT, DIALOGUE, FAMILIES, USER, WORDS, NotDerivable, Probe, derive_markers
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError, DataError

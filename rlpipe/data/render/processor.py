@@ -163,11 +163,7 @@ class ImageProcessor:
             )
         except ModelError:
             is_local = True
-        return {
-            "revision": model.revision,
-            "trust_remote_code": model.trust_remote_code,
-            "local_files_only": is_local,
-        }
+        return {"revision": model.revision, "trust_remote_code": model.trust_remote_code, "local_files_only": is_local}
 
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of some rows, beside the tokens; each row has an image."""
@@ -265,10 +261,7 @@ def _before_images(offsets: IntArray, made: Any, length: int) -> IntArray:
 
 def _check_class(model: ModelConfig, described: Any) -> None:
     """Raise ``ModelError`` if the class that the learner loads can't be trained on images."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if described.model_type in READS_BOTH_WAYS:
         raise ModelError(

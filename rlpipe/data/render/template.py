@@ -16,13 +16,7 @@ from jinja2 import TemplateError
 
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.messages import (
-    CALLS,
-    INSTEAD,
-    check_tools,
-    with_arguments_as_text,
-    with_parsed_arguments,
-)
+from rlpipe.data.render.messages import CALLS, INSTEAD, check_tools, with_arguments_as_text, with_parsed_arguments
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError
@@ -106,9 +100,7 @@ class ChatTemplate:
         if resume and messages[-1].get("content") is None:
             raise UnusableRow("its last turn, which the completion would continue, has no content")
         return self.render(
-            self.as_taken(messages),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=resume,
+            self.as_taken(messages), add_generation_prompt=add_generation_prompt, continue_final_message=resume
         )
 
     @cached_property
@@ -202,11 +194,7 @@ class ChatTemplate:
         """Render messages from ``as_taken``; raise ``UnusableRow`` if that fails."""
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools,
-                tokenize=False,
-                **options,
-                **self._options,
+                messages, tools=self._tools, tokenize=False, **options, **self._options
             )
         except RENDER_ERRORS as error:
             raise UnusableRow(f"the chat template raised {describe_error(error)}") from error

@@ -110,9 +110,7 @@ class _Blank:
 
 def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
     return Precision(
-        compute=compute_dtype,
-        state=getattr(torch, config.state_dtype),
-        gradient=getattr(torch, config.gradient_dtype),
+        compute=compute_dtype, state=getattr(torch, config.state_dtype), gradient=getattr(torch, config.gradient_dtype)
     )
 
 

@@ -102,11 +102,7 @@ def _divisions(profile: Profile, fixed: Mapping[str, int]) -> list[tuple[int, in
 
 
 def _describe_failure(
-    profile: Profile,
-    rates: Rates,
-    fixed: Mapping[str, int],
-    divisions: list[tuple[int, int, int]],
-    capacity: Capacity,
+    profile: Profile, rates: Rates, fixed: Mapping[str, int], divisions: list[tuple[int, int, int]], capacity: Capacity
 ) -> ValueError:
     least = device = host = np.inf
     most = -np.inf

@@ -56,12 +56,7 @@ class ChunkAdam:
     """
 
     def __init__(
-        self,
-        memory: ChunkMemory,
-        config: OptimizerConfig,
-        *,
-        gradient_dtype: torch.dtype,
-        casts: Casts,
+        self, memory: ChunkMemory, config: OptimizerConfig, *, gradient_dtype: torch.dtype, casts: Casts
     ) -> None:
         assert memory.master is not None
         self.memory, self._casts = memory, casts

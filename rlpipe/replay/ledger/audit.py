@@ -240,9 +240,7 @@ def _ask(ledger: Ledger, check: Check, values: tuple[Any, ...]) -> Finding:
     query = f"{TABLES} SELECT count(*) OVER (), * FROM ({check.contradictions}) LIMIT {MAX_KEPT}"
     rows = ledger.rows(query, *values)
     return Finding(
-        claim=check.claim,
-        num_contradictions=rows[0][0] if rows else 0,
-        contradictions=[str(text) for _, text in rows],
+        claim=check.claim, num_contradictions=rows[0][0] if rows else 0, contradictions=[str(text) for _, text in rows]
     )
 
 

@@ -23,14 +23,7 @@ import numpy as np
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
 from rlpipe.replay.buffer import GroupTicket
-from rlpipe.replay.ledger.database import (
-    WITH_EPISODES,
-    Database,
-    has_episodes,
-    pack_arrays,
-    pack_record,
-    unpack_group,
-)
+from rlpipe.replay.ledger.database import WITH_EPISODES, Database, has_episodes, pack_arrays, pack_record, unpack_group
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import RolloutGroup
 

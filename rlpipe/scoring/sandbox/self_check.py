@@ -68,10 +68,7 @@ def list_attempts(file: Path, pid: int, port: int) -> list[Attempt]:
             program=f"open({str(file)!r}, 'w').write('x')",
             did_harm=lambda: file.read_text() != "of a bystander",
         ),
-        Attempt(
-            name="read the environment of another process",
-            program=READ_ENVIRONMENTS,
-        ),
+        Attempt(name="read the environment of another process", program=READ_ENVIRONMENTS),
         Attempt(
             name="end another process",
             program=f"import os\nos.kill({pid}, 9)",

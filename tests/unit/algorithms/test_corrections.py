@@ -72,11 +72,7 @@ def test_the_lower_bound_may_be_another_than_that_of_the_cap(mode: str, floor: f
 
 @pytest.mark.parametrize(
     ("mode", "weights"),
-    [
-        ("none", [1, 1, 1, 1]),
-        ("token_truncate", [1.5, 1, 2, 2]),
-        ("sequence_truncate", [1.5, 1.5, 2, 2]),
-    ],
+    [("none", [1, 1, 1, 1]), ("token_truncate", [1.5, 1, 2, 2]), ("sequence_truncate", [1.5, 1.5, 2, 2])],
 )
 def test_a_sampling_log_prob_that_is_missing_counts_as_ratio_1(mode: str, weights: list[float]) -> None:
     inputs = make_inputs(RATIOS, [1.0, 1.0])

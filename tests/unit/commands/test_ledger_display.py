@@ -179,10 +179,7 @@ def test_without_its_tokenizer_a_group_is_shown_as_token_ids(
 
 @pytest.mark.parametrize(
     ("group_id", "reason"),
-    [
-        (0, "its tokens were dropped (ledger.keep_steps)"),
-        (8, "the tokens of discarded groups are not kept"),
-    ],
+    [(0, "its tokens were dropped (ledger.keep_steps)"), (8, "the tokens of discarded groups are not kept")],
 )
 def test_tokens_that_are_gone_are_said_to_be(
     finished: Path, group_id: int, reason: str, capsys: pytest.CaptureFixture[str]

@@ -122,11 +122,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "only on grpo",
         ),
         ({"learner.num_ranks": 2}, "learner.num_ranks", "set fsdp2 or zero3"),
-        (
-            {"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 0.5},
-            "learner.num_gpus",
-            "set 1",
-        ),
+        ({"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 0.5}, "learner.num_gpus", "set 1"),
         ({"learner.fsdp.reshard_after_forward": False}, "learner.fsdp", "learner.strategy=fsdp2"),
         ({"weights.transport": "nccl"}, "weights.transport", "model.adapter.merge=true, or model=full"),
         (NCCL | {"rollout.engine": "hf"}, "weights.transport", "set rollout.engine=vllm, or object_store"),
@@ -237,11 +233,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "algorithm.advantage.path",
             "set it to null",
         ),
-        (
-            {"algorithm.kind": "ebft_strided", "algorithm.advantage.name": "gpg"},
-            "algorithm.advantage",
-            "set name=rloo",
-        ),
+        ({"algorithm.kind": "ebft_strided", "algorithm.advantage.name": "gpg"}, "algorithm.advantage", "set name=rloo"),
         (
             {
                 "algorithm.advantage.credit": "turns",
@@ -361,28 +353,15 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (serving(max_replicas=1, replicas=2), "scoring.rewards.right.serve.max_replicas", "set 2 or more"),
         ({**FEATURES, SERVE: ServeConfig(replicas=2, max_replicas=1)}, f"{SERVE}.max_replicas", "set 2 or more"),
         ({"algorithm.ebft.reward": True, "algorithm.combine": "normalize_then_sum"}, "algorithm.combine", "are summed"),
-        (
-            {**FEATURES, SERVE: ServeConfig()},
-            f"{SERVE}.replicas",
-            "set 1 or more",
-        ),
-        (
-            {**LEARNERS, SERVE: ServeConfig(replicas=2)},
-            SERVE,
-            "weights=own",
-        ),
+        ({**FEATURES, SERVE: ServeConfig()}, f"{SERVE}.replicas", "set 1 or more"),
+        ({**LEARNERS, SERVE: ServeConfig(replicas=2)}, SERVE, "weights=own"),
         (
             {**FEATURES, "algorithm.ebft.features.layers": (0.5, 2.0)},
             "algorithm.ebft.features.layers",
             "[0.25,0.5,0.75]",
         ),
         (
-            {
-                **LEARNERS,
-                "model.adapter.kind": "none",
-                "algorithm.loss.beta": 0.1,
-                "algorithm.reference.sync_steps": 5,
-            },
+            {**LEARNERS, "model.adapter.kind": "none", "algorithm.loss.beta": 0.1, "algorithm.reference.sync_steps": 5},
             "algorithm.reference.sync_steps",
             "weights=own",
         ),
@@ -557,18 +536,9 @@ def test_a_mix_of_sources_is_valid() -> None:
         ({"data.sources": {"a": {**SUMS, "weight": 0}}}, "data.sources.a.weight: 0 is not a number above 0, from"),
         ({"data.sources": {"a": {**SUMS, "weight": -1.5}}}, "data.sources.a.weight: -1.5 is not a number"),
         ({"data.sources": {"a": {**SUMS, "weight": True}}}, "data.sources.a.weight: True is not a number"),
-        (
-            {"data.sources": {"a": {**SUMS, "weight": float("nan")}}},
-            "a.weight: nan is not a finite number",
-        ),
-        (
-            {"data.sources": {"a": {**SUMS, "weight": float("inf")}}},
-            "a.weight: inf is not a finite number",
-        ),
-        (
-            {"data.sources": {"a": {**SUMS, "weight": 10**400}}},
-            "a.weight: a number of 1329 bits is out of range",
-        ),
+        ({"data.sources": {"a": {**SUMS, "weight": float("nan")}}}, "a.weight: nan is not a finite number"),
+        ({"data.sources": {"a": {**SUMS, "weight": float("inf")}}}, "a.weight: inf is not a finite number"),
+        ({"data.sources": {"a": {**SUMS, "weight": 10**400}}}, "a.weight: a number of 1329 bits is out of range"),
         ({"data.sources": {"a": {**SUMS, "weight": 1e-320}}}, "a.weight: 1e-320 is not a number above 0, from 1e-100"),
         ({"data.sources": {"a": {**SUMS, "weight": None}}}, "data.sources.a.weight: None is not a number above 0"),
         ({"data.sources": {"a": {**SUMS, "weight": "2"}}}, "data.sources.a.weight: '2' is not a number above 0"),
@@ -582,10 +552,7 @@ def test_a_mix_of_sources_is_valid() -> None:
         ({"data.sources": {"a": {**SUMS, "loss_mask": "rolls"}}}, "data.sources.a.loss_mask: 'rolls' is not one of"),
         ({"data.sources": {"a": {"source": "mix"}}}, "data.sources.a.source=mix: a mix can't contain another"),
         ({"data.sources": {"a": {"source": "jsnl"}}}, "data.sources.a.source: 'jsnl' is not .* did you mean jsonl"),
-        (
-            {"data.sources": {"a": {"source": "jsonl"}}},
-            "data.sources.a.path: .* as in data.sources.a.path=",
-        ),
+        ({"data.sources": {"a": {"source": "jsonl"}}}, "data.sources.a.path: .* as in data.sources.a.path="),
         ({"data.sources": {"a": {"source": "reasoning_gym"}}}, "data.sources.a.task: .* needs the name of a task"),
         ({"data.sources": {"a": {**SUMS, "transform": "mine"}}}, "data.sources.a.transform: 'mine' is not of the form"),
         (

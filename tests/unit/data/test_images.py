@@ -364,10 +364,7 @@ def test_an_array_is_no_image() -> None:
 def test_sequences_without_the_chat_template_take_no_images(model: ModelConfig, options: dict[str, Any]) -> None:
     row = {"prompt": "a", "completion": "b", "images": [plain(RED)]}
     renderer = SequenceRenderer(
-        load_tokenizer(model),
-        DataConfig(source="jsonl", **options),
-        max_tokens=512,
-        processor=ImageProcessor(model),
+        load_tokenizer(model), DataConfig(source="jsonl", **options), max_tokens=512, processor=ImageProcessor(model)
     )
     with pytest.raises(DataError, match=r"row 1: rows with images need data\.chat=true"):
         renderer.render(row, places()[0])

@@ -66,10 +66,7 @@ def test_a_call_that_the_template_does_not_render_makes_a_row_unusable() -> None
 
 @pytest.mark.parametrize(
     "message",
-    [
-        {"role": "assistant", "content": None, "tool_calls": []},
-        {"role": "tool", "content": None, "tool_call_id": "1"},
-    ],
+    [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "content": None, "tool_call_id": "1"}],
 )
 def test_a_message_with_nothing_in_the_place_of_its_content_makes_a_row_unusable(message: dict[str, Any]) -> None:
     with pytest.raises(UnusableRow, match="message 2: its key 'content' is null"):

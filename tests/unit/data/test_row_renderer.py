@@ -65,10 +65,7 @@ def test_missing_folder_is_a_model_error(path: str) -> None:
 
 def test_offline_hub_id_fails_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ModelError,
-        match=r"model.tokenizer: the tokenizer of 'nobody/nothing' .*cache holds no copy",
-    ):
+    with pytest.raises(ModelError, match=r"model.tokenizer: the tokenizer of 'nobody/nothing' .*cache holds no copy"):
         load_tokenizer(ModelConfig(path="x", tokenizer="nobody/nothing"))
 
 

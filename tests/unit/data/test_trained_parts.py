@@ -87,11 +87,7 @@ def test_spans_are_counted_from_the_start_of_the_content_also_where_the_template
     head = "<|start_header_id|>{}<|end_header_id|>\n\n"
     asked, answered = head.format("user"), head.format("assistant")
     first = f"<|begin_of_text|>{asked}hi<|eot_id|>{answered}the« cat<|eot_id|>»"
-    assert_marks(
-        FAMILIES["llama3"].tokenizer(),
-        messages,
-        f"{first}{asked}who<|eot_id|>{answered}«a mat<|eot_id|>»",
-    )
+    assert_marks(FAMILIES["llama3"].tokenizer(), messages, f"{first}{asked}who<|eot_id|>{answered}«a mat<|eot_id|>»")
 
 
 @pytest.mark.parametrize(

@@ -154,10 +154,7 @@ def test_an_exception_of_the_users_own_before_the_first_row_is_a_data_error(tmp_
             "    return change",
             "rows.jsonl, line 1: no level$",
         ),
-        (
-            "from rlpipe.errors import DataError\ndef transform(cfg):\n    raise DataError('no level')",
-            "^no level$",
-        ),
+        ("from rlpipe.errors import DataError\ndef transform(cfg):\n    raise DataError('no level')", "^no level$"),
         ("def transform(cfg):\n    return cfg.path + '/x'", "raised TypeError"),
         ("other = 1", "has no 'transform'"),
     ],

@@ -28,11 +28,7 @@ RULES = Rules(max_turns=5, max_tokens=200, max_model_len=4000, timeout_s=20, too
 
 
 def make_session(
-    *said: str,
-    name: str = "trl/qwen2_5",
-    environment: Environment,
-    rules: Rules = RULES,
-    cut: Sequence[int] = (),
+    *said: str, name: str = "trl/qwen2_5", environment: Environment, rules: Rules = RULES, cut: Sequence[int] = ()
 ) -> tuple[Session, ScriptedPolicy]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
     bridge = Bridge(template, turn_ends(template, DATA))

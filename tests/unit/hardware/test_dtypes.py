@@ -41,12 +41,7 @@ def run_of(*overrides: str) -> Run:
         need_files=False,
     )
     return Run(
-        config=config,
-        model=config.model,
-        rewards={},
-        callables={},
-        output=Path("out"),
-        asked_dtype=config.model.dtype,
+        config=config, model=config.model, rewards={}, callables={}, output=Path("out"), asked_dtype=config.model.dtype
     )
 
 

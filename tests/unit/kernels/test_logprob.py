@@ -174,12 +174,7 @@ def count_products(inputs: HeadInputs, *, backward: bool, **options: Any) -> int
 
 @pytest.mark.parametrize(
     ("frozen", "entropy_gradient", "forward", "backward"),
-    [
-        (FROZEN, False, 2, 0),
-        (FROZEN, True, 1, 2),
-        ((), False, 1, 3),
-        ((), True, 1, 3),
-    ],
+    [(FROZEN, False, 2, 0), (FROZEN, True, 1, 2), ((), False, 1, 3), ((), True, 1, 3)],
 )
 def test_a_head_costs_no_more_products_than_it_needs(
     frozen: tuple[str, ...], entropy_gradient: bool, forward: int, backward: int

@@ -98,13 +98,7 @@ def gemma4(sees_ahead: str | None) -> PreTrainedConfig:
 
 
 def gemma4_unified() -> PreTrainedConfig:
-    text = {
-        **TEXT,
-        **GEMMA_LAYERS,
-        "vocab_size": VOCABULARY,
-        "global_head_dim": 64,
-        "pad_token_id": 0,
-    }
+    text = {**TEXT, **GEMMA_LAYERS, "vocab_size": VOCABULARY, "global_head_dim": 64, "pad_token_id": 0}
     vision = {"patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 32, "mm_posemb_size": 80}
     return transformers.Gemma4UnifiedConfig(
         text_config=text,

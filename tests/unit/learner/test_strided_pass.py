@@ -207,10 +207,7 @@ def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
     visible[plan.num_document_tokens :] += shift
     positions = inputs.position_ids.clone()
     positions[plan.num_document_tokens :] += shift
-    for wrong in (
-        replace(inputs, mask=replace(inputs.mask, visible=visible)),
-        replace(inputs, position_ids=positions),
-    ):
+    for wrong in (replace(inputs, mask=replace(inputs.mask, visible=visible)), replace(inputs, position_ids=positions)):
         assert (logprobs_packed(scorer_of("qwen3"), wrong, drawn) - alone).abs().max() > 1e-4
 
 

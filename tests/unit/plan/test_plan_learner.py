@@ -280,11 +280,7 @@ def test_what_the_host_is_short_of_is_had_with_less_ranks_or_more_memory() -> No
 
 
 def test_engines_on_the_same_gpu_leave_less() -> None:
-    options = (
-        "rollout.num_gpus=0.5",
-        "learner.num_gpus=0.5",
-        "rollout.engine_args.gpu_memory_utilization=0.4",
-    )
+    options = ("rollout.num_gpus=0.5", "learner.num_gpus=0.5", "rollout.engine_args.gpu_memory_utilization=0.4")
     config = config_of(SMALL, *options)
     described = describe_offline(SMALL, config.model)
     engine = plan_engine(config, described, H100)

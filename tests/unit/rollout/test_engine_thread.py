@@ -144,11 +144,7 @@ def test_a_failing_engine_fails_every_later_call(engine: FakeEngine, thread: Eng
     thread.submit([request(7)])
     with pytest.raises(EngineFailed, match=r"engine engine-3 failed: RuntimeError: out of memory"):
         thread.collect(timeout_s=5, max_groups=1)
-    for call in (
-        lambda: thread.submit([request(8)]),
-        lambda: thread.load(manifest(1), [], timeout_s=5),
-        thread.health,
-    ):
+    for call in (lambda: thread.submit([request(8)]), lambda: thread.load(manifest(1), [], timeout_s=5), thread.health):
         with pytest.raises(EngineFailed, match="out of memory"):
             call()
 

@@ -222,8 +222,7 @@ def test_a_request_without_the_adapter_is_answered_by_the_plain_model(path: Path
     ids = [4, 40, 41, 42, 5]
     asked: dict[str, Any] = {"prompt_ids": ids, "group_size": 1, "temperature": 0.0, "sampling": plain}
     base, policy, rollout = sample(
-        engine,
-        [request(0, use_adapter=False, **asked), request(1, **asked), request(2, **asked | {"sampling": None})],
+        engine, [request(0, use_adapter=False, **asked), request(1, **asked), request(2, **asked | {"sampling": None})]
     )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24)[0].tolist()

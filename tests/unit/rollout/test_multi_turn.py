@@ -73,13 +73,7 @@ def make_request(group_id: int = 5, *, group_size: int = 2, turns: Sequence[Any]
         turns=[np.array(turn, np.int32) for turn in turns],
     )
     return GroupRequest(
-        group_id=group_id,
-        prompt=prompt,
-        group_size=group_size,
-        max_tokens=9,
-        temperature=1.0,
-        seed=3,
-        min_version=4,
+        group_id=group_id, prompt=prompt, group_size=group_size, max_tokens=9, temperature=1.0, seed=3, min_version=4
     )
 
 

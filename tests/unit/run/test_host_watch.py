@@ -105,10 +105,7 @@ def test_actors_are_counted_by_name() -> None:
 @pytest.mark.parametrize(
     ("message", "is_shown"),
     [
-        (
-            "Task ReplayActor.beat failed. There are infinite retries remaining, so the task will be retried.",
-            0,
-        ),
+        ("Task ReplayActor.beat failed. There are infinite retries remaining, so the task will be retried.", 0),
         ("Task rlpipe.actors.weights.WeightsActor.publish failed. There are 2 retries remaining, so", 0),
         (
             "The node with node id: d00f and address: 10.0.0.2 has been marked dead because the "

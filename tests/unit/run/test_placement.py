@@ -15,10 +15,7 @@ def test_a_run_that_fits_passes() -> None:
 
 
 def test_more_gpus_than_the_cluster_has_are_named() -> None:
-    needs = [
-        Need(name="rollout-0", num_gpus=2, remedy="lower rollout.num_gpus"),
-        Need(name="learner-0", num_gpus=1),
-    ]
+    needs = [Need(name="rollout-0", num_gpus=2, remedy="lower rollout.num_gpus"), Need(name="learner-0", num_gpus=1)]
     with pytest.raises(ConfigError, match=r"needs 3 GPU \(rollout-0 2, learner-0 1\).* has 1: lower rollout.num_gpus"):
         check_fit(needs, {"CPU": 8.0, "GPU": 1.0})
 

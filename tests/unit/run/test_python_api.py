@@ -95,10 +95,7 @@ def test_arrays_in_rows_are_plain_values(base: dict[str, Any], tmp_path: Path) -
     [
         ([], r"^dataset: there are no rows in it$"),
         (["a"], r"^dataset\[0\] is a str; a row is a dictionary, such as {'prompt': '1\+1='}$"),
-        (
-            [ROWS[0], {"prompt": object()}],
-            r"^dataset\[1\] can't be stored as JSON \(a object is no plain value\)",
-        ),
+        ([ROWS[0], {"prompt": object()}], r"^dataset\[1\] can't be stored as JSON \(a object is no plain value\)"),
     ],
 )
 def test_rows_that_can_not_be_stored_are_named(base: dict[str, Any], dataset: list[Any], problem: str) -> None:

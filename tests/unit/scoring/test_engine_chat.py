@@ -81,11 +81,7 @@ def test_chat_template_kwargs_are_the_runs_unless_the_question_has_its_own() -> 
     tokenizer.chat_template = "{{ messages[0].content }}{{ '!' if loud else '.' }}"
     engines = FakeEngines()
     asking = EngineChat(
-        ["e"],
-        engines.ask,
-        tokenizer=tokenizer,
-        model=ModelConfig(path="m"),
-        chat_template_kwargs={"loud": True},
+        ["e"], engines.ask, tokenizer=tokenizer, model=ModelConfig(path="m"), chat_template_kwargs={"loud": True}
     )
 
     async def ask_both() -> None:

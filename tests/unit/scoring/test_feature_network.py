@@ -51,11 +51,9 @@ def alone(folder: Path, sequence: FeatureSequence, depths: list[int], pooling: s
     length = len(tokens)
     if pooling == "concat":
         return np.concatenate([tokens[int(length * share)] for share in (0.25, 0.5, 0.75)])
-    return {
-        "last_token": tokens[-1],
-        "mean_pooling": tokens.mean(0),
-        "completion_mean": tokens[length // 2 :].mean(0),
-    }[pooling]
+    return {"last_token": tokens[-1], "mean_pooling": tokens.mean(0), "completion_mean": tokens[length // 2 :].mean(0)}[
+        pooling
+    ]
 
 
 @pytest.mark.parametrize("pooling", ["last_token", "mean_pooling", "completion_mean", "concat"])

@@ -42,10 +42,7 @@ def test_each_phase_is_named_when_it_begins_and_timed_when_it_ends(clock: Clock,
         "   6.0 s  loading the learner: took 2.0 s",
         "   6.0 s  first step, 6.0 s after the start",
     ]
-    assert start.summary() == {
-        "first_step_s": 6.0,
-        "startup": {"starting Ray": 3.0, "loading the learner": 2.0},
-    }
+    assert start.summary() == {"first_step_s": 6.0, "startup": {"starting Ray": 3.0, "loading the learner": 2.0}}
 
 
 def test_a_run_within_another_has_phases_of_its_own(clock: Clock, stream: io.StringIO) -> None:

@@ -163,12 +163,7 @@ def test_buckets_share_memory_where_there_is_one() -> None:
     memory = BucketMemory()
     for _ in range(2):
         pack_weights(
-            version=0,
-            kind=WeightsKind.FULL,
-            named_tensors=tensors.items(),
-            bucket_bytes=64,
-            emit=emit,
-            memory=memory,
+            version=0, kind=WeightsKind.FULL, named_tensors=tensors.items(), bucket_bytes=64, emit=emit, memory=memory
         )
     assert len(starts) == 1, "the first bucket is the largest"
     for published in (copies[:4], copies[4:]):
