@@ -41,7 +41,7 @@ PRIMARY = "config"
 """Name of the file with the defaults of all groups."""
 MAX_PROBLEMS = 8
 """Problems that one message lists."""
-PLAIN_TEXT = r"write \${ for a plain ${"
+PLAIN_TEXT = r"write \${ for a literal ${"
 
 
 @cache
@@ -408,7 +408,9 @@ def parse_override(text: str) -> Override:
             "characters inside the value, as in 'key=\"value\"'"
         ) from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: an option has one value; write a list as [a,b], and a text with commas in quotes")
+        raise ConfigError(
+            f"{text}: an option has one value; write a list as [a,b], and quote a string that contains commas"
+        )
     if override.package is not None:
         raise ConfigError(f"{text}: packages can't be changed; write {override.key_or_group}=...")
     return override

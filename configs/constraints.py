@@ -54,7 +54,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_step_size(config.algorithm, config.learner)
     if config.algorithm.kind == "rl":
         if config.algorithm.stop_loss is not None:
-            yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+            yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
         yield from check_correction(config.algorithm)
@@ -224,7 +224,7 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
             "more, or algorithm=reinforce"
         )
     elif size < 2 and algorithm.combine == "normalize_then_sum":
-        yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalises within a group; set 2 or more"
+        yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalizes within a group; set 2 or more"
     if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
     yield from check_function(advantage, "algorithm.advantage")
@@ -392,7 +392,7 @@ def check_environment(config: Config) -> Iterator[str]:
     names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]
     name = f"environment.{names[0]}"
     if environment.port is not None and environment.num_processes > 1:
-        yield "environment.port: each process that plays needs a port of its own; set environment.num_processes=1"
+        yield "environment.port: each process that plays episodes needs its own port; set environment.num_processes=1"
     if environment.agent is not None and names != ["agent"]:
         other = next(name for name in names if name != "agent")
         yield f"environment.agent: a program brings its own tools and answers; remove environment.{other}, or agent"
@@ -423,8 +423,8 @@ def check_transport(config: Config) -> Iterator[str]:
 def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:
     if weights.on_update == "inflight" and replay.max_staleness == 0:
         yield (
-            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight when "
-            "an update comes; set replay.max_staleness=1 or more, or wait"
+            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight "
+            "during an update; set replay.max_staleness=1 or more, or wait"
         )
 
 

@@ -116,7 +116,7 @@ def _read_markers(entry: Any, name: str) -> RoleMarkers:
         if is_flag and not isinstance(value, bool):
             raise ConfigError(f"{name}.{key}: {value!r:.200} is not true or false")
         if not is_flag and not (isinstance(value, str) and value) and (key, value) != ("end", None):
-            raise ConfigError(f"{name}.{key}: {value!r:.200} is not a text of at least one character")
+            raise ConfigError(f"{name}.{key}: {value!r:.200} is not a non-empty string")
     return RoleMarkers(**{str(key): value for key, value in entry.items()})
 
 

@@ -84,7 +84,7 @@ def describe_type(hint: Any) -> str:
         return "a list" if get_args(hint)[0] is Any else f"a list of {plural(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return "a dictionary" if get_args(hint)[1] is Any else f"a dictionary of {plural(get_args(hint)[1])}"
-    words = {str: "a text", int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
+    words = {str: "a string", int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
     return words.get(hint, "anything")
 
 

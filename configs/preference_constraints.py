@@ -26,14 +26,14 @@ def check_preference(config: Config) -> Iterator[str]:
     if algorithm.loss.beta:
         yield f"algorithm.loss.beta: has no effect on preferences; set {AT}.beta"
     if algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
         yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
     yield from _check_rows(config)
     if algorithm.preference.loss == "kto":
         for name, value in (("loss_mask", "all"), ("train_on_inputs", True)):
             if any(getattr(source.data, name) == value for source in all_sources(config.data)):
-                yield f"data.{name}: kto compares completions with others, so that prompts can't count; remove it"
+                yield f"data.{name}: kto trains only completions, so prompts can't count; remove it"
 
 
 def check_reward_model(config: Config) -> Iterator[str]:
@@ -52,7 +52,7 @@ def check_reward_model(config: Config) -> Iterator[str]:
             "and give the merged model as model.path"
         )
     if config.algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if config.algorithm.reference.sync_steps:
         yield f"algorithm.reference.sync_steps: {kind} has no reference; set it to 0"
     yield from _check_rows(config)

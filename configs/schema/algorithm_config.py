@@ -17,13 +17,13 @@ from rlpipe.configs.schema.option import (
 from rlpipe.configs.schema.preference_config import PreferenceConfig, ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
-DIGEST = "SHA-256 of the file of path; null: the run fills it in. The run refuses a file with another one."
+DIGEST = "SHA-256 of the file in path, which the run fills in; a run rejects a file with another digest."
 
 
 @dataclass(kw_only=True)
 class FeatureConfig(Freezable):
     layers: list[float] = option([0.25, 0.5, 0.75], "Depths whose hidden states are features, as shares of the layers.")
-    normalize_layers: bool = option(True, "Normalise the features of each depth to length 1.")
+    normalize_layers: bool = option(True, "Normalize the features of each depth to length 1.")
     pooling: str = option(
         "last_token",
         "How the features of tokens are pooled into features of a sequence or a block.",
@@ -49,7 +49,7 @@ class FeatureConfig(Freezable):
     num_gpus: float = option(
         0.0, "GPUs that Ray reserves for each actor (weights=own).", minimum=0, maximum=MAX_PROCESSES
     )
-    timeout_s: float = option(120.0, "Seconds that scoring one group may take.", above=0, maximum=MAX_SECONDS)
+    timeout_s: float = option(120.0, "Maximum seconds to score one group.", above=0, maximum=MAX_SECONDS)
     serve: ServeConfig = field(default_factory=lambda: ServeConfig(replicas=1))
     alignment_coef: float = option(1.0, "Weight of the match with the ground truth.", minimum=0, maximum=MAX_WEIGHT)
     diversity_coef: float = option(
@@ -71,10 +71,13 @@ class StridedConfig(Freezable):
 @dataclass(kw_only=True)
 class EbftConfig(Freezable):
     reward: bool = option(False, "Reward the engines' completions by their features (kind=rl).")
-    truth_column: str = option("ground_truth", "Column with the ground truth, a text or messages.")
+    truth_column: str = option("ground_truth", "Column with the ground truth, a string or messages.")
     adaptive_max_tokens: bool = option(True, "Limit completions by the length of the ground truth as well.")
     gt_length_multiplier: float = option(
-        1.5, "Limit of a completion over the length of the ground truth; at least 64 tokens.", above=0, maximum=1000
+        1.5,
+        "Limit of a completion's length, as a multiple of the ground truth's; at least 64 tokens.",
+        above=0,
+        maximum=1000,
     )
     features: FeatureConfig = field(default_factory=FeatureConfig)
     strided: StridedConfig = field(default_factory=StridedConfig)
@@ -92,7 +95,8 @@ ADVANTAGES = (
 class AdvantageConfig(Freezable):
     name: str = option("grpo", "How rewards become advantages.", choices=ADVANTAGES)
     path: str | None = option(
-        None, "Your own function for it, as file.py:function or package.module:function; null: that of name."
+        None,
+        "Your own advantage function, as file.py:function or package.module:function; null: the one that name selects.",
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
     digest: str | None = option(None, DIGEST)
@@ -104,7 +108,7 @@ class AdvantageConfig(Freezable):
     eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
     credit: str = option(
         "episode",
-        "What has an advantage: an episode, or each of its turns, by the rewards from there on (rloo).",
+        "Whether an episode has one advantage, or each of its turns has its own, from the rewards after it (rloo).",
         choices=("episode", "turns"),
     )
 
@@ -146,7 +150,7 @@ class VespoConfig(Freezable):
 @dataclass(kw_only=True)
 class CovarianceConfig(Freezable):
     share: float = option(
-        0.0002, "Share of the tokens that clip_cov drops, or kl_cov penalises; at least one.", above=0, maximum=1
+        0.0002, "Share of the tokens that clip_cov drops, or kl_cov penalizes; at least one.", above=0, maximum=1
     )
     low: float = option(1.0, "clip_cov drops tokens above this covariance.", maximum=MAX_WEIGHT)
     high: float = option(5.0, "clip_cov drops tokens below this covariance.", maximum=MAX_WEIGHT)
@@ -162,25 +166,25 @@ class LossConfig(Freezable):
         choices=(*LOSSES, PAIRS),
     )
     path: str | None = option(
-        None, "Your own surrogate, as file.py:function or package.module:function; null: that of name."
+        None, "Your own loss function, as file.py:function or package.module:function; null: the one that name selects."
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
     digest: str | None = option(None, DIGEST)
     level: str = option(
         "token",
-        "The ratio of each token, the length-normalised product over the sequence (GSPO), or the plain product (RLOO).",
+        "The ratio of each token, the length-normalized product over the sequence (GSPO), or the plain product (RLOO).",
         choices=("token", "sequence", "sequence_product"),
     )
     clip_low: float = option(
         0.2,
-        "The ratio is clipped below 1 minus this; for dppo_tv and dppo_kl this is the bound of the divergence.",
+        "The ratio is clipped below 1 minus this; for dppo_tv and dppo_kl, the bound on the divergence.",
         minimum=0,
         maximum=MAX_WEIGHT,
     )
     clip_high: float = option(
         0.2,
-        "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this, for dppo_tv and dppo_kl this is "
-        "the bound of the divergence.",
+        "The ratio is clipped above 1 plus this; for cispo, the weight is; for dppo_tv and dppo_kl, the bound on "
+        "the divergence.",
         minimum=0,
         maximum=MAX_WEIGHT,
     )
@@ -192,7 +196,10 @@ class LossConfig(Freezable):
         20.0, "Upper bound of the ratio as a weight in dppo_tv and dppo_kl.", minimum=1, maximum=MAX_WEIGHT
     )
     m2_threshold: float = option(
-        0.04, "Mean squared log-ratio that m2po keeps, by dropping the furthest tokens.", above=0, maximum=MAX_WEIGHT
+        0.04,
+        "m2po drops the tokens with the largest squared log-ratio until the mean is below this.",
+        above=0,
+        maximum=MAX_WEIGHT,
     )
     dro_beta: float = option(0.05, "Weight of dro's squared log-ratio.", minimum=0, maximum=MAX_WEIGHT)
     sapo: SapoConfig = field(default_factory=SapoConfig)
@@ -207,12 +214,9 @@ class LossConfig(Freezable):
     kl: str = option("k3", "Estimator of the KL to the reference.", choices=("k1", "k2", "k3", "abs"))
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
     top_entropy_quantile: float = option(
-        1.0,
-        "Share of a micro batch's tokens, those of the highest entropy, that the surrogate trains.",
-        minimum=0,
-        maximum=1,
+        1.0, "Share of a micro batch's tokens, those with the highest entropy, that are trained.", minimum=0, maximum=1
     )
-    mask_truncated: bool = option(False, "Rollouts cut off at the length limit do not count in the loss.")
+    mask_truncated: bool = option(False, "Exclude rollouts that were cut off at the length limit from the loss.")
 
 
 @dataclass(kw_only=True)
@@ -223,7 +227,10 @@ class CorrectionConfig(Freezable):
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     cap: float = option(
-        2.0, "Bounds w to [floor, cap] (truncate), or drops what is outside (mask).", minimum=1, maximum=MAX_WEIGHT
+        2.0,
+        "Upper bound of w: w is clamped to [floor, cap] (truncate), or tokens outside of it are dropped (mask).",
+        minimum=1,
+        maximum=MAX_WEIGHT,
     )
     floor: float | None = option(
         None, "Lower bound of w; null: 1/cap; 0: none, as in TRL by default.", minimum=0, maximum=1
@@ -234,13 +241,16 @@ class CorrectionConfig(Freezable):
         minimum=0,
         maximum=MAX_WEIGHT,
     )
-    bias_corrected_kl: bool = option(False, "Weight the KL to the reference by w, too.")
+    bias_corrected_kl: bool = option(False, "Also weight the KL to the reference by w.")
 
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
     sync_steps: int = option(
-        0, "Update the frozen copy of full training every so many steps; 0: never.", minimum=0, maximum=MAX_STEPS
+        0,
+        "Steps between updates of the frozen reference in full training; 0: never updated.",
+        minimum=0,
+        maximum=MAX_STEPS,
     )
     mixup: float = option(0.6, "Share of the new weights in each update of the reference.", above=0, maximum=1)
 
@@ -255,7 +265,7 @@ class AlgorithmConfig(Freezable):
     )
     num_steps: int = option(100, "Steps to train.", minimum=1, maximum=MAX_STEPS)
     stop_loss: float | None = option(
-        None, "SFT ends once the mean loss of its last ten steps is below this.", above=0, maximum=1000
+        None, "SFT ends once the mean loss of the last ten steps is below this.", above=0, maximum=1000
     )
     groups_per_step: int = option(8, "Prompts per step; without engines, rows per step.", minimum=1, maximum=1_000_000)
     group_size: int = option(8, "Rollouts per prompt.", minimum=1, maximum=100_000)
@@ -263,7 +273,7 @@ class AlgorithmConfig(Freezable):
     num_minibatches: int = option(1, "Optimizer updates per pass.", minimum=1, maximum=1_000_000)
     combine: str = option(
         "sum_then_normalize",
-        "Sum the weighted rewards and normalise the sum, or normalise each reward first (GDPO).",
+        "Sum the weighted rewards and normalize the sum, or normalize each reward first (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

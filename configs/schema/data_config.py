@@ -11,12 +11,12 @@ from rlpipe.configs.schema.option import MAX_STEPS, MAX_TOKENS, MAX_WEIGHT, MISS
 @dataclass(kw_only=True)
 class HeldOutConfig(Freezable):
     size: int = option(
-        0, "Rows split off the source by the seed and never trained on; 0: none.", minimum=0, maximum=10**9
+        0, "Number of rows, chosen by the seed, that are held out from training; 0: none.", minimum=0, maximum=10**9
     )
     path: str | None = option(None, "A separate file with held-out rows.")
     split: str | None = option(None, "A separate split of the data set with held-out rows (datasets).")
     every_steps: int = option(
-        0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0, maximum=MAX_STEPS
+        0, "Steps between evaluations; 0: only at the start and the end.", minimum=0, maximum=MAX_STEPS
     )
     correct_at: float = option(
         1.0,
@@ -44,10 +44,10 @@ class DataConfig(Freezable):
     split: str = option("train", "Split of the data set (datasets).")
     task: str | None = option(None, "Name of the task (reasoning_gym).")
     task_args: dict[str, Any] = option({}, "Arguments of the task (reasoning_gym), such as size and seed.")
-    prompt_column: str = option("prompt", "Column with the prompt: a text or chat messages.")
+    prompt_column: str = option("prompt", "Column with the prompt: a string or chat messages.")
     transform: str | None = option(None, "module:function that returns (map_fn, {'remove_columns': [...]}).")
     transform_args: dict[str, Any] = option(
-        {}, "Further entries of the transform's cfg, which also has the whole data config."
+        {}, "Further entries of the transform's cfg, which also contains the options of data."
     )
     chat: bool = option(True, "Render text prompts through the chat template, as one user turn.")
     system_prompt: str | None = option(None, "A system turn before every chat prompt that has none.", text=PROSE)
@@ -59,7 +59,7 @@ class DataConfig(Freezable):
     rejected_column: str = option(
         "rejected", "Column with the worse answer, or the conversation with it (preferences)."
     )
-    label_column: str = option("label", "Column that tells whether the answer is good (algorithm=kto).")
+    label_column: str = option("label", "Column that says whether the answer is good (algorithm=kto).")
     messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
     images_column: str = option("images", "Column with a prompt's or a conversation's images: one, or a list.")
     images_folder: str | None = option(
@@ -68,7 +68,7 @@ class DataConfig(Freezable):
     text_column: str | None = option(None, "Column with raw text; all of its tokens are trained (SFT, ebft_strided).")
     long_texts: str = option(
         "window",
-        "Texts of more tokens than a sequence may have: another window in each epoch, or chunks that are trained each.",
+        "Texts longer than a sequence: train another window in each epoch, or all of it in chunks.",
         choices=("window", "chunks"),
     )
     loss_mask: str = option(
@@ -83,12 +83,15 @@ class DataConfig(Freezable):
     )
     role_boundaries: list[Any] | None = option(
         None,
-        "Markers of turns: {role, start, end, include_start, include_end, interrupts, shares_end}; null: known ones.",
+        "Markers of turns: {role, start, end, include_start, include_end, interrupts, shares_end}; null: "
+        "found automatically.",
     )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1, maximum=MAX_TOKENS)
-    cache: str | None = option(None, "Folder of the rows that rlpipe data prepare writes; null: in the user's cache.")
+    cache: str | None = option(
+        None, "Folder of the rows that rlpipe data prepare writes; null: in the user's cache folder."
+    )
     shuffle: bool = option(True, "Shuffle the rows again in each epoch, by the seed.")
-    streaming: bool = option(False, "Read rows as they come, instead of opening all at the start.")
+    streaming: bool = option(False, "Read rows during the run, instead of opening all of them at the start.")
     shuffle_rows: int = option(
         10_000, "Consecutive rows that are held in memory and shuffled together (streaming).", minimum=1, maximum=10**9
     )

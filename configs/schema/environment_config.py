@@ -11,25 +11,26 @@ from rlpipe.configs.schema.option import MAX_GIB, MAX_PROCESSES, MAX_SECONDS, MA
 @dataclass(kw_only=True)
 class EnvironmentConfig(Freezable):
     path: str | None = option(
-        None, "package.module:name, or file.py:name, of an Environment class; null: rows have the first messages."
+        None,
+        "package.module:name, or file.py:name, of an Environment class; null: episodes begin with the row's prompt.",
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the class.")
     tools: list[Any] = option([], "Functions that the policy may call, each as package.module:name or file.py:name.")
     agent: Any = option(
         None,
-        "A program that asks for chat completions: file.py:name of a function, {command: [program, argument, ...]}, "
-        "{nemo_gym: URL of the head server, name: AGENT}, or {verifiers: tcp://HOST:PORT} of an environment's server.",
+        "A program that calls a chat completions endpoint: file.py:name of a function, {command: [program, "
+        "argument, ...]}, {nemo_gym: URL of the head server, name: AGENT}, or {verifiers: tcp://HOST:PORT}.",
     )
-    host: str = option("127.0.0.1", "Address at which agents reach the run's policy.")
+    host: str = option("127.0.0.1", "Address of the endpoint that agents call.")
     port: int | None = option(
-        None, "Port at which agents reach the run's policy; null: any free one.", minimum=1, maximum=65_535
+        None, "Port of the endpoint that agents call; null: any free one.", minimum=1, maximum=65_535
     )
     weight: float = option(
         1.0, "Weight of the environment's reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
     )
-    max_turns: int = option(8, "Turns of the policy after which an episode ends.", minimum=1, maximum=100_000)
-    timeout_s: float = option(120.0, "Seconds after which an episode ends.", above=0, maximum=MAX_SECONDS)
-    tool_timeout_s: float = option(10.0, "Seconds that a tool's call may take.", above=0, maximum=MAX_SECONDS)
+    max_turns: int = option(8, "Maximum number of the policy's turns in an episode.", minimum=1, maximum=100_000)
+    timeout_s: float = option(120.0, "Maximum seconds of an episode.", above=0, maximum=MAX_SECONDS)
+    tool_timeout_s: float = option(10.0, "Maximum seconds of a tool call.", above=0, maximum=MAX_SECONDS)
     isolation: str = option(
         "process",
         "Where an environment and tools run: in threads of the process that plays (thread), each episode and each call "
@@ -52,7 +53,7 @@ class EnvironmentConfig(Freezable):
     )
     on_error: str = option(
         "drop_episode",
-        "What an exception of the environment does: drop the episode or its group, count as 0, or stop the run.",
+        "If an environment raises: drop the episode or its group, count it as 0, or stop the run.",
         choices=("drop_episode", "drop_group", "zero", "raise"),
     )
     num_processes: int = option(1, "Processes that play episodes.", minimum=1, maximum=MAX_PROCESSES)
@@ -60,7 +61,7 @@ class EnvironmentConfig(Freezable):
         0.5, "CPUs that Ray reserves for each of these processes.", minimum=0, maximum=MAX_PROCESSES
     )
     concurrency: int = option(
-        64, "Episodes that a process plays at one time; further ones wait.", minimum=1, maximum=100_000
+        64, "Episodes that a process plays at the same time; others wait.", minimum=1, maximum=100_000
     )
 
     @property

@@ -26,7 +26,7 @@ ADAPTER_FACTOR, SFT_FACTOR = 10, 10
 class OptimizerConfig(Freezable):
     name: str = option(
         "adamw",
-        "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU where a GPU is full.",
+        "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU if the GPU is full.",
         choices=("adamw", "adamw_8bit", "paged_adamw_8bit"),
     )
     lr: float | None = option(
@@ -47,7 +47,9 @@ class OptimizerConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ScheduleConfig(Freezable):
-    name: str = option("constant", "Shape after the warm-up.", choices=("constant", "linear", "cosine"))
+    name: str = option(
+        "constant", "Shape of the learning rate after the warm-up.", choices=("constant", "linear", "cosine")
+    )
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0, maximum=MAX_STEPS)
     min_ratio: float = option(0.0, "Lowest learning rate, as a share of the peak.", minimum=0, maximum=1)
 
@@ -123,7 +125,7 @@ class ChunkedConfig(Freezable):
 class LearnerConfig(Freezable):
     strategy: str = option(
         "single",
-        "How the policy is spread over the ranks: not at all, by torch, or by DeepSpeed.",
+        "How the policy is sharded over the ranks: not at all, by torch's FSDP2, or by DeepSpeed's ZeRO-3.",
         choices=("single", "fsdp2", "zero3"),
     )
     offload: str = option(
@@ -137,13 +139,13 @@ class LearnerConfig(Freezable):
     resources: dict[str, float] = option({}, "Custom Ray resources of a rank.", minimum=0, maximum=MAX_WEIGHT)
     num_threads: int | None = option(
         None,
-        "CPU threads of a rank; null: its whole CPUs, or its share of all where the host updates a GPU's weights.",
+        "CPU threads of a rank; null: its whole CPUs, or its share of all if a GPU's weights are updated on the host.",
         minimum=1,
         maximum=MAX_PROCESSES,
     )
     max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1, maximum=MAX_TOKENS)
     logprob_chunk_tokens: int = option(
-        1024, "Tokens whose logits are in memory at one time.", minimum=1, maximum=MAX_TOKENS
+        1024, "Tokens whose logits are in memory at the same time.", minimum=1, maximum=MAX_TOKENS
     )
     max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0, maximum=MAX_WEIGHT)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -153,7 +155,7 @@ class LearnerConfig(Freezable):
     chunked: ChunkedConfig = field(default_factory=ChunkedConfig)
     max_bad_steps: int = option(
         3,
-        "Steps in a row with a loss or gradient that is not finite, before the run stops.",
+        "Consecutive steps with a loss or gradient that is not finite before the run stops.",
         minimum=1,
         maximum=MAX_STEPS,
     )

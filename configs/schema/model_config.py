@@ -43,7 +43,7 @@ class WeightScaleRule(Freezable):
 @dataclass(kw_only=True)
 class ModelConfig(Freezable):
     path: str = option(
-        MISSING, "A folder or a hub id of a transformers causal language model, or a GGUF file, which is dequantised."
+        MISSING, "A folder or a hub id of a transformers causal language model, or a GGUF file, which is dequantized."
     )
     revision: str | None = option(None, "Hub revision.")
     tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
@@ -53,7 +53,7 @@ class ModelConfig(Freezable):
     chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
     dtype: str = option(
         "auto",
-        "Type of weights and activations; auto: bfloat16 where learner and engines are faster in it, else float32.",
+        "Type of weights and activations; auto: bfloat16 if learner and engines are faster in it, else float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     attention: str = option(
@@ -62,7 +62,7 @@ class ModelConfig(Freezable):
         choices=("sdpa", "eager", "flex_attention", "flash_attention_2"),
     )
     images: bool = option(
-        False, "Load the class with image input even if there is one for text only (Llama 3.2 Vision, Qwen3.5)."
+        False, "Load the class that accepts images even if there is one for text only (Llama 3.2 Vision, Qwen3.5)."
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")

@@ -38,20 +38,18 @@ class TextRule:
 CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
 LINE = TextRule(
     pattern=rf"(?!~[^/])(?=.*\S)[^{CONTROL}]{{1,4000}}",
-    words="one line of text that is not empty, without control characters, ~user and parts of over 255 bytes",
+    words="a non-empty line of text without control characters, ~user or parts of over 255 bytes",
     max_bytes=255,
 )
 """Paths, columns, hub ids, functions."""
 NAME = TextRule(
     pattern=rf"(?!\.\.?$)(?=.*\S)[^/\\{CONTROL}]+",
-    words=r"a name of 1 to 200 bytes without control characters, / and \, and neither . nor ..",
+    words=r"a name of 1 to 200 bytes without control characters, / or \, other than . and ..",
     max_bytes=200,
 )
 """Names that become part of a file's name."""
-PROSE = TextRule(pattern=r"[^\x00\ud800-\udfff]*", words="a text without NUL and unpaired surrogates")
-CHARACTERS = TextRule(
-    pattern=r"[^\x00\ud800-\udfff]+", words="a text of at least one character, without NUL and unpaired surrogates"
-)
+PROSE = TextRule(pattern=r"[^\x00\ud800-\udfff]*", words="a string without NUL or unpaired surrogates")
+CHARACTERS = TextRule(pattern=r"[^\x00\ud800-\udfff]+", words="a non-empty string without NUL or unpaired surrogates")
 
 
 def option(

@@ -21,13 +21,13 @@ class PreferenceConfig(Freezable):
         choices=(*PAIR_LOSSES, "kto"),
     )
     beta: float = option(
-        0.1, "Factor of what the loss compares; for orpo, weight of the odds ratio.", above=0, maximum=MAX_WEIGHT
+        0.1, "Scale of the log-ratios; for orpo, weight of the odds ratio.", above=0, maximum=MAX_WEIGHT
     )
     label_smoothing: float = option(
         0.0, "Share of labels that are wrong (dpo, robust, exo, simpo, cpo).", minimum=0, maximum=0.5
     )
     margin: float = option(
-        0.0, "Margin that the chosen completion has to reach (simpo).", minimum=0, maximum=MAX_WEIGHT
+        0.0, "Target margin between chosen and rejected completion (simpo).", minimum=0, maximum=MAX_WEIGHT
     )
     cross_entropy_coef: float = option(
         0.0, "Weight of the chosen completions' cross-entropy, added to the loss.", minimum=0, maximum=MAX_WEIGHT
@@ -56,7 +56,7 @@ class RewardModelConfig(Freezable):
     )
     center_coef: float = option(
         0.0,
-        "Weight of the mean of (chosen + rejected reward)², which centres rewards at 0.",
+        "Weight of the mean of (chosen + rejected reward)², which centers rewards at 0.",
         minimum=0,
         maximum=MAX_WEIGHT,
     )

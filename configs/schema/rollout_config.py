@@ -20,14 +20,16 @@ from rlpipe.configs.schema.option import (
 
 @dataclass(kw_only=True)
 class SamplingConfig(Freezable):
-    temperature: float = option(1.0, "Divides the logits, in the engine and in the learner.", above=0, maximum=100)
+    temperature: float = option(
+        1.0, "Sampling temperature, which divides the logits in the engine and in the learner.", above=0, maximum=100
+    )
     top_p: float = option(1.0, "Nucleus sampling.", above=0, maximum=1)
-    top_k: int = option(0, "Sample from the k likeliest; 0: from all.", minimum=0, maximum=2**31 - 1)
+    top_k: int = option(0, "Sample from the k most likely tokens; 0: from all.", minimum=0, maximum=2**31 - 1)
     min_p: float = option(
-        0.0, "Drop tokens less likely than this share of the likeliest token's probability.", minimum=0, maximum=1
+        0.0, "Drop tokens whose probability is below this share of the most likely token's.", minimum=0, maximum=1
     )
     repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", above=0, maximum=100)
-    max_tokens: int = option(256, "Longest completion.", minimum=1, maximum=MAX_TOKENS)
+    max_tokens: int = option(256, "Maximum number of tokens of a completion.", minimum=1, maximum=MAX_TOKENS)
     stop: list[str] = option([], "Strings that end a completion.", text=CHARACTERS)
     stop_token_ids: list[int] = option([], "Further token ids that end a completion.", minimum=0, maximum=2**31 - 1)
     guided_regex: str | None = option(None, "Completions must match this (vllm).", text=CHARACTERS)
@@ -37,7 +39,7 @@ class SamplingConfig(Freezable):
 
 @dataclass(kw_only=True)
 class RolloutConfig(Freezable):
-    engine: str = option("auto", "auto: vllm where it can be imported, else hf.", choices=("auto", "vllm", "hf"))
+    engine: str = option("auto", "auto: vllm if it can be imported, else hf.", choices=("auto", "vllm", "hf"))
     num_engines: int = option(1, "Rollout actors.", minimum=1, maximum=MAX_PROCESSES)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
@@ -49,7 +51,10 @@ class RolloutConfig(Freezable):
     )
     tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1, maximum=MAX_PROCESSES)
     max_model_len: int | None = option(
-        None, "Longest prompt plus completion; null: the sum of their limits.", minimum=1, maximum=2 * MAX_TOKENS
+        None,
+        "Maximum length of prompt plus completion; null: the sum of their limits.",
+        minimum=1,
+        maximum=2 * MAX_TOKENS,
     )
     engine_args: dict[str, Any] = option({}, "Further arguments of the engine, by name.")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -92,11 +97,11 @@ class ServeConfig(Freezable):
         maximum=MAX_PROCESSES,
     )
     max_replicas: int | None = option(
-        None, "Replicas under load; null: no more than replicas.", minimum=1, maximum=MAX_PROCESSES
+        None, "Maximum number of replicas under load; null: replicas.", minimum=1, maximum=MAX_PROCESSES
     )
-    batch_groups: int = option(8, "Groups that a replica scores at one time.", minimum=1, maximum=10_000)
+    batch_groups: int = option(8, "Maximum number of groups that a replica scores together.", minimum=1, maximum=10_000)
     batch_wait_s: float = option(
-        0.02, "Seconds that a group waits for others, to be scored together.", minimum=0, maximum=3600
+        0.02, "Seconds that a replica waits for more groups to score together.", minimum=0, maximum=3600
     )
     health_check_s: float = option(10.0, "Seconds between health checks of a replica.", above=0, maximum=86_400)
 
@@ -105,7 +110,7 @@ class ServeConfig(Freezable):
 class RewardConfig(Freezable):
     path: str = option(MISSING, "package.module:name, or file.py:name, of a function or RewardActor.")
     weight: float = option(1.0, "Weight of the reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
-    timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0, maximum=MAX_SECONDS)
+    timeout_s: float = option(60.0, "Maximum seconds to score one group.", above=0, maximum=MAX_SECONDS)
     num_processes: int | None = option(
         None,
         "Processes for this reward alone; null: functions share scoring.num_processes, others have 1.",
@@ -132,7 +137,7 @@ class RewardConfig(Freezable):
     )
     fail: str = option(
         "skip_group",
-        "What a failure does: drop the group, count as 0, or stop the run.",
+        "If the reward fails: drop the group, count it as 0, or stop the run.",
         choices=("skip_group", "zero", "raise"),
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the function, or for the class.")

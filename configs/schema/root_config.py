@@ -19,29 +19,29 @@ class ReplayConfig(Freezable):
         0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0, maximum=MAX_STEPS
     )
     streaming: bool = option(True, "Score each group as soon as it is generated; false: all groups of a step at once.")
-    skip_zero_advantage: bool = option(True, "Leave out rollouts whose advantage is 0, which have no gradient.")
+    skip_zero_advantage: bool = option(True, "Skip rollouts whose advantage is 0, which have no gradient.")
     refill_attempts: int = option(
         0,
-        "Times that another prompt may replace a group whose rewards are all the same (DAPO); 0: never.",
+        "How many times another prompt may replace a group whose rewards are all the same (DAPO); 0: never.",
         minimum=0,
         maximum=1_000_000,
     )
     reuse_groups: int = option(
         0,
-        "Newest groups with differing rewards to keep, and to train again for later groups without; 0: none.",
+        "Recent groups with differing rewards to keep, to replace later groups with equal rewards; 0: none.",
         minimum=0,
         maximum=1_000_000,
     )
     reroll_after: float | None = option(
         None,
-        "Prompts whose rollouts all earned nothing are sampled again after this share of the run.",
+        "Prompts whose rollouts all had no reward are sampled again after this share of the run.",
         above=0,
         maximum=1,
     )
-    reroll_below: float = option(
-        0.0, "Rewards up to this count as nothing earned.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
+    reroll_below: float = option(0.0, "Rewards up to this count as no reward.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    rerolls_per_step: int = option(
+        1, "Maximum number of prompts that are sampled again per step.", minimum=1, maximum=1_000_000
     )
-    rerolls_per_step: int = option(1, "Most prompts that are sampled again in a step.", minimum=1, maximum=1_000_000)
 
 
 @dataclass(kw_only=True)
@@ -50,10 +50,7 @@ class LedgerConfig(Freezable):
         None, "Folder on the replay actor's own disk, if output is on a network file system; null: output."
     )
     keep_steps: int = option(
-        10,
-        "Steps before the newest checkpoint whose groups can still be read, with their tokens.",
-        minimum=0,
-        maximum=MAX_STEPS,
+        10, "Number of steps before the newest checkpoint whose tokens are kept.", minimum=0, maximum=MAX_STEPS
     )
 
 
@@ -69,7 +66,7 @@ class WeightsConfig(Freezable):
         "Running sequences finish on the version they began with, or continue with the new one (vllm).",
         choices=("wait", "inflight"),
     )
-    bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10, maximum=2**40)
+    bucket_bytes: int = option(256 * 2**20, "Maximum size of a bucket of full weights.", minimum=2**10, maximum=2**40)
     timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0, maximum=MAX_SECONDS)
 
 
@@ -90,23 +87,20 @@ class TrackingConfig(Freezable):
     wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
     wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
     log_completions: int = option(
-        8,
-        "Groups of each step whose texts are written to completions.jsonl, and stay there.",
-        minimum=0,
-        maximum=1_000_000,
+        8, "Number of groups per step whose texts are written to completions.jsonl.", minimum=0, maximum=1_000_000
     )
 
 
 @dataclass(kw_only=True)
 class ClusterConfig(Freezable):
-    address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
+    address: str | None = option(None, "Ray cluster to join; null: the one at RAY_ADDRESS, or a new local one.")
     num_cpus: int | None = option(
         None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1, maximum=MAX_PROCESSES
     )
     preload: bool = option(
-        True, "Fork the processes of a local cluster from ones with their imports done, for a faster start (Linux)."
+        True, "Fork the processes of a local cluster from preloaded ones, for a faster start (Linux)."
     )
-    log_to_driver: bool = option(False, "Print the actors' output in this terminal, too.")
+    log_to_driver: bool = option(False, "Also print the actors' output in this terminal.")
     schedule_timeout_s: float = option(
         30.0, "Seconds to wait for resources of an actor before the run ends.", above=0, maximum=MAX_SECONDS
     )
@@ -118,13 +112,10 @@ class ClusterConfig(Freezable):
         120.0, "Seconds that a replay or weights actor may take to answer.", above=0, maximum=MAX_SECONDS
     )
     suspect_after_s: float = option(
-        30.0,
-        "Seconds of silence after which an engine gets no more prompts; it answers every few seconds.",
-        above=0,
-        maximum=MAX_SECONDS,
+        30.0, "Seconds without a heartbeat after which an engine gets no more prompts.", above=0, maximum=MAX_SECONDS
     )
     dead_after_s: float = option(
-        120.0, "Seconds of silence after which an engine is replaced.", above=0, maximum=MAX_SECONDS
+        120.0, "Seconds without a heartbeat after which an engine is replaced.", above=0, maximum=MAX_SECONDS
     )
     max_engine_failures: int = option(
         3,

@@ -118,7 +118,9 @@ def _checked_group(
     try:
         arrays = [np.asarray(value, np.float32) for value in values]
     except (TypeError, ValueError) as error:
-        problem = f"returned {type(values).__name__} for group {index}, which is no list of numbers or arrays ({error})"
+        problem = (
+            f"returned {type(values).__name__} for group {index}, which is not a list of numbers or arrays ({error})"
+        )
         raise own_error(config, ADVANTAGE, problem) from None
     shapes = [list(array.shape) for array in arrays]
     scalars: list[list[int]] = [[]] * len(rewards)

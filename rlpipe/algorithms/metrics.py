@@ -22,7 +22,7 @@ class MetricSums:
     means: dict[str, Tensor] = field(default_factory=dict)
     """Sums over loss tokens, to be divided by their number."""
     totals: dict[str, Tensor] = field(default_factory=dict)
-    """Sums that are not divided, such as the loss, whose parts are normalised already."""
+    """Sums that are not divided, such as the loss, whose parts are normalized already."""
     mins: dict[str, Tensor] = field(default_factory=dict)
     maxs: dict[str, Tensor] = field(default_factory=dict)
 

@@ -39,8 +39,8 @@ examples:
 
 
 PREPARE_NOTES = """\
-A run finds the prepared rows by itself. It renders them again if the data, an option that changes what is rendered, the
-tokenizer, its chat template, or the transform's file has changed.
+Runs find the prepared rows automatically. They render them again if the data, an option that changes what is rendered,
+the tokenizer, its chat template, or the transform's file has changed.
 
 examples:
   rlpipe data prepare my_run.yaml
@@ -50,7 +50,7 @@ examples:
 
 def add_commands(commands: Commands) -> None:
     parser = commands.add_parser(
-        "data", help="show the rows of a run", description="Shows the rows of a run.", allow_abbrev=False
+        "data", help="show the rows of a run", description="Show the rows of a run.", allow_abbrev=False
     )
     subjects = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     preview = add_command(
@@ -63,7 +63,7 @@ def add_commands(commands: Commands) -> None:
     add_run_arguments(preview)
     chosen = preview.add_mutually_exclusive_group()
     chosen.add_argument("--num", type=at_least(int, 1), default=3, metavar="N", help="the first N rows; default: 3")
-    chosen.add_argument("--row", type=at_least(int, 0), metavar="ROW", help="only this row, from 0")
+    chosen.add_argument("--row", type=at_least(int, 0), metavar="ROW", help="only this row, counted from 0")
     preview.add_argument("--html", metavar="FILE", help="write the rows to an HTML page instead")
     stats = add_command(
         subjects, "stats", run_stats, "count tokens, trained tokens, skipped rows and micro batches", epilog=STATS_NOTES
@@ -75,7 +75,7 @@ def add_commands(commands: Commands) -> None:
         subjects,
         "prepare",
         run_prepare,
-        "render all rows once, for every run that renders them alike",
+        "render all rows once, for all runs that render them the same way",
         epilog=PREPARE_NOTES,
     )
     add_run_arguments(prepare)

@@ -8,14 +8,10 @@ from rlpipe.commands.arguments import Commands, add_command, add_run_arguments, 
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(
-        commands, "episode", run_episode, "play one episode and show its tokens, with those that are trained"
-    )
-    parser.add_argument("--row", type=at_least(int, 0), default=0, metavar="N", help="row of the data, from 0")
-    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
-    parser.add_argument(
-        "--temperature", type=at_least(float, 0), metavar="T", help="0: always the likeliest token; default: the run's"
-    )
+    parser = add_command(commands, "episode", run_episode, "play one episode and show which of its tokens are trained")
+    parser.add_argument("--row", type=at_least(int, 0), default=0, metavar="N", help="row of the data, counted from 0")
+    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N", help="random seed")
+    parser.add_argument("--temperature", type=at_least(float, 0), metavar="T", help="0: greedy; default: the run's")
     add_run_arguments(parser)
 
 

@@ -1,4 +1,4 @@
-"""``rlpipe export``: write the policy of a checkpoint in a format that other tools load."""
+"""``rlpipe export``: export the policy of a checkpoint in a format that other tools load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from rlpipe.commands.arguments import Commands, add_command, add_trust_argument
 
 EXPORT_NOTES = """\
-Writes the files that a run writes to policy/ at its end: a PEFT adapter, or the whole model for transformers. It needs
+Writes the same files as a run does to policy/ at its end: a PEFT adapter, or the whole model for transformers. It needs
 no GPU, even if the run has one, and can be used while the run continues.
 
 examples:
@@ -18,9 +18,9 @@ examples:
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "export", run_export, "write the policy of a checkpoint", epilog=EXPORT_NOTES)
+    parser = add_command(commands, "export", run_export, "export the policy of a checkpoint", epilog=EXPORT_NOTES)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_... folder")
-    parser.add_argument("output", metavar="OUTPUT", help="new folder of the policy")
+    parser.add_argument("output", metavar="OUTPUT", help="folder to create for the policy")
     parser.add_argument(
         "--base", metavar="PATH", help="folder or hub id of the model that was trained; default: the run's model.path"
     )

@@ -33,7 +33,9 @@ def add_commands(commands: Commands) -> None:
     audited.add_argument("run", metavar="RUN", help=RUN_HELP)
     audited.add_argument("--json", action="store_true", help="print one JSON object")
     add_inspect_arguments(
-        add_command(commands, "inspect", run_inspect, "look at the groups of a run", epilog=INSPECT_EXAMPLES)
+        add_command(
+            commands, "inspect", run_inspect, "show the groups, steps and events of a run", epilog=INSPECT_EXAMPLES
+        )
     )
 
 
@@ -46,7 +48,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
         ("events", "deaths, recoveries and other events"),
     ):
         parser.add_argument(f"--{subject}", dest="subjects", action="append_const", const=subject, help=summary)
-    parser.add_argument("--step", type=span(int, "-"), metavar="N or A-B", help="groups of these steps, from 0")
+    parser.add_argument("--step", type=span(int, "-"), metavar="N or A-B", help="groups of these steps, counted from 0")
     parser.add_argument(
         "--reward",
         type=span(float, ".."),
@@ -54,8 +56,8 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
         help="groups with a mean reward from A to B; A.. and ..B are open; below 0: --reward=-1..0",
     )
     parser.add_argument("--state", action="append", metavar="STATE", help="groups in this state, or several: A,B")
-    parser.add_argument("--epoch", type=at_least(int, 0), metavar="N", help="groups of this epoch, from 0")
-    parser.add_argument("--prompt-id", type=at_least(int, 0), metavar="ROW", help="groups of this row, from 0")
+    parser.add_argument("--epoch", type=at_least(int, 0), metavar="N", help="groups of this epoch, counted from 0")
+    parser.add_argument("--prompt-id", type=at_least(int, 0), metavar="ROW", help="groups of this row, counted from 0")
     parser.add_argument(
         "--sort",
         metavar="KEY",
@@ -63,8 +65,8 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--reverse", action="store_true", help="the smallest first")
     parser.add_argument("--limit", type=at_least(int, 0), metavar="N", help=f"rows shown ({NUM_SHOWN}); 0: all")
-    parser.add_argument("--follow", action="store_true", help="show new entries as well, until the run has ended")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--follow", action="store_true", help="keep showing new entries until the run ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_trust_argument(parser)
 
 
@@ -81,7 +83,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:
         claims = "; ".join(finding.claim for finding in result.problems)
-        raise AccountsDiffer(f"the accounts in {path} do not add up: it is not true that {claims}")
+        raise AccountsDiffer(f"the ledger {path} is inconsistent: it is not true that {claims}")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

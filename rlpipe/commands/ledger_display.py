@@ -233,7 +233,7 @@ def _decode(
     from rlpipe.data.render.tokenizer import load_tokenizer
 
     try:
-        with reading_files("they can't be decoded", "mend the ledger's config or the tokenizer", error=ModelError):
+        with reading_files("they can't be decoded", "fix the ledger's config or the tokenizer", error=ModelError):
             tokenizer = load_tokenizer(replace(model, trust_remote_code=model.trust_remote_code and trusted))
             return [*tokenizer.batch_decode(completions, skip_special_tokens=True)], None
     except ModelError as error:
@@ -304,7 +304,7 @@ def _logged_lines(row: GroupRow, logged: Sequence[dict[str, Any]], as_json: bool
         yield json.dumps({**to_tree(replace(row, prompt=prompt)), "rollouts": logged}, ensure_ascii=False)
         return
     yield from _describe_record(replace(row, prompt=prompt))
-    yield f"{_why_no_tokens(row)}; its texts are those of {COMPLETIONS}"
+    yield f"{_why_no_tokens(row)}; its texts are from {COMPLETIONS}"
     if prompt:
         yield from _describe_prompt(prompt)
     for rollout in logged:

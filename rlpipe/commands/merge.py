@@ -22,18 +22,22 @@ examples:
 def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "merge", run_merge, "merge an adapter into its base", epilog=MERGE_NOTES)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder or hub id of a PEFT adapter")
-    parser.add_argument("output", metavar="OUTPUT", help="new folder of the merged model")
+    parser.add_argument("output", metavar="OUTPUT", help="folder to create for the merged model")
     parser.add_argument("--base", metavar="PATH", help="folder or hub id of the base; default: the adapter's own")
     parser.add_argument(
-        "--base-precision", choices=("full", "nf4"), help="precision of the base; default: the closer one"
+        "--base-precision",
+        choices=("full", "nf4"),
+        help="precision of the base to merge into; default: the one closer to the trained policy",
     )
     parser.add_argument(
-        "--trained-on", choices=("full", "nf4"), help="for adapters that rlpipe did not train; default: full"
+        "--trained-on",
+        choices=("full", "nf4"),
+        help="precision of the base in training, for adapters that rlpipe did not train; default: full",
     )
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="texts to measure on, one a line; default: texts sampled from the policy, which is slower",
+        help="file with texts to measure on, one per line; default: texts sampled from the policy, which is slower",
     )
 
 

@@ -29,7 +29,9 @@ def add_commands(commands: Commands) -> None:
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--device", metavar="NAME", help="such as h100-80g; default, or 'this': as measured on this machine"
+        "--device",
+        metavar="NAME",
+        help="device to plan for, such as h100-80g; default, or 'this': this machine, as measured",
     )
     parser.add_argument(
         "--calibrate",
@@ -40,7 +42,7 @@ def add_commands(commands: Commands) -> None:
         "--host-memory-gib",
         type=float,
         metavar="GIB",
-        help="memory of the machine; default: the table's, or as measured",
+        help="host memory of the machine; default: that of the device table or the measurement",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -32,7 +32,7 @@ def play_episode(config: Config, *, row: int, seed: int, temperature: float | No
     ``EnvironmentFailed`` if the environment fails.
     """
     if config.algorithm.kind != "rl" or not config.environment.is_used:
-        raise ConfigError("the config plays no episodes: set environment.path or environment.tools")
+        raise ConfigError("the config plays no episodes: set environment.path, environment.tools or environment.agent")
     disable_progress_bar()
     config = replace(config, model=prepare_run(config).model)
     tokenizer = load_tokenizer(config.model)
@@ -61,7 +61,7 @@ def _prompt(config: Config, tokenizer: PreTrainedTokenizerBase, row: int) -> Pro
     source, _ = open_run_prompts(config, config.model, tokenizer, tried=False)
     place = find_row(source, row)
     if place is None:
-        raise DataError(f"--row {row}: the data have fewer rows")
+        raise DataError(f"--row {row}: the data has fewer rows")
     try:
         return source.render(place)
     except UnusableRow as problem:

@@ -1,4 +1,4 @@
-"""``rlpipe sandbox``: check what confines the programs of models on this machine."""
+"""``rlpipe sandbox``: test the sandbox for code that models wrote on this machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rlpipe.commands.arguments import Commands, add_command
 from rlpipe.errors import RunError
 
 SANDBOX_NOTES = """\
-Programs try to break out of a sandbox as `isolation: sandbox` makes it. Run it as the user, and in the container, that
-scores: in a Ray job, on a node of the cluster. The exit code is 1 if anything did not hold.
+Programs try to break out of the sandbox that `isolation: sandbox` provides. Run this as the same user and in the same
+container as the scoring processes, such as in a Ray job. The exit code is 1 if any attempt succeeds.
 """
 
 
@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "sandbox",
         run_sandbox,
-        "check what confines the programs of models on this machine",
+        "test the sandbox for code that models wrote on this machine",
         epilog=SANDBOX_NOTES,
     )
 

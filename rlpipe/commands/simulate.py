@@ -13,7 +13,7 @@ DIST is a distribution of seconds:
   uniform:A,B           between A and B
   exponential:MEAN      exponential
   lognormal:MEAN,SIGMA  log-normal; SIGMA is the standard deviation of the logarithm
-  empirical:FILE        drawn from the numbers in a text file, one a line
+  empirical:FILE        drawn from the numbers in a text file, one per line
 
 examples:
   rlpipe simulate experiment=gsm8k --generate lognormal:20,0.5 --score constant:0.2 --train constant:40 --minutes 60
@@ -39,27 +39,35 @@ def add_commands(commands: Commands) -> None:
         "--from",
         dest="run",
         metavar="RUN",
-        help="folder of a run; its config is used, and its ledger's times where none are given",
+        help="folder of a run, whose config is used, and whose ledger provides the times that are not given",
     )
     times.add_argument(
         "--slowdown",
         type=at_least(float, 1),
         default=1.0,
         metavar="X",
-        help="time of a full engine over that of one group",
+        help="how many times as long a group takes on a full engine as alone",
     )
     parser.add_argument(
         "--engines", type=at_least(int, 1), metavar="N", help="number of engines; default: the config's"
     )
     parser.add_argument(
-        "--places", type=at_least(int, 1), metavar="N", help="groups that an engine samples at one time"
+        "--places", type=at_least(int, 1), metavar="N", help="groups that an engine samples at the same time"
     )
     parser.add_argument(
-        "--minutes", type=at_least(float, 0), default=1.0, metavar="M", help="longest training to simulate; default: 1"
+        "--minutes",
+        type=at_least(float, 0),
+        default=1.0,
+        metavar="M",
+        help="minutes of training to simulate; default: 1",
     )
-    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
+    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N", help="random seed")
     parser.add_argument(
-        "--add", type=at_least(int, 1), default=1, metavar="N", help="machines of each kind that the advice adds"
+        "--add",
+        type=at_least(int, 1),
+        default=1,
+        metavar="N",
+        help="processes of each kind that the advice adds; default: 1",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

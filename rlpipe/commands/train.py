@@ -18,7 +18,9 @@ rlpipe config --docs lists every option, rlpipe config --groups every config gro
 
 def add_commands(commands: Commands) -> None:
     add_run_arguments(add_command(commands, "train", run_train, "train a policy", epilog=TRAIN_EXAMPLES))
-    evaluate = add_command(commands, "eval", run_eval, "evaluate a policy, and an adapter, on held-out prompts")
+    evaluate = add_command(
+        commands, "eval", run_eval, "evaluate a policy, optionally with an adapter, on held-out prompts"
+    )
     add_run_arguments(evaluate)
     evaluate.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter to evaluate")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")

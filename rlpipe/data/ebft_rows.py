@@ -173,7 +173,7 @@ def _is_empty(message: dict[str, Any]) -> bool:
 def _text_or_messages(row: Row, column: str) -> Any:
     value = row[column]
     if not isinstance(value, str | list | tuple):
-        found = "is null" if value is None else f"holds a {type(value).__name__}, not a text or messages"
+        found = "is null" if value is None else f"holds a {type(value).__name__}, not a string or messages"
         raise UnusableRow(f"column {column!r} {found}")
     if not value:
         raise UnusableRow(f"column {column!r} is empty")

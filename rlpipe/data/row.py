@@ -79,7 +79,7 @@ def require_columns(columns: Collection[str], needed: Sequence[str], location: s
     if missing:
         there = ", ".join(columns) or "none"
         noun = "column" if len(missing) == 1 else "columns"
-        raise DataError(f"{location}: no {noun} {' and '.join(missing)}; columns there: {there}; set {options}")
+        raise DataError(f"{location}: no {noun} {' and '.join(missing)}; existing columns: {there}; set {options}")
 
 
 def parse_object(line: bytes, location: str) -> dict[str, Any]:

@@ -72,9 +72,9 @@ def read_action(text: str, space: Any) -> Any:
             if not isinstance(space, spaces.Discrete):
                 action = np.asarray(action, getattr(space, "dtype", None))
         except (TypeError, ValueError, RecursionError):
-            raise ValueError(f"{text.strip()[:50]!r} is no action") from None
+            raise ValueError(f"{text.strip()[:50]!r} is not an action") from None
     if not space.contains(action):
-        raise ValueError(f"{text.strip()[:50]!r} is no action")
+        raise ValueError(f"{text.strip()[:50]!r} is not an action")
     return action
 
 

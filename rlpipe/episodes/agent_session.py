@@ -49,22 +49,22 @@ class ChatQuestion:
                 raise RequestRefused(400, "unsupported", f"{name}={body[name]!r:.50} is not supported in training")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(own, dict) for own in messages):
-            raise RequestRefused(400, "invalid", "messages has to be a list of at least one message")
+            raise RequestRefused(400, "invalid", "messages must be a list of at least one message")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise RequestRefused(400, "invalid", f"max_tokens={limit!r:.50} is not a number of tokens")
         stop = body.get("stop") or ()
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
-            raise RequestRefused(400, "invalid", "stop has to be a text or a list of texts")
+            raise RequestRefused(400, "invalid", "stop must be a string or a list of strings")
         tools = body.get("tools") or ()
         if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
-            raise RequestRefused(400, "invalid", "tools has to be a list of objects")
+            raise RequestRefused(400, "invalid", "tools must be a list of objects")
         return cls(messages=_as_read(messages), tools=tools, max_tokens=limit, stop=list(stop))
 
     @property
     def digest(self) -> str:
-        """A digest by which a repeated request is recognised."""
+        """A digest by which a repeated request is recognized."""
         parts = (self.messages, self.tools, self.max_tokens, self.stop)
         return sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
@@ -82,7 +82,7 @@ def _as_read(messages: ChatMessages) -> ChatMessages:
             for call in message.get("tool_calls") or ():
                 names[str(call.get("id"))] = call["function"]["name"]
         except (TypeError, KeyError, AttributeError):
-            raise RequestRefused(400, "invalid", "tool_calls has to be a list of calls of named functions") from None
+            raise RequestRefused(400, "invalid", "tool_calls must be a list of calls of named functions") from None
         own = {**message, "role": "system" if role == "developer" else role}
         if role == "tool" and not own.get("name"):
             own["name"] = names.get(str(own.get("tool_call_id")), "")
@@ -99,7 +99,7 @@ def _check_content(content: Any) -> None:
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         return
-    raise RequestRefused(400, "unsupported", "a message's content has to be a text, or parts of text")
+    raise RequestRefused(400, "unsupported", "a message's content must be a string or text parts")
 
 
 @dataclass(slots=True, eq=False)

@@ -102,7 +102,7 @@ class Bridge:
             raise Unbridgeable(SLOW_TOKENIZER)
         ends = np.isin(encoded.token_ids, list(self.end_ids)) & (encoded.offsets[:, 0] > behind)
         if not ends.any():
-            raise Unbridgeable("the chat template writes no end token behind the assistant's turn")
+            raise Unbridgeable("the chat template writes no end token after the assistant's turn")
         end = int(np.flatnonzero(ends)[0])
         behind_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
         return Suffix(int(encoded.token_ids[end]), behind_end)
@@ -136,7 +136,7 @@ def kind_of(new: ChatMessages) -> str:
         (*("tool",) * max(num_results, 1), "user"): RESULT_AND_USER,
     }
     if roles not in kinds:
-        raise Unbridgeable(f"no bridge leads over messages of {', '.join(roles) or 'nobody'}")
+        raise Unbridgeable(f"the chat template does not allow appending messages of {', '.join(roles) or 'nobody'}")
     return kinds[roles]
 
 
@@ -284,8 +284,8 @@ def _why_refused(bridge: Bridge, answer: Message, new: ChatMessages) -> str | No
             continue  # the template takes no such history at all
         num_tried += 1
         if not ends_with(whole, expected):
-            return "the chat template writes something else behind it after other histories"
-    return None if num_tried else "the chat template takes no conversation with it"
+            return "what the chat template writes after it depends on the history"
+    return None if num_tried else "the chat template does not accept a conversation with it"
 
 
 def render_whole(template: ChatTemplate, messages: ChatMessages) -> IntArray:

@@ -104,7 +104,7 @@ class Gateway:
             signed = self._sign(key.partition("-")[2].partition("-")[0])
             if hmac.compare_digest(key.encode(errors="replace"), signed.encode(errors="replace")):
                 raise RequestRefused(409, "sealed", "the episode is over")
-        raise RequestRefused(401, "invalid_api_key", "the key is of no episode of this run")
+        raise RequestRefused(401, "invalid_api_key", "the key belongs to no episode of this run")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:

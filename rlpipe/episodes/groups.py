@@ -204,7 +204,7 @@ def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]
         draw=draw,
     )
     notes = [
-        f"after {messages} the conversation is rendered anew, as a sequence of its own: {reason}"
+        f"after {messages} the conversation is rendered anew, as a separate sequence: {reason}"
         for messages, reason in bridge.refused.items()
     ]
     if config.rollout.max_model_len is None:

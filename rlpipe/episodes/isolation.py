@@ -216,7 +216,7 @@ class ObjectLink:
             raise ValueError(f"an answer of {length} bytes")
         answer = json.loads(await reader.readexactly(length))
         if not isinstance(answer, dict):
-            raise ValueError("an answer that is none")
+            raise ValueError("an invalid answer")
         return answer
 
     def _reason(self) -> str:

@@ -55,7 +55,7 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         try:
             own_tools = made().tools()
         except Exception as error:  # a user's class raises anything
-            raise ConfigError(f"environment.path: {config.path} can't be made: {describe_error(error)}") from error
+            raise ConfigError(f"environment.path: {config.path} can't be created: {describe_error(error)}") from error
     tools = [_import_tool(entry, config) for entry in config.tools if not isinstance(entry, Mapping)]
     servers = [McpServer.parse(entry) for entry in config.tools if isinstance(entry, Mapping)]
     return EpisodeKind(
@@ -86,7 +86,9 @@ def _open_agent(agent: Any, concurrency: int) -> Agent:
 def _import_tool(entry: str, config: EnvironmentConfig) -> FunctionTool:
     function = import_object(entry, what="environment.tools", error=ConfigError)
     if getattr(function, "needs_sandbox", False) and config.isolation != "sandbox":
-        raise ConfigError(f"environment.tools: {entry} runs code of the model: set environment.isolation=sandbox")
+        raise ConfigError(
+            f"environment.tools: {entry} runs code that the model wrote: set environment.isolation=sandbox"
+        )
     return FunctionTool(function)
 
 

@@ -93,7 +93,7 @@ def from_openenv(
             except Exception as error:
                 if not _is_wrong_action(error):
                     raise
-                return Step(f"{action.strip()[:50]!r} is no action: {error}")
+                return Step(f"{action.strip()[:50]!r} is not an action: {error}")
             observed = (show or show_observation)(answer.observation)
             return Step(observed, reward=float(answer.reward or 0.0), done=bool(answer.done))
 
@@ -142,7 +142,7 @@ def read_fields(text: str, fields: Mapping[str, Any], required: list[str]) -> di
         return action
     names = ", ".join(f"{name} ({own.get('type', 'any')})" for name, own in fields.items())
     what = f" with the fields {names}" if names else ""
-    raise ValueError(f"{text.strip()[:50]!r} is no action; actions are JSON objects{what}")
+    raise ValueError(f"{text.strip()[:50]!r} is not an action; actions are JSON objects{what}")
 
 
 class OpenEnvSession:
@@ -202,7 +202,7 @@ class OpenEnvSession:
                 observation=found["observation"], reward=found.get("reward"), done=found.get("done", False)
             )
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            self._fail(f"its answer to {kind} is none of OpenEnv: {message.data!r:.100}", error)
+            self._fail(f"its answer to {kind} is not in the form of OpenEnv: {message.data!r:.100}", error)
 
     def _refuse(self, found: Mapping[str, Any]) -> NoReturn:
         code, message = str(found.get("code", "")), str(found.get("message", ""))

@@ -45,7 +45,7 @@ def follows(body: Mapping[str, Any], request: Mapping[str, Any], answer: ChatAns
 
 def _as_tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list | None):
-        raise RequestRefused(400, "invalid", "tools has to be a list of objects")
+        raise RequestRefused(400, "invalid", "tools must be a list of objects")
     functions = []
     for tool in tools or ():
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -61,7 +61,7 @@ def _as_messages(items: Any) -> ChatMessages:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise RequestRefused(400, "invalid", "input has to be a text or a list of objects")
+        raise RequestRefused(400, "invalid", "input must be a string or a list of objects")
     messages: ChatMessages = []
     answer: dict[str, Any] | None = None
     """The message of the policy that further items belong to."""
@@ -104,7 +104,7 @@ def _text(content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise RequestRefused(400, "unsupported", "an item's content has to be a text, or parts of text")
+            raise RequestRefused(400, "unsupported", "an item's content must be a string or text parts")
     return "".join(part["text"] for part in parts)
 
 

@@ -223,7 +223,7 @@ class Session:
         if episode.graph.turns:
             return episode.end_early("length")
         limit = self._rules.max_model_len
-        raise ValueError(f"what the policy sees first has {num_tokens} tokens, which leave no space in {limit}")
+        raise ValueError(f"the first messages have {num_tokens} tokens, which leave no space in {limit}")
 
     async def _respond(self, parsed: ParsedTurn) -> tuple[ChatMessages, float, bool]:
         """Return the messages after a turn, its reward, and whether the episode is over."""

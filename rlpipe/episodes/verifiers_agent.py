@@ -79,7 +79,7 @@ class VerifiersAgent:
                             return rollout.reward(message)
                         rollout.add(message)
                     except (AttributeError, KeyError, TypeError, ValueError) as error:
-                        raise AgentFailed(f"its answer is none of verifiers 0.4: {error!r:.200}") from error
+                        raise AgentFailed(f"its answer is not in the form of verifiers 0.4: {error!r:.200}") from error
             except asyncio.CancelledError:
                 await server.ask("cancel", {"request_id": name.decode()})
                 raise

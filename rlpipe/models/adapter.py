@@ -31,7 +31,7 @@ AGAIN = "export or download the adapter again"
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TrainingRecord:
     base_precision: str = "full"
-    """``full``, or ``nf4`` for a base that QLoRA quantised to NF4."""
+    """``full``, or ``nf4`` for a base that QLoRA quantized to NF4."""
     weight_scales: Mapping[str, float] = field(default_factory=dict)
     """Factors that parameters were multiplied with, by name (``model.normalize_weight_scales``)."""
 

@@ -56,9 +56,9 @@ def model_folder(path: str) -> str:
 def convert(file: Path, target: Path) -> None:
     """Write the model and the tokenizer of a GGUF file to ``target``, with weights in float32.
 
-    Every block of a quantised tensor is a scale times small integers, which float32 holds exactly. If another process
+    Every block of a quantized tensor is a scale times small integers, which float32 holds exactly. If another process
     is converting to the same folder, wait for it. Raises ``ModelError`` if the file can't be read, or transformers
-    can't dequantise it.
+    can't dequantize it.
     """
     _check_file(file)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def describe_gguf(path: str) -> str | None:
     made = json.loads((folder / ORIGIN).read_text())
     return (
         f"model.path={path}: {made['architecture']} with {made['num_parameters'] / 1e6:,.0f}M parameters in "
-        f"{made['types']}, trained and sampled with dequantised weights: {folder}"
+        f"{made['types']}, trained and sampled with dequantized weights: {folder}"
     )
 
 
@@ -113,7 +113,7 @@ def _convert(file: Path, folder: Path) -> None:
 
     disable_progress_bar()
     damaged = partial(
-        reading_files, f"model.path={file}: transformers can't dequantise it", "give another", error=ModelError
+        reading_files, f"model.path={file}: transformers can't dequantize it", "give another", error=ModelError
     )
     unwritten = partial(reading_files, f"model.path={file}: the model can't be written", "make room", error=ModelError)
     with damaged():

@@ -1,4 +1,4 @@
-"""QLoRA's base model: linear layers with NF4 weights, as bitsandbytes quantises and transformers loads them."""
+"""QLoRA's base model: linear layers with NF4 weights, as bitsandbytes quantizes and transformers loads them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resolve_nf4(model: nn.Module, device: torch.device) -> None:
                     f"a multiple of {BLOCK}: set model.adapter.kind=lora, or train on a GPU"
                 )
             module.support_avx512bf16_for_cpu = False
-            assert module.quant_state is not None, "transformers quantises while it loads"
+            assert module.quant_state is not None, "transformers quantizes while it loads"
             module.quant_state.to(device)
 
 
@@ -60,14 +60,14 @@ def nf4_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def from_nf4(codes: Tensor, layer: nn.Module) -> Tensor:
-    """Dequantise the weight of an NF4 layer from its unsharded codes."""
+    """Dequantize the weight of an NF4 layer from its unsharded codes."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(codes, cast(Any, layer).quant_state)
 
 
 def nf4_round_trip(weight: Tensor) -> Tensor:
-    """Quantise a weight to NF4 and dequantise it again, in the weight's own type."""
+    """Quantize a weight to NF4 and dequantize it again, in the weight's own type."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     # One block per row, because on the CPU bitsandbytes misreads rows that end within a block.
@@ -78,7 +78,7 @@ def nf4_round_trip(weight: Tensor) -> Tensor:
 
 
 def to_nf4_and_back(model: PreTrainedModel) -> None:
-    """Replace a model's weights in place by the dequantised NF4 weights of QLoRA's base."""
+    """Replace a model's weights in place by the dequantized NF4 weights of QLoRA's base."""
     quantized = nf4_parameters(model)
     for name, parameter in model.named_parameters():
         if name in quantized:

@@ -120,7 +120,7 @@ def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]
 
 
 def _with_nf4(stage: Stage, sizes: Sequence[int], dtype: torch.dtype, device: Device) -> Stage:
-    """Add to a stage the dequantisation of its 4-bit weights before their use, in both passes."""
+    """Add to a stage the dequantization of its 4-bit weights before their use, in both passes."""
     moved_s = sum(nf4_bytes(size) + size * dtype.itemsize for size in sizes) / device.memory_bandwidth
     largest = max(sizes, default=0) * dtype.itemsize
     return replace(

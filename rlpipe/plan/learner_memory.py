@@ -186,7 +186,7 @@ def outline_policy(described: PreTrainedConfig, model: ModelConfig, *, frozen: b
 
 
 def nf4_bytes(num_elements: int) -> int:
-    """Return the bytes of the 4-bit codes and of their scales, which are quantised, too."""
+    """Return the bytes of the 4-bit codes and of their scales, which are quantized, too."""
     scales = -(-num_elements // NF4_BLOCK)
     return -(-num_elements // 2) + scales + 4 * -(-scales // NF4_SCALES)
 

@@ -146,9 +146,9 @@ class ScorerModel:
     """Function that runs a pass, given the number of sequences and of tokens per sequence."""
     module: nn.Module
     unpacked_bytes: int = 0
-    """Bytes of the largest 4-bit weight, dequantised while it is used."""
+    """Bytes of the largest 4-bit weight, dequantized while it is used."""
     unpacking_bytes: int = 0
-    """Bytes moved per pass to dequantise all 4-bit weights."""
+    """Bytes moved per pass to dequantize all 4-bit weights."""
     _costs: dict[tuple[int, int, str], ForwardCost] = field(default_factory=dict)
 
     def cost(self, num_sequences: int, num_tokens: int, device: Device) -> ForwardCost:

@@ -97,7 +97,7 @@ def _converting(path: str) -> AbstractContextManager[None]:
     """Return the progress phase of converting a GGUF file, or a null context if there is nothing to convert."""
     if not is_gguf(path) or converted_folder(path).exists():
         return nullcontext()
-    return PHASES.phase(f"dequantising {path}, which is done once")
+    return PHASES.phase(f"dequantizing {path}, which is done once")
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
         for columns in (prompt.task.keys() for prompt in prompts):
             if missing := missing_columns(function, reward.kwargs, columns):
                 there = ", ".join(columns) or "none"
-                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
+                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {there}")
 
 
 def check_adapter_targets(run: Run) -> None:

@@ -135,7 +135,7 @@ class RemoteProgram:
         arguments = [encode(list(positional), self._name), encode(dict(named), self._name)]
         answer = self._ask({"call": index, "arguments": arguments})
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
-            raise ProgramFailed("the program answered a call with nonsense")
+            raise ProgramFailed("the program answered a call in an invalid form")
         result, changed = answer
         for place, value in changed.items():
             if type(place) is int and 0 <= place < len(positional):
@@ -159,7 +159,7 @@ class RemoteProgram:
                 case {"arguments": _} as question:
                     self._write(self._answer_back(question))
                 case _:
-                    raise ProgramFailed("the program answered nonsense")
+                    raise ProgramFailed("the program sent an invalid answer")
 
     def _answer_back(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer the program's question about an object of the test."""
@@ -185,14 +185,14 @@ class RemoteProgram:
 
     def _local(self, index: int) -> Any:
         if not 0 <= index < len(self._locals):
-            raise ProgramFailed("the program answered nonsense")
+            raise ProgramFailed("the program sent an invalid answer")
         return self._locals[index]
 
     def _decode(self, tree: Any) -> Any:
         try:
             return decode(tree, self._find)
         except (TypeError, ValueError, ArithmeticError, RecursionError, KeyError) as error:
-            raise ProgramFailed(f"the program answered nonsense: {type(error).__name__}") from None
+            raise ProgramFailed(f"the program sent an invalid answer: {type(error).__name__}") from None
 
     def _find(self, tree: dict[str, Any]) -> Any:
         match tree:
@@ -242,7 +242,7 @@ class RemoteProgram:
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
-            raise ProgramFailed("the program answered nonsense") from None
+            raise ProgramFailed("the program sent an invalid answer") from None
 
     def _await(self, fd: int, *, is_read: bool) -> None:
         left = self._deadline - time.monotonic()
@@ -288,7 +288,7 @@ def _call(self: RemoteObject, *positional: Any, **named: Any) -> Any:
 def _iterate(self: RemoteObject) -> Iterator[Any]:
     values = self._program.ask("iterate", self._index)
     if not isinstance(values, list):
-        raise ProgramFailed("the program answered an iteration with nonsense")
+        raise ProgramFailed("the program answered an iteration in an invalid form")
     return iter(values)
 
 
@@ -299,7 +299,7 @@ def _item(self: RemoteObject, key: Any) -> Any:
 def _length(self: RemoteObject) -> int:
     length = self._program.ask("length", self._index)
     if type(length) is not int or length < 0:
-        raise ProgramFailed("the program answered a length with nonsense")
+        raise ProgramFailed("the program answered with an invalid length")
     return length
 
 

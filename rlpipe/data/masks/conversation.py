@@ -161,7 +161,7 @@ class ConversationMask:
             return mask
         if row.offsets is None:
             if parts.spans or any(index >= row.first_message for index in parts.untrained):
-                raise UnusableRow("messages that are not to be trained need a fast tokenizer, with tokenizer.json")
+                raise UnusableRow("messages that are excluded from the loss need a fast tokenizer, with tokenizer.json")
             _check_number(spans, row.messages, roles)
             return mask
         origins = find_origins(row.template.render, row.taken, row.text)

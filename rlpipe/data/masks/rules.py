@@ -81,9 +81,7 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
     """Return the origin of the boundaries, and the boundaries; raise as ``resolve_mask`` does."""
     if data.role_boundaries is not None:
         if not data.role_boundaries:
-            raise DataError(
-                f"{ROLE_OPTION}: empty, so that no token would count; add entries, or set data.loss_mask=all"
-            )
+            raise DataError(f"{ROLE_OPTION}: empty, so no token would count; add entries, or set data.loss_mask=all")
         given = encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
         roles: dict[tuple[int, ...], str] = {}
         for index, boundary in enumerate(given):

@@ -44,7 +44,7 @@ class TrainedParts:
             if message["role"] not in roles:
                 if asks or any(own or ()):
                     raise UnusableRow(
-                        f"{name} ({message['role']}) asks to be trained, but data.roles_to_train does not"
+                        f"{name} ({message['role']}) is marked as trained, but its role is not in data.roles_to_train"
                     )
                 continue
             if index < first_message or asks is False or own == []:

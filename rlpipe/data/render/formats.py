@@ -85,12 +85,12 @@ class SupervisedForm:
     def _of_alpaca(self, row: Row) -> Row:
         for name in (INSTRUCTION, OUTPUT):
             if not isinstance(row[name], str):
-                raise UnusableRow(f"column {name!r} is {row[name]!r:.80}, not a text")
+                raise UnusableRow(f"column {name!r} is {row[name]!r:.80}, not a string")
         for name in (INPUT, SYSTEM):
             if not isinstance(row.get(name), str | None):
-                raise UnusableRow(f"column {name!r} is {row[name]!r:.80}, not a text")
+                raise UnusableRow(f"column {name!r} is {row[name]!r:.80}, not a string")
         if not isinstance(row.get(HISTORY), list | tuple | None):
-            raise UnusableRow(f"column {HISTORY!r} is {row[HISTORY]!r:.80}, not a list of pairs of texts")
+            raise UnusableRow(f"column {HISTORY!r} is {row[HISTORY]!r:.80}, not a list of pairs of strings")
         rest = _without(row, INSTRUCTION, INPUT, OUTPUT, HISTORY, SYSTEM)
         earlier, system = row.get(HISTORY) or [], row.get(SYSTEM)
         if not self._chat:

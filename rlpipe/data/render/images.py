@@ -198,7 +198,7 @@ def _checked(part: Mapping[str, Any], has_marks: bool) -> Iterator[Mapping[str, 
     elif part["type"] in IMAGE_TYPES:
         yield part
     else:
-        raise UnusableRow(f"a message part has the type {part['type']!r:.40}; only texts and images can be rendered")
+        raise UnusableRow(f"a message part has the type {part['type']!r:.40}; only text and images can be rendered")
 
 
 def _led_by(messages: ChatMessages, count: int) -> ChatMessages:

@@ -44,7 +44,7 @@ def column_messages(value: Any, column: str, role: str | None = None) -> ChatMes
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
     if role is not None and not isinstance(value, list | tuple):
-        raise UnusableRow(f"column {column!r} holds a {type(value).__name__}, not a text or messages")
+        raise UnusableRow(f"column {column!r} holds a {type(value).__name__}, not a string or messages")
     try:
         messages = chat_messages(value)
     except UnusableRow as problem:
@@ -112,7 +112,7 @@ def _content(content: Any, name: str) -> Any:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise UnusableRow(f"{name}: its content is a {type(content).__name__}, neither a text nor a list of parts")
+        raise UnusableRow(f"{name}: its content is a {type(content).__name__}, neither a string nor a list of parts")
     parts = [_part(part, f"{name}, part {number}") for number, part in enumerate(content, start=1)]
     is_text = all(part["type"] == "text" for part in parts)
     return "".join(part["text"] for part in parts) if is_text else parts
@@ -122,10 +122,10 @@ def _part(part: Any, name: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise UnusableRow(f"{name}: a content part must be a text or a dict with the key 'type', found {part!r:.80}")
+        raise UnusableRow(f"{name}: a content part must be a string or a dict with the key 'type', found {part!r:.80}")
     known = {key: value for key, value in part.items() if value is not None}
     if known["type"] == "text" and not isinstance(known.get("text"), str):
-        raise UnusableRow(f"{name}: its key 'text' is {known.get('text')!r:.80}, not a text")
+        raise UnusableRow(f"{name}: its key 'text' is {known.get('text')!r:.80}, not a string")
     return known
 
 
@@ -180,7 +180,7 @@ def _schema(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise UnusableRow(f"{name}: its key 'function' is {function!r:.80}, not a schema")
     if not isinstance(function.get("name"), str):
-        raise UnusableRow(f"{name}: its key 'name' is {function.get('name')!r:.80}, not a text")
+        raise UnusableRow(f"{name}: its key 'name' is {function.get('name')!r:.80}, not a string")
     if "parameters" not in function:
         return tool
     function = {**function, "parameters": _parsed(function["parameters"])}
@@ -263,5 +263,5 @@ def _with_content(message: dict[str, Any], content: str) -> dict[str, Any]:
 def _text_of(message: dict[str, Any], name: str) -> str:
     content = message.get("content")
     if content is not None and not isinstance(content, str):
-        raise UnusableRow(f"the content of {name} is a {type(content).__name__}, not a text")
+        raise UnusableRow(f"the content of {name} is a {type(content).__name__}, not a string")
     return content or ""

@@ -131,7 +131,7 @@ class PreferenceForm:
                     raise UnusableRow(_no_prompt("texts", shared))
                 return chosen[:shared], chosen[shared:], rejected[shared:]
         if isinstance(chosen, str) or isinstance(rejected, str):
-            raise UnusableRow("one of chosen and rejected is a text, and the other one messages")
+            raise UnusableRow("one of chosen and rejected is a string, the other one messages")
         shared = _num_shared(chosen, rejected)
         if shared in (0, len(chosen), len(rejected)):
             raise UnusableRow(_no_prompt("messages", shared))
@@ -158,7 +158,7 @@ def _has_own_prompt(chosen: Completion, rejected: Completion) -> bool:
 
 
 def _no_prompt(parts: str, num_shared: int) -> str:
-    what = "are the same, or one begins the other" if num_shared else f"begin with different {parts}"
+    what = "are the same, or one is the beginning of the other" if num_shared else f"begin with different {parts}"
     return f"chosen and rejected {what}, and the row has no prompt of its own"
 
 

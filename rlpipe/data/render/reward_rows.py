@@ -164,7 +164,9 @@ class StepRenderer:
             raise UnusableRow(f"{len(steps)} steps in column {names[0]!r}, and {len(labels)} labels in {names[1]!r}")
         for step in steps:
             if not isinstance(step, str) or not step.strip():
-                raise UnusableRow(f"column {names[0]!r} has the step {step!r:.80}, which is not a text with words")
+                raise UnusableRow(
+                    f"column {names[0]!r} has the step {step!r:.80}, which is not a string with visible characters"
+                )
         for label in labels:
             if not isinstance(label, bool | np.bool_) and label not in (0, 1):
                 raise UnusableRow(f"column {names[1]!r} has the label {label!r:.80}, neither true nor false")

@@ -364,7 +364,7 @@ class SequenceRenderer:
     def _text(self, row: Row) -> str:
         text = present(row, str(self._data.text_column))
         if not isinstance(text, str):
-            raise UnusableRow(f"column {self._data.text_column!r} holds a {type(text).__name__}, not a text")
+            raise UnusableRow(f"column {self._data.text_column!r} holds a {type(text).__name__}, not a string")
         return text
 
     def _text_tokens(self, text: str) -> IntArray:

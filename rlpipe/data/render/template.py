@@ -87,7 +87,7 @@ class ChatTemplate:
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"tokenizer {self.tokenizer.name_or_path!r} has no chat template; "
-                "set model.chat_template, or data.chat=false for plain texts"
+                "set model.chat_template, or data.chat=false for plain text"
             )
 
     def with_system_prompt(self, messages: ChatMessages) -> ChatMessages:

@@ -361,7 +361,7 @@ class Database:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 if self._writer is not None and self._writer != self.get("writer"):
-                    raise LedgerError(f"another process has taken over the ledger {self.path}; this one can only end")
+                    raise LedgerError(f"another process has taken over the ledger {self.path}; this one has to stop")
                 yield
             except BaseException:
                 if self._connection.in_transaction:  # not after a full disk, which has ended it already
@@ -377,7 +377,7 @@ class Database:
             code = getattr(error, "sqlite_errorcode", None)
             if isinstance(error, OSError) or (code is not None and code & 0xFF in ENVIRONMENT):
                 raise LedgerError(
-                    f"the ledger {self.path} can't be used: {error}; see to its disk and permissions, and try again"
+                    f"the ledger {self.path} can't be used: {error}; check its disk and permissions, and try again"
                 ) from error
             raise self.damaged(str(error)) from error
 

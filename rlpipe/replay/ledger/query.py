@@ -39,7 +39,7 @@ def find_ledger(run: Path) -> Path:
         raise DataError(f"{run} is a run with algorithm.kind={kind}, which keeps no ledger: {WANTED}")
     if folder is not None:
         raise DataError(
-            f"the ledger {path} (ledger.folder) is not on this machine: look at it where the replay actor runs, or "
+            f"the ledger {path} (ledger.folder) is not on this machine: inspect it on the replay actor's machine, or "
             f"specify a checkpoint in {run / 'checkpoints'}, which has a copy"
         )
     raise DataError(f"{run} has no {NAME}: {WANTED}")

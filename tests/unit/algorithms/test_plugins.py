@@ -190,7 +190,8 @@ def test_own_advantages_may_be_one_for_each_loss_token(files: Path) -> None:
         ("one_group", "returned 1 groups for 2 groups of rewards"),
         (
             "texts",
-            "returned list for group 0, which is no list of numbers or arrays (could not convert string to float: 'a')",
+            "returned list for group 0, which is not a list of numbers or arrays "
+            "(could not convert string to float: 'a')",
         ),
         ("nothing", "returned NoneType for 2 groups of rewards"),
         ("undefined", "returned NaN or infinity for group 0, whose rewards are [1. 3.]"),
@@ -250,7 +251,7 @@ def test_code_that_is_not_the_recorded_one_is_refused(files: Path) -> None:
     [
         (LossConfig(path="losses.py:plian"), "did you mean 'plain'"),
         (LossConfig(path="nowhere.py:plain"), "there is no file"),
-        (LossConfig(path="losses.py:NUMBER"), "is no function but int"),
+        (LossConfig(path="losses.py:NUMBER"), "is not a function but a int"),
         (LossConfig(path="losses.py:scaled"), "no keywords: missing a required argument: 'factor'; change kwargs"),
         (LossConfig(path="losses.py:plain", kwargs={"fact": 1}), "got an unexpected keyword argument 'fact'"),
     ],

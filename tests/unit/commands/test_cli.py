@@ -118,7 +118,7 @@ def test_config_shows_an_incomplete_tree_and_what_is_missing(capsys: pytest.Capt
 def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--docs"]) == 0
     everything = capsys.readouterr().out
-    assert "output: outputs/${name}\n    Folder of the run. (a text)" in everything
+    assert "output: outputs/${name}\n    Folder of the run. (a string)" in everything
     assert "model.path: required" in everything
     assert cli.main(["config", "--docs", "learner.optimizer"]) == 0
     part = capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
             "[0]: no such key 'rol'; did you mean role?",
         ),
         (["train", *BASE, "data.assistant_only_loss=true"], "did you mean data.roles_to_train?"),
-        (["train", "--lr", "3"], "there is no option --lr (settings of a run are written key=value)"),
+        (["train", "--lr", "3"], "there is no option --lr (options of a run are written key=value)"),
         (["trian"], "invalid choice: 'trian'"),
         ([], "required: COMMAND"),
         (["config", "--docs", "nothing"], "there is no option under nothing"),
@@ -161,7 +161,7 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["generate", "--model", "m", "--temperature", "hot", "hello"], "'hot' is not a number of at least 0"),
         (["generate", "--model", "m", ""], "the prompt is empty"),
         (["audit"], "required: RUN"),
-        (["audit", "one", "two"], "one run at a time, not also two"),
+        (["audit", "one", "two"], "only one run can be given, not also two"),
         (["audit", "nowhere"], "nowhere does not exist: specify the output folder of a reinforcement learning run"),
         (
             ["inspect", "nowhere", "--follow"],
@@ -271,9 +271,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     assert "         epoch 0, position 5\n" in streams.out
     assert "         group 10, DISCARDED, without a reason\n" in streams.out
     assert streams.err.count("\n") == 1
-    assert (
-        f"rlpipe: error: the accounts in {run / NAME} do not add up: it is not true that every position" in streams.err
-    )
+    assert f"rlpipe: error: the ledger {run / NAME} is inconsistent: it is not true that every position" in streams.err
     assert cli.main(["audit", str(run), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [

@@ -128,7 +128,7 @@ def test_the_page_holds_all_by_itself(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_config_file_needs_no_option_but_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = write_run(tmp_path, [conversation("q", "a")])
     assert printed(capsys, "--config", file) == printed(capsys, file)
-    assert f"one config file at a time, not {file} and other.yaml" in refused(
+    assert f"only one config file can be given, not {file} and other.yaml" in refused(
         capsys, "preview", file, "--config", "other.yaml"
     )
     arguments = cli.parse_arguments(["train", "a=b.yaml", "my.yaml", "~scoring.rewards.x.yaml"])

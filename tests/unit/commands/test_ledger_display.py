@@ -220,7 +220,7 @@ def test_dropped_texts_are_shown_where_they_were_logged(
     assert "what is 2+2?" in first
     assert "(dropped)" in second
     text = "\n".join(printed([run, "--group", "0"], capsys))
-    assert "its tokens were dropped (ledger.keep_steps); its texts are those of completions.jsonl" in text
+    assert "its tokens were dropped (ledger.keep_steps); its texts are from completions.jsonl" in text
     assert "user\nwhat is 2+2?" in text
     assert "rollout 0: reward 1.000 (right 1.000); advantage none; 6 tokens; completed (stop)\n4\\x1b[31m" in text
     assert text.endswith("completed (stop)\nfive")

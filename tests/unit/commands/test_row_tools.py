@@ -74,7 +74,7 @@ def test_a_column_of_something_else_is_told_with_the_way_out() -> None:
         ('"add"', r"column 'tools': expected a list of tools, or its JSON, found str"),
         ([tool("add"), "look"], r"column 'tools', tool 2: expected a JSON schema with a name, found 'look'"),
         ([{"type": "function", "function": "add"}], r"tool 1: its key 'function' is 'add', not a schema"),
-        ([{"type": "function", "function": {}}], r"tool 1: its key 'name' is None, not a text"),
+        ([{"type": "function", "function": {}}], r"tool 1: its key 'name' is None, not a string"),
     ],
 )
 def test_tools_that_are_none_make_a_row_unusable(given: Any, problem: str) -> None:

@@ -185,7 +185,7 @@ def test_file_selects_groups_and_sets_options(tmp_path: Path) -> None:
         ("defaults: [dapo]", "must be `group: choice`"),
         ("defaults: [algoritm: dapo]", "algoritm"),
         ("defaults: [algorithm: dapoo]", "did you mean dapo?"),
-        ("[1, 2]", "holds a list"),
+        ("[1, 2]", "contains a list"),
         ("a: b: c", "not a YAML file"),
     ],
 )

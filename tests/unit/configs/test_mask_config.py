@@ -150,9 +150,9 @@ def test_turns_without_end_marker_are_told(caplog: pytest.LogCaptureFixture) -> 
             r"data.role_boundaries\[0\]: no such key 'rol'; did you mean role",
         ),
         ([{"role": "user", "start": "a"}], r"data.role_boundaries\[0\]: end is missing; null if there is no marker"),
-        ([USER | {"role": ""}], r"data.role_boundaries\[0\].role: '' is not a text of at least one character"),
-        ([USER | {"start": None}], r"data.role_boundaries\[0\].start: None is not a text"),
-        ([USER | {"end": ""}], r"data.role_boundaries\[0\].end: '' is not a text"),
+        ([USER | {"role": ""}], r"data.role_boundaries\[0\].role: '' is not a non-empty string"),
+        ([USER | {"start": None}], r"data.role_boundaries\[0\].start: None is not a non-empty string"),
+        ([USER | {"end": ""}], r"data.role_boundaries\[0\].end: '' is not a non-empty string"),
         ([USER | {"include_end": "yes"}], r"data.role_boundaries\[0\].include_end: 'yes' is not true or false"),
     ],
 )
@@ -188,10 +188,13 @@ ENTRY = "{role: assistant, start: a, end: null}"
         ),
         (
             ["data.role_boundaries=[{role: '', start: a, end: null}]"],
-            r"data.role_boundaries\[0\].role: '' is not a text",
+            r"data.role_boundaries\[0\].role: '' is not a non-empty string",
         ),
-        (["data.role_boundaries=[{role: a, start: '', end: b}]"], r"data.role_boundaries\[0\].start: '' is not a text"),
-        (["data.role_boundaries=[{role: a, start: b, end: ''}]"], r"data.role_boundaries\[0\].end: '' is not a text"),
+        (
+            ["data.role_boundaries=[{role: a, start: '', end: b}]"],
+            r"data.role_boundaries\[0\].start: '' is not a non-empty string",
+        ),
+        (["data.role_boundaries=[{role: a, start: b, end: ''}]"], r"data.role_boundaries\[0\].end: '' is not a non-empty string"),
         (
             ["data.role_boundaries=[{role: a, start: b, end: c, interrupts: 1}]"],
             r"\[0\].interrupts: 1 is not true or false",
@@ -200,24 +203,21 @@ ENTRY = "{role: assistant, start: a, end: null}"
             [f"data.role_boundaries=[{ENTRY}, {{role: user, start: a, end: b}}]"],
             r"data.role_boundaries\[1\].start: 'a' starts turns of assistant already, in \[0\]",
         ),
-        (["data.role_boundaries=[]"], r"data.role_boundaries: empty, so that no token .* add entries, or set null"),
+        (["data.role_boundaries=[]"], r"data.role_boundaries: empty, so no token .* add entries, or set null"),
         (["data.train_on_eos=every"], r"data.train_on_eos: 'every' is not one of turn, all, none, last"),
         (["data.loss_mask=role"], r"data.loss_mask: 'role' is not one of roles, all; did you mean roles\?"),
-        (
-            ["data.roles_to_train=[]"],
-            r"data.roles_to_train: empty, so that no token .* name roles, as in \[assistant\]",
-        ),
+        (["data.roles_to_train=[]"], r"data.roles_to_train: empty, so no token .* name roles, as in \[assistant\]"),
         (
             ["data.roles_to_train=[user, asistant]"],
             r"data.roles_to_train: no turns of 'asistant' .* did you mean assistant",
         ),
         (
             ["data.roles_to_train=[bot]"],
-            r"no turns of 'bot' can be recognised; there are system, user, assistant, tool",
+            r"no turns of 'bot' can be recognized; there are system, user, assistant, tool",
         ),
         (
             [f"data.role_boundaries=[{ENTRY}]", "data.roles_to_train=[user]"],
-            r"data.roles_to_train: no turns of 'user' can be recognised by data.role_boundaries; there are assistant",
+            r"data.roles_to_train: no turns of 'user' can be recognized by data.role_boundaries; there are assistant",
         ),
     ],
 )

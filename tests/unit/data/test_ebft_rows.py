@@ -83,7 +83,7 @@ def test_pairs_are_read_from_and_written_to_other_columns(tmp_path: Path) -> Non
     [
         ({"input": None, "output": "4"}, "column 'input' is null"),
         ({"input": "2+2?", "output": ""}, "column 'output' is empty"),
-        ({"input": "2+2?", "output": 4}, "column 'output' holds a int, not a text or messages"),
+        ({"input": "2+2?", "output": 4}, "column 'output' holds a int, not a string or messages"),
     ],
 )
 def test_pairs_that_lack_a_side_are_unusable(tmp_path: Path, row: Row, reason: str) -> None:
@@ -237,7 +237,7 @@ def test_answers_without_a_span_pass_only_where_it_would_be_stripped(tmp_path: P
         ([user("?"), assistant("<think>two")], "strip", "message 2 has a <think> without </think>"),
         ([user("?"), assistant("<think>x"), *THINKING], "keep", "message 2 has a <think> without </think>"),
         ([user("?"), assistant("<think>two</think>\n")], "strip", "message 2 has only reasoning, and no answer"),
-        ([user("?"), assistant([{"type": "image"}])], "keep", "the content of message 2 is a list, not a text"),  # type: ignore[arg-type]
+        ([user("?"), assistant([{"type": "image"}])], "keep", "the content of message 2 is a list, not a string"),  # type: ignore[arg-type]
     ],
 )
 def test_reasoning_that_is_not_complete_is_unusable(

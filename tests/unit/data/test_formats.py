@@ -82,13 +82,13 @@ def test_null_columns_of_a_pair_make_room_for_those_of_alpaca_without_a_template
     [
         ({"prompt": "a", "completion": []}, "column 'completion' is an empty list"),
         ({"prompt": [], "completion": "b"}, "column 'prompt' is an empty list"),
-        ({"prompt": "a", "completion": 3}, "column 'completion' holds a int, not a text or messages"),
-        ({"prompt": 3, "completion": "b"}, "column 'prompt' holds a int, not a text or messages"),
+        ({"prompt": "a", "completion": 3}, "column 'completion' holds a int, not a string or messages"),
+        ({"prompt": 3, "completion": "b"}, "column 'prompt' holds a int, not a string or messages"),
         ({"prompt": ["a"], "completion": "b"}, "column 'prompt': message 1: a chat message must be a dict"),
         ({"prompt": "a", "completion": [{"role": "assistant"}]}, "column 'completion': message 1: its key 'content'"),
         ({"prompt": None, "completion": "b"}, "column 'prompt' is null"),
         ({"prompt": None, "completion": None, "instruction": None, "output": None}, "column 'prompt' is null"),
-        ({"messages": None, "instruction": "a", "output": None}, "column 'output' is None, not a text"),
+        ({"messages": None, "instruction": "a", "output": None}, "column 'output' is None, not a string"),
     ],
 )
 @pytest.mark.parametrize("chat", [True, False])
@@ -98,7 +98,7 @@ def test_wrong_prompts_and_completions_are_unusable_and_the_column_is_named(row:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "reason"), [([], "is an empty list"), (3, "holds a int, not a text or messages"), ({}, "holds a dict")]
+    ("prompt", "reason"), [([], "is an empty list"), (3, "holds a int, not a string or messages"), ({}, "holds a dict")]
 )
 def test_wrong_prompts_of_rl_are_unusable_and_the_column_is_named(prompt: Any, reason: str) -> None:
     renderer = PromptRenderer(TOKENIZER, DataConfig(source="jsonl", prompt_column="q", system_prompt="S"))
@@ -216,12 +216,12 @@ def test_alpaca_rows_without_a_template_have_the_prompt_of_alpaca() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"instruction": "a", "output": None}, "column 'output' is None, not a text"),
-        ({"instruction": 3, "output": "b"}, "column 'instruction' is 3, not a text"),
+        ({"instruction": "a", "output": None}, "column 'output' is None, not a string"),
+        ({"instruction": 3, "output": "b"}, "column 'instruction' is 3, not a string"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, "column 'history': expected a pair"),
-        ({"instruction": "a", "output": "b", "input": 5}, "column 'input' is 5, not a text"),
-        ({"instruction": "a", "output": "b", "system": 5}, "column 'system' is 5, not a text"),
-        ({"instruction": "a", "output": "b", "history": 5}, "column 'history' is 5, not a list of pairs of texts"),
+        ({"instruction": "a", "output": "b", "input": 5}, "column 'input' is 5, not a string"),
+        ({"instruction": "a", "output": "b", "system": 5}, "column 'system' is 5, not a string"),
+        ({"instruction": "a", "output": "b", "history": 5}, "column 'history' is 5, not a list of pairs of strings"),
         ({"instruction": "a", "output": "b", "history": [["a", None]]}, "expected a pair of question and answer"),
     ],
 )

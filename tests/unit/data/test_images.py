@@ -145,7 +145,7 @@ def test_without_images_a_mark_is_a_text() -> None:
         (
             turns([{"type": "video", "video": "a.mp4"}]),
             None,
-            "has the type 'video'; only texts and images can be rendered",
+            "has the type 'video'; only text and images can be rendered",
         ),
         ([{"role": "assistant", "content": "a"}], [plain(RED)], "no user message to put them in"),
     ],

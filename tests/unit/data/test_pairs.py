@@ -128,15 +128,18 @@ def test_options_of_the_loss_mask_hold() -> None:
         ({**PAIR, "rejected": "4"}, "chosen and rejected are the same"),
         ({**PAIR, "rejected": None}, "column 'rejected' is null"),
         ({**PAIR, "rejected": ""}, "column 'rejected' is an empty text"),
-        ({**PAIR, "rejected": 5}, "column 'rejected' holds a int, not a text or messages"),
+        ({**PAIR, "rejected": 5}, "column 'rejected' holds a int, not a string or messages"),
         ({"chosen": [USER, FOUR], "rejected": [FIVE]}, "chosen and rejected begin with different messages, and"),
-        ({"chosen": [USER, FOUR], "rejected": [USER]}, "chosen and rejected are the same, or one begins the other"),
+        (
+            {"chosen": [USER, FOUR], "rejected": [USER]},
+            "chosen and rejected are the same, or one is the beginning of the other",
+        ),
         ({"chosen": "4 apples", "rejected": "five"}, "chosen and rejected begin with different texts"),
         (
             {"chosen": "4 apples", "rejected": "4 apples and"},
-            "chosen and rejected are the same, or one begins the other",
+            "chosen and rejected are the same, or one is the beginning of the other",
         ),
-        ({"chosen": [USER, FOUR], "rejected": "five"}, "one of chosen and rejected is a text"),
+        ({"chosen": [USER, FOUR], "rejected": "five"}, "one of chosen and rejected is a string"),
         ({**PAIR, "chosen": [{"role": "tool", "content": "4"}]}, "it has no token in a turn of assistant"),
     ],
 )

@@ -112,7 +112,7 @@ def test_data_without_a_usable_row_fails_at_the_start(tmp_path: Path) -> None:
 
 def test_missing_column_fails_at_the_start_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"question": "b", "answer": "c"}])
-    with pytest.raises(DataError, match=r"line 2: no column 'prompt'; columns there: question, answer"):
+    with pytest.raises(DataError, match=r"line 2: no column 'prompt'; existing columns: question, answer"):
         open_prompts(DataConfig(source="jsonl", path=path), TOKENIZER, seed=1)
 
 
@@ -381,14 +381,16 @@ def test_what_is_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
     source, _ = open_sft_rows(text_data(tmp_path, ["a", 3, "", None]), TOKENIZER, seed=1, max_tokens=64)
     source.take(4)
     assert {row.reason for row in source.skipped} == {
-        "column 'text' holds a int, not a text",
+        "column 'text' holds a int, not a string",
         "the text is empty",
         "column 'text' is null",
     }
 
 
 def test_a_missing_text_column_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no column 'text'; columns there: prompt, completion; set data\.text_column"):
+    with pytest.raises(
+        DataError, match=r"no column 'text'; existing columns: prompt, completion; set data\.text_column"
+    ):
         open_sft_rows(replace(data_of(tmp_path, ["a"]), text_column="text"), TOKENIZER, seed=1, max_tokens=64)
 
 

@@ -122,8 +122,8 @@ def test_steps_are_read_at_the_ends_of_their_marks(chat: bool, options: dict[str
     [
         ({"labels": [True]}, "2 steps in column 'completions', and 1 labels in 'labels'"),
         ({"completions": [], "labels": []}, "0 steps in column 'completions'"),
-        ({"completions": ["4", " "]}, "has the step ' ', which is not a text with words"),
-        ({"completions": ["4", None]}, "has the step None, which is not a text with words"),
+        ({"completions": ["4", " "]}, "has the step ' ', which is not a string with visible characters"),
+        ({"completions": ["4", None]}, "has the step None, which is not a string with visible characters"),
         ({"labels": [True, 2]}, "has the label 2, neither true nor false"),
         ({"labels": None}, "column 'labels' is null"),
         ({"labels": "good"}, "column 'labels' holds a str, not a list"),

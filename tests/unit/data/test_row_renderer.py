@@ -119,7 +119,7 @@ def test_nulls_that_tables_add_to_messages_are_dropped() -> None:
 
 
 def test_missing_column_is_named_with_the_place_and_the_columns() -> None:
-    message = "rows.jsonl, line 5: no column 'prompt'; columns there: question, answer; set data.prompt_column"
+    message = "rows.jsonl, line 5: no column 'prompt'; existing columns: question, answer; set data.prompt_column"
     with pytest.raises(DataError, match=message):
         prompt_of({"question": "x", "answer": "y"})
 
@@ -128,7 +128,7 @@ def test_missing_column_is_named_with_the_place_and_the_columns() -> None:
     ("value", "kind", "reason"),
     [
         (None, SkipKind.UNRENDERABLE, "column 'prompt' is null"),
-        (7, SkipKind.UNRENDERABLE, "column 'prompt' holds a int, not a text or messages"),
+        (7, SkipKind.UNRENDERABLE, "column 'prompt' holds a int, not a string or messages"),
         (["hi"], SkipKind.UNRENDERABLE, "must be a dict"),
         ([], SkipKind.UNRENDERABLE, "column 'prompt' is an empty list"),
         ([{"role": None, "content": "hi"}], SkipKind.UNRENDERABLE, "must be a dict with role"),
@@ -210,7 +210,7 @@ def test_long_sequences_and_long_prompts_are_unusable() -> None:
 
 
 def test_row_with_neither_conversation_nor_completion_is_a_data_error() -> None:
-    with pytest.raises(DataError, match=r"line 5: no columns 'prompt' and 'completion'; columns there: text"):
+    with pytest.raises(DataError, match=r"line 5: no columns 'prompt' and 'completion'; existing columns: text"):
         sequence_of({"text": "x"})
 
 
@@ -262,7 +262,7 @@ def test_a_blank_prompt_is_skipped(blank: str) -> None:
     [
         ([1], r"data\.tools\[0\]: expected a JSON schema with a name, found 1"),
         ([{"name": "f"}, {"function": []}], r"data\.tools\[1\]: its key 'function' is \[\], not a schema"),
-        ([{"type": "function"}], r"data\.tools\[0\]: its key 'name' is None, not a text"),
+        ([{"type": "function"}], r"data\.tools\[0\]: its key 'name' is None, not a string"),
     ],
 )
 def test_tools_of_the_config_are_schemas(tools: list[Any], problem: str) -> None:

@@ -50,7 +50,7 @@ def test_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 def test_jsonl_line_without_the_column_is_found_at_the_start(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", ['{"prompt": "a"}', "", '{"question": "b"}'])
-    with pytest.raises(DataError, match=r"rows.jsonl, line 3: no column 'prompt'; columns there: question; set x"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 3: no column 'prompt'; existing columns: question; set x"):
         open_rows(data, seed=0, check=lambda columns, place, nulls=(): require_columns(columns, ["prompt"], place, "x"))
 
 
@@ -69,7 +69,7 @@ def test_parquet_rows_and_columns(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=2)
     data = DataConfig(source="parquet", path=str(tmp_path / "rows.parquet"))
     assert read(data) == ROWS
-    with pytest.raises(DataError, match=r"rows.parquet: no column 'question'; columns there: prompt, answer"):
+    with pytest.raises(DataError, match=r"rows.parquet: no column 'question'; existing columns: prompt, answer"):
         open_rows(
             data, seed=0, check=lambda columns, place, nulls=(): require_columns(columns, ["question"], place, "x")
         )

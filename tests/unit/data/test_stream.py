@@ -238,7 +238,7 @@ def test_broken_lines_and_missing_columns_are_skipped_with_their_place(tmp_path:
     reasons = {skipped.location.rpartition(", ")[2]: skipped.reason for skipped in source.skipped}
     assert reasons.keys() == {"line 2", "line 3", "line 4"}
     assert reasons["line 2"].startswith("not JSON")
-    assert reasons["line 3"].startswith("no column 'prompt'; columns there: question")
+    assert reasons["line 3"].startswith("no column 'prompt'; existing columns: question")
     assert source.skip_counts["unrenderable"] == 3
 
 

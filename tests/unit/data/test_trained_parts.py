@@ -112,7 +112,9 @@ def test_keys_that_are_not_understood_make_a_row_unusable(keys: dict[str, Any], 
 def test_a_message_of_another_role_that_asks_to_be_trained_makes_a_row_unusable() -> None:
     messages = conversation()
     messages[0]["train"] = True
-    with pytest.raises(UnusableRow, match=r"message 1 \(user\) asks to be trained, but data.roles_to_train does not"):
+    with pytest.raises(
+        UnusableRow, match=r"message 1 \(user\) is marked as trained, but its role is not in data.roles_to_train"
+    ):
         assert_marks(CHATML.tokenizer(), messages, "")
 
 

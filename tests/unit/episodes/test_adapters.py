@@ -31,7 +31,10 @@ def test_a_gymnasium_environment_is_played_by_its_actions() -> None:
     assert "\x1b[41mS\x1b[0m" in group.prompt.prompt[-1]["content"]  # type: ignore[index]
     answers = [message["content"] for message in first.messages if message["role"] == "user"]
     assert "(Right)" in answers[0]
-    assert answers[1:] == ["'jump' is no action; actions are Discrete(4)", "'9' is no action; actions are Discrete(4)"]
+    assert answers[1:] == [
+        "'jump' is not an action; actions are Discrete(4)",
+        "'9' is not an action; actions are Discrete(4)",
+    ]
 
 
 def test_actions_and_observations_may_be_shown_in_other_words() -> None:
@@ -51,7 +54,7 @@ def test_actions_of_other_spaces_are_json() -> None:
     assert read_action("[0.5, -1]", box).tolist() == [0.5, -1.0]
     assert read_action("look", spaces.Text(10)) == "look"
     for text in ("[2, 0]", "[0]", "x", "[" * 9999, '{"a": 1}'):
-        with pytest.raises(ValueError, match="is no action"):
+        with pytest.raises(ValueError, match="is not an action"):
             read_action(text, box)
 
 

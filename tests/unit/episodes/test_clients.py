@@ -1,4 +1,4 @@
-"""Tests of programs of several frameworks, none of which knows rlpipe: how their conversations are recognised."""
+"""Tests of programs of several frameworks, none of which knows rlpipe: how their conversations are recognized."""
 
 from __future__ import annotations
 

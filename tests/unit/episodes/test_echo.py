@@ -1,4 +1,4 @@
-"""Tests that conversations which clients send back are recognised, and that nothing else is."""
+"""Tests that conversations which clients send back are recognized, and that nothing else is."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_what_cannot_be_an_environment_is_refused_by_name(tmp_path: Path) -> Non
         "class Other: pass\ndef tool(a): return a\n"
     )
     assert import_kind(EnvironmentConfig(path=f"{file}:Own", kwargs={"size": 3})).make().size == 3  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"Own can't be made: TypeError: .*'size'"):
+    with pytest.raises(ConfigError, match=r"Own can't be created: TypeError: .*'size'"):
         import_kind(EnvironmentConfig(path=f"{file}:Own"))
     with pytest.raises(ConfigError, match=r"not a class derived from rlpipe.Environment"):
         import_kind(EnvironmentConfig(path=f"{file}:Other"))

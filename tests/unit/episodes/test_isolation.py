@@ -291,7 +291,9 @@ def test_a_sandboxed_environment_reaches_neither_files_nor_the_network(file: Pat
 
 def test_what_cannot_be_isolated_is_named(file: Path) -> None:
     config = EnvironmentConfig(tools=[f"{file}:risky"])
-    with pytest.raises(ConfigError, match=r"own\.py:risky runs code of the model: set environment\.isolation=sandbox"):
+    with pytest.raises(
+        ConfigError, match=r"own\.py:risky runs code that the model wrote: set environment\.isolation=sandbox"
+    ):
         import_kind(config)
     broken = file.with_name("broken.py")
     broken.write_text("import os\nif os.environ.get('OMP_NUM_THREADS') == '1': os._exit(3)\n" + SOURCE)

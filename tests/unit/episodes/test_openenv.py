@@ -78,8 +78,8 @@ def test_other_actions_and_observations_are_json(board_server: FrameworkServer) 
     assert group.failure is None
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
     first, second, third = answers(group)
-    assert first == "'7' is no action; actions are JSON objects with the fields number (integer), is_last (boolean)"
-    assert second.startswith('\'{"number": "many"}\' is no action: number: Input should be a valid integer')
+    assert first == "'7' is not an action; actions are JSON objects with the fields number (integer), is_last (boolean)"
+    assert second.startswith('\'{"number": "many"}\' is not an action: number: Input should be a valid integer')
     assert json.loads(third) == {"hint": "wrong", "left": 4}
 
 
@@ -132,8 +132,8 @@ def test_a_client_of_openenv_plays_too(text_server: FrameworkServer, tmp_path: P
     shown = json.loads(played.stdout)
     opening, wrong, refused, right = shown["generic"]
     assert opening.startswith("1-32? (seed 3, ")
-    assert wrong == ["'7' is no action; actions are JSON objects", 0.0, False]
-    assert "is no action: " in refused[0]
+    assert wrong == ["'7' is not an action; actions are JSON objects", 0.0, False]
+    assert "is not an action: " in refused[0]
     assert "(code: VALIDATION_ERROR)" in refused[0]
     assert right == ["right", 1.0, True]
     assert [*shown["own"][1:]] == [["WRONG", 0.0, False], ["RIGHT", 1.0, True]]
@@ -152,7 +152,7 @@ def test_an_environment_that_never_began_can_be_closed() -> None:
 
 @pytest.mark.parametrize("text", ["x", "[" * 9999, "[1]", '"a"', ""])
 def test_what_is_no_object_is_no_action(text: str) -> None:
-    with pytest.raises(ValueError, match="is no action; actions are JSON objects with the fields a "):
+    with pytest.raises(ValueError, match="is not an action; actions are JSON objects with the fields a "):
         read_fields(text, {"a": {"type": "integer"}, "b": {"type": "string"}}, ["a", "b"])
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_server_of_openenv_is_named(answer: str) -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         session = OpenEnvSession(f"ws://127.0.0.1:{runner.addresses[0][1]}/")
         try:
-            with pytest.raises(OpenEnvFailed, match="its answer to reset is none of OpenEnv"):
+            with pytest.raises(OpenEnvFailed, match="its answer to reset is not in the form of OpenEnv"):
                 await session.reset()
         finally:
             await session.close()

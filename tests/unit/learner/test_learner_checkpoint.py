@@ -303,7 +303,7 @@ def test_what_cant_be_exported_is_named_with_the_fix(
         ([str(checkpoint), str(tiny)], "exists: choose another folder"),
         ([str(checkpoint), str(tmp_path / "policy"), "--base", str(tmp_path / "none")], "there is no folder"),
         ([str(checkpoint), str(tmp_path / "policy"), "--base", str(wider)], "use the model that was trained"),
-        ([str(checkpoint), str(tmp_path / "policy"), "more"], "one argument too many: more"),
+        ([str(checkpoint), str(tmp_path / "policy"), "more"], "unexpected argument: more"),
     ):
         assert exit_code(["export", *arguments]) == 2
         assert message in capsys.readouterr().err

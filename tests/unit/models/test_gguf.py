@@ -106,7 +106,7 @@ def test_every_part_reads_the_same_dequantised_folder(made: tuple[Path, dict[str
 def test_what_was_made_is_said(made: tuple[Path, dict[str, np.ndarray]]) -> None:
     file, _ = made
     folder = model_folder(str(file))
-    made_of = "llama with 0M parameters in F32, Q4_1, trained and sampled with dequantised weights"
+    made_of = "llama with 0M parameters in F32, Q4_1, trained and sampled with dequantized weights"
     assert describe_gguf(str(file)) == f"model.path={file}: {made_of}: {folder}"
     assert describe_gguf(folder) is None
 
@@ -138,7 +138,7 @@ def test_processes_that_begin_at_one_time_convert_it_once(made: tuple[Path, dict
     [
         ("model.gguf", b"", "this is not a GGUF file"),
         ("model.gguf", b"GGML and more", "this is not a GGUF file"),
-        ("model.gguf", b"GGUF and then nothing that makes sense", "can't dequantise it"),
+        ("model.gguf", b"GGUF and then nothing that makes sense", "can't dequantize it"),
         ("model-00001-of-00002.gguf", b"GGUF", "join them with llama-gguf-split --merge"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_file_that_was_cut_off_leaves_nothing_behind(made: tuple[Path, dict[st
     file, _ = made
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match="can't dequantise it"):
+    with pytest.raises(ModelError, match="can't dequantize it"):
         model_folder(str(file))
     assert not converted_folder(file).exists()
     file.write_bytes(whole)
@@ -172,7 +172,7 @@ def test_a_file_that_was_cut_off_leaves_nothing_behind(made: tuple[Path, dict[st
 def test_an_architecture_that_transformers_can_not_read_is_named(tmp_path: Path) -> None:
     file = tmp_path / "odd.gguf"
     write_gguf(file, architecture="starfish")
-    with pytest.raises(ModelError, match=r"odd\.gguf: transformers can't dequantise it.*starfish"):
+    with pytest.raises(ModelError, match=r"odd\.gguf: transformers can't dequantize it.*starfish"):
         model_folder(str(file))
 
 

@@ -122,7 +122,7 @@ def test_a_process_that_outlives_its_driver_writes_nothing_more(tmp_path: Path, 
     old = begun(tmp_path / "one", path)
     old.note("death", "learner", "killed")
     new = begin(tmp_path / "one", path)
-    with pytest.raises(LedgerError, match=f"another process has taken over the ledger {path}; this one can only end"):
+    with pytest.raises(LedgerError, match=f"another process has taken over the ledger {path}; this one has to stop"):
         old.discard({0: "too late"})
     new.note("death", "driver", "killed")
     assert [event.subject for event in new.events()] == ["learner", "driver"]

@@ -91,7 +91,7 @@ def test_memory_of_one_reward_in_a_shared_process_is_refused(options: list[str])
 def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("right")]))
     prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
-    with pytest.raises(DataError, match=r"reward 'right' needs the column answer; columns there: solution"):
+    with pytest.raises(DataError, match=r"reward 'right' needs the column answer; existing columns: solution"):
         check_reward_columns(run, [prompts.peek()])
 
 
