@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rlpipe.common.imports import describe_error
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.render.tokenizer import load_tokenizer

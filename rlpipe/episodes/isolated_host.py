@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from rlpipe.common.imports import describe_error, enter_folder
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.tools import InvalidArguments, Step, Tool, as_text

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpipe.common.imports import describe_error
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.kinds import EpisodeKind

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.common.imports import describe_error, import_object
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import Agent, CommandAgent, FunctionAgent
 from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.gym_agents import GymAgent

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlpipe.configs.schema.algorithm_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render.processor import Encoded
 from rlpipe.data.render.row_renderer import PromptRenderer, RenderedRow, SequenceRenderer, present

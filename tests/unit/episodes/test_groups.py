@@ -18,8 +18,7 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.isolation import Ended, Isolation, Raised, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind

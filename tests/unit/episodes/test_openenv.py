@@ -17,7 +17,7 @@ from framework_servers import HELPERS, FrameworkServer, framework_server
 from test_groups import play
 
 import rlpipe
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.openenv import OpenEnvFailed, OpenEnvSession, read_fields
