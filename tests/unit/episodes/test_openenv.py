@@ -18,9 +18,9 @@ from test_groups import play
 
 import rlpipe
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.adapters import OpenEnvFailed, OpenEnvSession, read_fields
 from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
-from rlpipe.episodes.openenv import OpenEnvFailed, OpenEnvSession, read_fields
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 
@@ -39,7 +39,7 @@ def board_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework
         yield running
 
 
-def kind(server: Any, **options: Any) -> EpisodeKind:
+def openenv_kind(server: Any, **options: Any) -> EpisodeKind:
     return EpisodeKind(make=rlpipe.from_openenv(server, **options), tools=[], has_reward=True)
 
 
@@ -50,7 +50,7 @@ def answers(group: RolloutGroup, index: int = 0) -> list[str]:
 
 
 def test_an_environment_of_texts_is_played_as_it_is(text_server: FrameworkServer) -> None:
-    group, _ = play(["8", "7"], ["7"], kind=kind(text_server.address), row=ROW)
+    group, _ = play(["8", "7"], ["7"], kind=openenv_kind(text_server.address), row=ROW)
     assert group.failure is None
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
     assert [rollout.episode.end for rollout in group if rollout.episode] == ["done", "done"]
@@ -60,21 +60,21 @@ def test_an_environment_of_texts_is_played_as_it_is(text_server: FrameworkServer
 
 def test_each_episode_has_a_session_of_its_own_and_gives_it_back(text_server: FrameworkServer) -> None:
     for _ in range(3):
-        group, _ = play(*[["7"]] * 4, kind=kind(text_server.address), row=ROW)
+        group, _ = play(*[["7"]] * 4, kind=openenv_kind(text_server.address), row=ROW)
         assert group.failure is None, "the server takes four sessions at one time"
         opened = str(group.prompt.prompt[-1]["content"])  # type: ignore[index]
         assert int(opened.split("open ")[1][0]) <= 4
 
 
 def test_the_siblings_of_a_group_have_its_seed(text_server: FrameworkServer) -> None:
-    group, _ = play(["20"], ["20"], kind=kind(text_server.address), row={"question": 1})
+    group, _ = play(["20"], ["20"], kind=openenv_kind(text_server.address), row={"question": 1})
     assert "(seed 0, " in str(group.prompt.prompt[-1]["content"])  # type: ignore[index]
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
 
 
 def test_other_actions_and_observations_are_json(board_server: FrameworkServer) -> None:
     said = ["7", '{"number": "many"}', '{"number": 8}', '{"number": 7, "is_last": true}']
-    group, _ = play(said, ['{"number": 7}'], kind=kind(board_server.address), row=ROW)
+    group, _ = play(said, ['{"number": 7}'], kind=openenv_kind(board_server.address), row=ROW)
     assert group.failure is None
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
     first, second, third = answers(group)
@@ -85,7 +85,7 @@ def test_other_actions_and_observations_are_json(board_server: FrameworkServer) 
 
 def test_actions_and_observations_may_be_shown_in_other_words(board_server: FrameworkServer) -> None:
     options = {"show": lambda seen: f"{seen['left']} left", "read": lambda text: {"number": {"seven": 7}[text]}}
-    group, _ = play(["seven"], ["seven"], kind=kind(board_server.address, **options), row=ROW)
+    group, _ = play(["seven"], ["seven"], kind=openenv_kind(board_server.address, **options), row=ROW)
     assert group.failure is None
     assert group.prompt.prompt[-1]["content"] == "5 left"  # type: ignore[index]
 
@@ -100,24 +100,24 @@ def test_it_plays_in_a_process_of_its_own(text_server: FrameworkServer, tmp_path
 
 
 def test_an_environment_that_fails_fails_its_episode(text_server: FrameworkServer) -> None:
-    group, _ = play(["break"], ["break"], kind=kind(text_server.address), row=ROW)
+    group, _ = play(["break"], ["break"], kind=openenv_kind(text_server.address), row=ROW)
     assert f"OpenEnv at {text_server.address}: the board is gone (EXECUTION_ERROR)" in str(group.failure)
 
 
 def test_a_server_without_room_is_named(tmp_path: Path) -> None:
     with framework_server("openenv", "text", "1", home=tmp_path) as small:
-        group, _ = play(["8", "7"], ["8", "7"], kind=kind(small.address), row=ROW)
+        group, _ = play(["8", "7"], ["8", "7"], kind=openenv_kind(small.address), row=ROW)
     assert "raise max_concurrent_envs there, or lower environment.concurrency" in str(group.failure)
 
 
 def test_a_server_that_ends_is_named(tmp_path: Path) -> None:
     with framework_server("openenv", "text", "4", home=tmp_path) as ending:
-        group, _ = play(["exit"], ["exit"], kind=kind(ending.address), row=ROW)
+        group, _ = play(["exit"], ["exit"], kind=openenv_kind(ending.address), row=ROW)
         assert f"OpenEnv at {ending.address}: the connection broke before it answered to step" in str(group.failure)
         ending.process.wait(10)
-        group, _ = play(["7"], ["7"], kind=kind(ending.address), row=ROW)
+        group, _ = play(["7"], ["7"], kind=openenv_kind(ending.address), row=ROW)
         assert f"OpenEnv at {ending.address}: it gives no schema of its actions" in str(group.failure)
-        group, _ = play(["7"], ["7"], kind=kind(ending.address, read=json.loads), row=ROW)
+        group, _ = play(["7"], ["7"], kind=openenv_kind(ending.address, read=json.loads), row=ROW)
         assert f"OpenEnv at {ending.address}: it can't be reached" in str(group.failure)
 
 
