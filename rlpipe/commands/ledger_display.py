@@ -233,7 +233,7 @@ def _decode(
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
     if not completions or model is None:
         return [None] * len(completions), None
-    from rlpipe.data.render.tokenizer import load_tokenizer
+    from rlpipe.data.render.processor import load_tokenizer
 
     try:
         with reading_files("they can't be decoded", "mend the ledger's config or the tokenizer", error=ModelError):

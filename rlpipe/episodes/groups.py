@@ -13,8 +13,8 @@ import numpy as np
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import Access
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
