@@ -14,7 +14,7 @@ from rlpipe.actors.rollout import QUESTIONS
 from rlpipe.common.imports import enter_folder
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import RunError
 from rlpipe.scoring.engine_chat import EngineChat, EngineSilent
 from rlpipe.scoring.process_reaper import start_reaper

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.algorithm_config import PreferenceConfig
 
 
 @dataclass(kw_only=True, slots=True)

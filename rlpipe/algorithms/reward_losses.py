@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.preferences import add_pair_rewards
-from rlpipe.configs.schema.preference_config import RewardModelConfig
+from rlpipe.configs.schema.algorithm_config import RewardModelConfig
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.row_view import ShownRow, find_row, split_row
 from rlpipe.episodes.groups import open_player

@@ -14,9 +14,8 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
-from rlpipe.data.render.processor import ImageProcessor
+from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
 from rlpipe.data.render.row_renderer import PromptRenderer
-from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.errors import DataError, EngineFailed, InputError
 from rlpipe.hardware.dtypes import WIDE, choose_dtype

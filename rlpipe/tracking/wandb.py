@@ -10,7 +10,7 @@ from uuid import uuid4
 import wandb
 
 from rlpipe.common.formatting import HIDDEN, without_password
-from rlpipe.configs.secrets import SECRET_NAME
+from rlpipe.configs.options import SECRET_NAME
 
 RUN_ID_FILE = "wandb_run_id.txt"
 

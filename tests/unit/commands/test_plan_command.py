@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe import cli
-from rlpipe.commands.plan import print_measurement
+from rlpipe.commands.preflight import print_measurement
 from rlpipe.configs.compose import load_config
 from rlpipe.hardware.device import Curve, Link
 from rlpipe.hardware.devices import find_device, path_of, stored_names

@@ -2,7 +2,7 @@
 
 import logging
 
-from rlpipe.data.forward_logs import forward_logs
+from rlpipe.data.render_rows import forward_logs
 
 
 def test_lines_for_users_and_warnings_are_handed_on_while_rows_are_read() -> None:

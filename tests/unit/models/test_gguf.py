@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import find_source
 from rlpipe.models.gguf import convert, converted_folder, describe_gguf, model_folder

@@ -15,7 +15,7 @@ from rlpipe.common.digests import file_digest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.restore import open_ledger
