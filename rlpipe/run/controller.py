@@ -371,7 +371,7 @@ class Controller:
     async def _evaluate(self, version: int) -> None:
         requests, metrics = self._evaluator.start(version)
         if version == self._first_step:
-            PHASES.begin("evaluating the policy as it is")
+            PHASES.begin("evaluating the initial policy")
         self._pool.dispatch(requests)
         self._reporter.evaluated(version, await metrics)
 

@@ -92,7 +92,7 @@ class Reporter:
             self.message(self._completions.describe(report.samples[0]))
 
     def evaluated(self, version: int, metrics: dict[str, float]) -> None:
-        PHASES.end("evaluating the policy as it is")
+        PHASES.end("evaluating the initial policy")
         self._tracker.log(version, metrics)
         self._progress.update(version, metrics)
 
