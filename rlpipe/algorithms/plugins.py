@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlpipe.common.digests import file_digest
+from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.errors import ConfigError, RlpipeError, RunError

@@ -23,7 +23,7 @@ from rlpipe.models.adapter import read_adapter_config
 from rlpipe.models.gguf import model_folder
 from rlpipe.models.known_configs import model_products
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from rlpipe.learner.adapter_layers import fuse_lora, normalize_weight_scales
 from rlpipe.learner.adapter_patches import LiveMerge
 from rlpipe.learner.forward import TokenScorer, check_adapter, drop_unread
 from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
-from rlpipe.learner.strategies.sharding import Sharding
-from rlpipe.learner.strategies.single import SingleRank
+from rlpipe.learner.strategies.sharding import Sharding, SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import LM_HEAD, Workload, reads_logprobs
 from rlpipe.models.adapter import put_tensors, read_adapter

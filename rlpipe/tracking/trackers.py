@@ -107,19 +107,19 @@ def open_trackers(
     jsonl = JsonlTracker(output / "metrics.jsonl", first_step)
 
     def open_tensorboard() -> Tracker:
-        from rlpipe.tracking.tensorboard import TensorBoardTracker
+        from rlpipe.tracking.backends import TensorBoardTracker
 
         return TensorBoardTracker(output / "tensorboard", first_step)
 
     def open_wandb() -> Tracker:
-        from rlpipe.tracking.wandb import WandbTracker
+        from rlpipe.tracking.backends import WandbTracker
 
         return WandbTracker(
             output, project=config.wandb_project, mode=config.wandb_mode, run_name=run_name, config=resolved_config
         )
 
     def open_ray_metrics() -> Tracker:
-        from rlpipe.tracking.ray_metrics import RayMetricsTracker
+        from rlpipe.tracking.backends import RayMetricsTracker
 
         return RayMetricsTracker(run_name)
 

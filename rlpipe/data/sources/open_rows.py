@@ -20,8 +20,16 @@ from rlpipe.configs.data_sources import MixedSource, data_files
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import AnyRows, CheckColumns, Row, Rows, parse_object
-from rlpipe.data.sources.readers import DatasetReader, JsonlReader, ParquetReader, is_compressed, naming, open_lines
-from rlpipe.data.sources.stream import Reader, StreamRows
+from rlpipe.data.sources.readers import (
+    DatasetReader,
+    JsonlReader,
+    ParquetReader,
+    Reader,
+    StreamRows,
+    is_compressed,
+    naming,
+    open_lines,
+)
 from rlpipe.errors import DataError
 
 if TYPE_CHECKING:

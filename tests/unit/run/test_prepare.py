@@ -11,7 +11,7 @@ from disk_cases import largest_file
 
 import rlpipe
 from rlpipe.algorithms.plugins import record_code
-from rlpipe.common.digests import file_digest
+from rlpipe.common.atomic_io import file_digest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
