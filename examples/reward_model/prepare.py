@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlpipe
+from rlpipe.quickstart import cold_start
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,28 +113,14 @@ def conversation(tokenizer: Any, pair: dict[str, str], column: str) -> str:
 
 def warm_up(config: rlpipe.Config) -> None:
     """Train the policy on the rejected answers, so that it has something to improve."""
-    output = Path(config.model.path).parent
-    rlpipe.train(
-        rlpipe.load_config(
-            [
-                "name=reward_model_warm_up",
-                f"output={output}",
-                f"seed={config.seed}",
-                "algorithm=sft",
-                "model=full",
-                f"model.path={output}/random",
-                "model.prepare=rlpipe.quickstart:make_policy",
-                "model.dtype=float32",
-                f"data.path={config.data.path}",
-                "data.completion_column=rejected",
-                f"data.held_out.size={config.data.held_out.size}",
-                "algorithm.num_steps=150",
-                "algorithm.stop_loss=0.12",
-                "algorithm.groups_per_step=16",
-                "learner.num_cpus=2",
-                "learner.optimizer.lr=1e-3",
-                "checkpoint=end",
-                "tracking.ray_metrics=false",
-            ]
-        )
+    cold_start(
+        config,
+        f"seed={config.seed}",
+        "data.completion_column=rejected",
+        f"data.held_out.size={config.data.held_out.size}",
+        "algorithm.num_steps=150",
+        "algorithm.stop_loss=0.12",
+        "algorithm.groups_per_step=16",
+        "learner.num_cpus=2",
+        "learner.optimizer.lr=1e-3",
     )
