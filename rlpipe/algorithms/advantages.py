@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.algorithms.plugins import ADVANTAGE, call_function, load_function, own_error
+from rlpipe.algorithms.plugins import ADVANTAGE, call_function, load_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
 from rlpipe.errors import RunError
 from rlpipe.types import FloatArray, IntArray, RolloutGroup
@@ -57,16 +57,7 @@ class AdvantageInputs:
 Estimator = Callable[[list[Values], AdvantageInputs], list[Values]]
 ADVANTAGES: dict[str, Estimator] = {}
 """The built-in estimators by ``algorithm.advantage.name``."""
-
-
-def register_advantage(name: str) -> Callable[[Estimator], Estimator]:
-    """Return a decorator that enters an estimator into ``ADVANTAGES``."""
-
-    def enter(function: Estimator) -> Estimator:
-        ADVANTAGES[name] = function
-        return function
-
-    return enter
+register_advantage = registrar(ADVANTAGES)
 
 
 def compute_advantages(

@@ -92,7 +92,7 @@ def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str
     run = prepare_run(load_config([*options, reward("right")]))
     prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
     with pytest.raises(DataError, match=r"reward 'right' needs the column answer; columns there: solution"):
-        check_reward_columns(run, [prompts.peek()])
+        check_reward_columns(run, [prompts.next()])
 
 
 @pytest.mark.parametrize(
