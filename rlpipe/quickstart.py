@@ -13,7 +13,7 @@ from rlpipe.common.hub import hub_has
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
-from rlpipe.models.gguf import convert
+from rlpipe.models.model_files import convert
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import ChatMessages
 

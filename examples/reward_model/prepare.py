@@ -1,6 +1,6 @@
 """The models of the example: a reward model, trained on the pairs, and a policy that writes the rejected answers.
 
-With models from the hub none of this is needed.
+With models from the hub none of this is needed, but for the row transform ``to_prompt``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from rlpipe.quickstart import cold_start
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 NUM_TEST_PAIRS = 40
+Row = dict[str, Any]
 
 
 def prepare(config: rlpipe.Config) -> None:
@@ -124,3 +126,12 @@ def warm_up(config: rlpipe.Config) -> None:
         "learner.num_cpus=2",
         "learner.optimizer.lr=1e-3",
     )
+
+
+def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, str]]:
+    """Keep only ``prompt``, since the answers, which no reward reads, would be sent with every group."""
+
+    def prompt_alone(row: Row) -> Row:
+        return {"prompt": row["prompt"].strip()}
+
+    return prompt_alone, {"remove_columns": "__all__"}
