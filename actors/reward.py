@@ -17,8 +17,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import RunError
 from rlpipe.scoring.engine_chat import EngineChat, EngineSilent
-from rlpipe.scoring.process_reaper import start_reaper
-from rlpipe.scoring.processes import MemoryLimit
+from rlpipe.scoring.processes import MemoryLimit, start_reaper
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import GroupRequest, RolloutGroup
 

@@ -16,8 +16,7 @@ from rlpipe.data.row_view import ShownRow, find_row, split_row
 from rlpipe.episodes.groups import open_player
 from rlpipe.episodes.session import Deadline
 from rlpipe.errors import ConfigError, DataError, EngineFailed, EnvironmentFailed
-from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import EngineThread, open_engine
 from rlpipe.run.prepare import prepare_run
 from rlpipe.types import GroupRequest, Prompt, Rollout
 

@@ -20,10 +20,9 @@ from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.errors import DataError, EngineFailed, InputError
 from rlpipe.hardware.dtypes import WIDE, choose_dtype
 from rlpipe.models.adapter import read_adapter_config
-from rlpipe.models.gguf import model_folder
-from rlpipe.models.known_configs import model_products
+from rlpipe.models.model_files import model_folder, model_products
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.row_renderer import RenderedRow
-from rlpipe.data.row import RowLocation, SkipKind, UnusableRow, load_values
+from rlpipe.data.row import RowLocation, SkipKind, UnusableRow, find_part, load_values
 from rlpipe.data.sources.open_rows import load_split
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
@@ -289,9 +289,8 @@ class PreparedRows:
         return next((file["path"] for file in files if file != file_state(file["path"])), None)
 
     def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        batch = self._batches[number]
-        return batch, int(index - self._ends[number] + batch.num_rows)
+        number, row = find_part(self._ends, index)
+        return self._batches[number], row
 
 
 def prompt_settings(ebft: EbftConfig | None, *, as_rows: bool = False) -> Settings:

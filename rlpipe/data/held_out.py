@@ -27,8 +27,8 @@ from rlpipe.data.sources.open_rows import (
     open_source_stream,
     with_own_images,
 )
+from rlpipe.data.sources.readers import BlockOrder, StreamRows
 from rlpipe.data.sources.row_source import ChunkedRows, Mixture, Order, Part, PermutedOrder, Render, RowSource
-from rlpipe.data.sources.stream import BlockOrder, StreamRows
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
 

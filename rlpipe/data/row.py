@@ -120,6 +120,12 @@ def parse_object(line: bytes, location: str) -> dict[str, Any]:
     return row
 
 
+def find_part(ends: NDArray[np.int64], index: int) -> tuple[int, int]:
+    """Return which of several parts has a row of the whole, and the row's index in it; ``ends`` are the parts' ends."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, int(index - (ends[part - 1] if part else 0))
+
+
 def dump_values(value: Any, location: str) -> bytes:
     """Store ``value`` as bytes; raise ``DataError`` if it is, or holds, something that could not be read back."""
     try:

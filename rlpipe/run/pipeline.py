@@ -33,7 +33,7 @@ from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, Ru
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
-from rlpipe.models.gguf import describe_gguf
+from rlpipe.models.model_files import describe_gguf
 from rlpipe.preload import preloading
 from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine

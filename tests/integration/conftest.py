@@ -19,7 +19,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.preload import preloading
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 
 NUM_ROWS = 24
 FIRST_FILES = (

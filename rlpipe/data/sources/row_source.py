@@ -264,13 +264,6 @@ class RowSource(Generic[Item]):
                 reason = f"{problem.kind}: {problem.reason}"
                 self.skip_records.append(SkipRecord(self.last, self._prompt_id(place.part, place.row), reason))
 
-    def peek(self) -> Item:
-        """Return the next item without moving past it."""
-        cursor = self.cursor
-        item = self.next()
-        self.seek(cursor)
-        return item
-
     def take(self, count: int) -> list[Item]:
         """Return the next ``count`` items."""
         return [self.next() for _ in range(count)]

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rlpipe.algorithms.turn_credit import turn_advantages
+from rlpipe.algorithms.advantages import turn_advantages
 
 STOP, GO = 0.3, 0.7
 """Probabilities of the first turn: an episode stops, or goes on to a second turn."""

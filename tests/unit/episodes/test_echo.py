@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.episodes.echo import Branching, Continuation, is_same, locate
-from rlpipe.episodes.graph import EpisodeGraph, Node
+from rlpipe.episodes.graph import Branching, Continuation, EpisodeGraph, Node, is_same, locate
 from rlpipe.types import ChatMessages
 
 ONE = np.ones(1, np.int32)

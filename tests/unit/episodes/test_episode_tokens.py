@@ -22,7 +22,7 @@ from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest, IntArray, Prompt
 
 TEMPLATES = dict(shipped_templates())

@@ -14,8 +14,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import find_source
-from rlpipe.models.gguf import convert, converted_folder, describe_gguf, model_folder
-from rlpipe.models.known_configs import read_widths
+from rlpipe.models.model_files import convert, converted_folder, describe_gguf, model_folder, read_widths
 from rlpipe.plan.model_shape import describe_offline
 
 gguf = pytest.importorskip("gguf")

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
-from rlpipe.models.known_configs import DEFAULT_WIDTH, known_tokenizer_class, read_known_config, read_widths
+from rlpipe.models.model_files import DEFAULT_WIDTH, known_tokenizer_class, read_known_config, read_widths
 from rlpipe.models.tiny import make_tiny_policy
 
 
