@@ -58,7 +58,7 @@ def _device_rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, s
     if device.kind == "cuda":
         yield "PCIe", f"{to_device} GB/s to the device, {to_host} back, {both} each way at once"
     else:
-        yield "copies", f"{to_device} GB/s for one at a time, {both} for each of two at once"
+        yield "copies", f"{to_device} GB/s for one copy, {both} each for two at once"
     yield from _link_rows(device)
     yield from _state_rows(device)
     yield "host memory", f"{gib(device.host_memory_bytes)}, {giga(device.host_bandwidth)} GB/s"
@@ -71,7 +71,7 @@ def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
         on_device, on_host = giga(device.device_adam[dtype]), giga(device.host_adam[dtype])
         yield label, f"{on_device} billion elements/s on the device, {on_host} on the host in {dtype}"
         label = ""
-    label = "adding"
+    label = "gradient sums"
     for total in STATE_DTYPES:
         parts = ", ".join(f"{giga(device.host_adding[adding(part, total)])} of {part}" for part in STATE_DTYPES)
         yield label, f"billion elements/s on the host: {parts}, into {total}"
@@ -111,7 +111,7 @@ def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
         yield "shares its GPU", _describe_sharing(plan.sharing)
     if plan.speed is not None:
         yield from _speed_rows(plan, plan.speed)
-    changes = [f"{entry.change} ({entry.seconds:.1f} s a step)" for entry in plan.changes]
+    changes = [f"{entry.change} ({entry.seconds:.1f} s per step)" for entry in plan.changes]
     nothing = "no known change, nor two of them, is enough; use a smaller model, or shorter prompts"
     yield from _change_rows(plan.fits, changes, nothing, "faster with" if plan.fits else "fits with")
 
@@ -125,8 +125,8 @@ def _engine_memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str,
         slots = f"{setup.num_slots} slot{'s' if setup.num_slots > 1 else ''} of rank {setup.slot_rank}"
         yield "  adapters", f"{gib(memory.adapter_bytes)}: {slots}"
     yield "  reserve", f"{gib(memory.reserve_bytes)}: activations, logits, CUDA"
-    yield "  keys, values", f"{gib(max(0, memory.kv_bytes))}, {gib(plan.kv_token_bytes)} a token"
-    yield "host memory", f"{gib(memory.host_bytes)} a process"
+    yield "  KV cache", f"{gib(max(0, memory.kv_bytes))}, {gib(plan.kv_token_bytes)} per token"
+    yield "host memory", f"{gib(memory.host_bytes)} per process"
     full, mean = f"{memory.sequences_full:,}", f"{memory.sequences_mean:,}"
     yield "capacity", f"{full} sequences of {setup.num_tokens:,} tokens, or {mean} of {setup.mean_tokens:,.0f}"
 
@@ -141,21 +141,21 @@ def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str
     setup, decode = plan.setup, speed.decode
     work = setup.groups_per_engine * setup.group_size
     kind = f"episodes of up to {setup.num_turns} turns" if setup.num_turns > 1 else "sequences"
-    yield "a step's work", f"{work:,} {kind} an engine, {speed.running:,} at one time (limit: {speed.limit})"
+    yield "work per step", f"{work:,} {kind} per engine, {speed.running:,} at a time (limit: {speed.limit})"
     total = speed.decode_tokens_per_s * setup.num_engines
     in_all = f", {total:,.0f} on all {setup.num_engines}" if setup.num_engines > 1 else ""
     yield "decode", f"{speed.decode_tokens_per_s:,.0f} tokens/s{in_all}; bottleneck: {decode.bottleneck}"
     parts = {
         "weights": decode.weights_s,
-        "keys, values": decode.kv_s,
+        "KV cache": decode.kv_s,
         "arithmetic": decode.compute_s,
-        "exchange": decode.exchange_s,
+        "communication": decode.exchange_s,
         "overhead": decode.overhead_s,
     }
     shown = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in parts.items() if seconds)
-    yield "  a pass", f"{1e3 * decode.seconds:.2f} ms: {shown}"
+    yield "  per pass", f"{1e3 * decode.seconds:.2f} ms: {shown}"
     yield "prefill", f"{speed.prefill_tokens_per_s:,.0f} tokens/s"
-    yield "time", f"{speed.seconds:.1f} s a step: prefill {speed.prefill_s:.1f}, decode {speed.decode_s:.1f}"
+    yield "time", f"{speed.seconds:.1f} s per step: prefill {speed.prefill_s:.1f}, decode {speed.decode_s:.1f}"
 
 
 def _change_rows(
@@ -218,13 +218,13 @@ def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]
     if plan.memory is not None:
         yield from _learner_memory_rows(plan, plan.memory.device, plan.memory.host, device)
     work = plan.work
-    micro = f"{work.num_updates:,} x {work.num_micro_batches:,} micro batches a rank"
-    yield "a step's work", f"{work.num_sequences:,} sequences of {work.sequence_tokens:,} tokens: {micro}"
+    micro = f"{work.num_updates:,} x {work.num_micro_batches:,} micro batches per rank"
+    yield "work per step", f"{work.num_sequences:,} sequences of {work.sequence_tokens:,} tokens: {micro}"
     if plan.time is not None:
         yield from _time_rows(plan, plan.time)
     for note in plan.notes:
         yield "note", note
-    changes = [f"{entry.change} ({entry.seconds:.1f} s a step, {gib(entry.device_bytes)})" for entry in plan.changes]
+    changes = [f"{entry.change} ({entry.seconds:.1f} s per step, {gib(entry.device_bytes)})" for entry in plan.changes]
     nothing = "no known change, nor two of them, is enough; use a smaller model, or shorter sequences"
     yield from _change_rows(plan.fits, changes, nothing)
 
@@ -249,22 +249,22 @@ def _learner_memory_rows(
     }
     held = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     loading = f"; {gib(on_host.loading)} while loading" if on_host.loading else ""
-    yield "host memory", f"{gib(on_host.total)} a rank: {held}{loading}"
+    yield "host memory", f"{gib(on_host.total)} per rank: {held}{loading}"
 
 
 def _time_rows(plan: LearnerPlan, time: StepTime) -> Iterator[tuple[str, str]]:
     phases = {"log-probs": time.logprob_s, "forward": time.forward_s, "backward": time.backward_s}
     shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in phases.items() if seconds)
-    yield "time", f"{time.seconds:.1f} s a step: {shown}, optimizer {_seconds(time.optimizer_s)}"
+    yield "time", f"{time.seconds:.1f} s per step: {shown}, optimizer {_seconds(time.optimizer_s)}"
     alone: Mapping[str, float] = {
         "computing": time.compute_s,
         "transfers": time.transfer_s,
-        "exchange": time.exchange_s,
+        "communication": time.exchange_s,
         "adding gradients": time.adding_s,
         "Adam on the device": time.device_adam_s,
         "on the host": time.host_adam_s,
     }
-    yield "  each alone", ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in alone.items() if seconds)
+    yield "  in isolation", ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in alone.items() if seconds)
     yield "speed", f"{plan.tokens_per_s:,.0f} tokens/s; bottleneck: {time.bottleneck}"
 
 
@@ -313,19 +313,19 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
     if plan.neighbours:
         yield "  its GPU", f"{gib(plan.room_bytes)} are left{describe_neighbours(plan.neighbours)}"
     loading = f"; {gib(memory.loading)} of it while loading" if memory.loading else ""
-    yield "  host memory", f"{gib(plan.actor.host_bytes)} a process{loading}"
+    yield "  host memory", f"{gib(plan.actor.host_bytes)} per process{loading}"
     sequences = setup.groups_per_copy * setup.sequences_per_group
     yield (
         "  work",
-        (f"{sequences:,} sequences a process, of {setup.sequence_tokens:,} tokens, {setup.batch:,} in a pass"),
+        (f"{sequences:,} sequences of {setup.sequence_tokens:,} tokens per process, {setup.batch:,} per pass"),
     )
     if plan.seconds is not None:
-        yield "  time", f"{plan.seconds:.1f} s a step"
+        yield "  time", f"{plan.seconds:.1f} s per step"
     elif plan.fits:
         yield "  time", "not known: the scorer computes on the host's CPU"
     if plan.note is not None:
         yield "  note", plan.note
-    times = ["" if entry.seconds is None else f"{entry.seconds:.1f} s a step, " for entry in plan.changes]
+    times = ["" if entry.seconds is None else f"{entry.seconds:.1f} s per step, " for entry in plan.changes]
     changes = [
         f"{entry.change} ({time}{gib(entry.num_bytes)})" for entry, time in zip(plan.changes, times, strict=True)
     ]
@@ -427,11 +427,11 @@ def loop_section(loop: Loop) -> Section:
         "bottleneck": loop.bottleneck,
         "tokens_per_s": loop.tokens / loop.seconds,
     }
-    return Section(name="step", title="a step", rows=[*_loop_rows(loop)], data=data)
+    return Section(name="step", title="step", rows=[*_loop_rows(loop)], data=data)
 
 
 def _loop_rows(loop: Loop) -> Iterator[tuple[str, str]]:
-    how = "one after the other" if loop.takes_turns else "at the same time"
+    how = "one after another" if loop.takes_turns else "at the same time"
     generating = f"sampling {loop.sampling_s:.1f}"
     if loop.scoring_s:
         generating += f" {'and then' if loop.scores_after else 'alongside'} scoring {loop.scoring_s:.1f}"

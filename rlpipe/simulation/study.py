@@ -177,7 +177,7 @@ def named_times(setup: Setup) -> Mapping[str, object]:
 
 def describe_setup(setup: Setup) -> Iterator[tuple[str, str]]:
     slower = f", {setup.slowdown:g} times as slow when full" if setup.slowdown != 1 else ""
-    yield "engines", f"{setup.num_engines:,}, each with {setup.groups_per_engine:,} groups at one time{slower}"
+    yield "engines", f"{setup.num_engines:,}, each with {setup.groups_per_engine:,} groups at a time{slower}"
     for pool, size in setup.pools.items():
         yield pool, f"{size:,} processes"
     yield "ranks", f"{setup.num_ranks:,}"
@@ -192,7 +192,7 @@ def describe_figures(setup: Setup, figures: Figures) -> Iterator[tuple[str, str]
     whole = " (the whole run)" if f.num_steps == setup.num_steps else ""
     yield "seconds", f"{f.simulated_s:.6g}{whole}"
     yield "steps", f"{f.num_steps:,}, of which the last {f.counted_steps:,} count"
-    yield "steps/s", f"{f.steps_per_second:.4g} (± {f.relative_error:.1%}), {1 / f.steps_per_second:.4g} s a step"
+    yield "steps/s", f"{f.steps_per_second:.4g} (± {f.relative_error:.1%}), {1 / f.steps_per_second:.4g} s per step"
     yield "groups/s", f"{f.groups_per_second:,.4g}"
     yield "rollouts/s", f"{f.rollouts_per_second:,.4g}"
     yield "engines", f"busy {f.engines_busy:.1%}, places in use {f.places_in_use:.1%}"
@@ -206,7 +206,7 @@ def describe_figures(setup: Setup, figures: Figures) -> Iterator[tuple[str, str]
 
 
 def bound(setup: Setup, figures: Figures) -> str:
-    kept = "never passed" if figures.staleness_max <= setup.max_staleness else "PASSED"
+    kept = "never exceeded" if figures.staleness_max <= setup.max_staleness else "EXCEEDED"
     return f"the bound {setup.max_staleness} was {kept}"
 
 

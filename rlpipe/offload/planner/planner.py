@@ -180,7 +180,7 @@ def _describe_prediction(prediction: Prediction) -> str:
     count = prediction.num_micro_batches
     return (
         f"predicted {gib(prediction.device_bytes)} on the device, {gib(prediction.host_bytes)} on the host, "
-        f"{duration(prediction.seconds)} an update of {count} full micro batch{'es' if count > 1 else ''}"
+        f"{duration(prediction.seconds)} per update of {count} full micro batch{'es' if count > 1 else ''}"
     )
 
 

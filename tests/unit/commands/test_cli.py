@@ -192,7 +192,7 @@ def test_simulate_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> 
     arguments += ["algorithm.groups_per_step=16", "scoring.num_processes=16"]
     assert cli.main(arguments) == 0
     table = capsys.readouterr().out
-    assert "5.5 s a step" in table
+    assert "5.5 s per step" in table
     assert "%  one more engine" in table
     assert cli.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

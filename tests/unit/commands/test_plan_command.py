@@ -41,7 +41,7 @@ def test_the_experiment_fits_on_an_h100(capsys: pytest.CaptureFixture[str]) -> N
     assert "assumed from data sheets" in text
     assert "parameters      8.19B\n" in text
     assert "fits            yes\n" in text
-    assert "256 at one time" in text
+    assert "256 at a time" in text
     assert text.endswith("Shorter ones take less time.\n")
 
 
@@ -114,7 +114,7 @@ def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str
     assert "\nlearner\n  fits            yes\n" in text
     assert "chunks stay" in text
     assert "  parameters      8.28B, 87.3M trained\n" in text
-    assert "a step's work   256 sequences of 1,536 tokens: 1 x 26 micro batches a rank\n" in text
+    assert "work per step   256 sequences of 1,536 tokens: 1 x 26 micro batches per rank\n" in text
     assert "\na step\n  time " in text
 
 
@@ -172,7 +172,7 @@ def test_a_measurement_is_shown_with_all_of_its_rates(capsys: pytest.CaptureFixt
     assert "between ranks  45 GB/s (link not known: the rate of both directions at once)\n" in text
     assert "Adam           96 billion elements/s on the device, 5.4 on the host in float32\n" in text
     assert "                 191 billion elements/s on the device, 11 on the host in bfloat16\n" in text
-    assert "adding         billion elements/s on the host: 12 of float32, 15 of bfloat16, into float32\n" in text
+    assert "gradient sums  billion elements/s on the host: 12 of float32, 15 of bfloat16, into float32\n" in text
     assert "                 billion elements/s on the host: 19 of float32, 25 of bfloat16, into bfloat16\n" in text
     assert "host memory    128.0 GiB, 150 GB/s\n" in text
     assert text.endswith(f"stored in {path_of('node-cuda')}\n")

@@ -205,7 +205,7 @@ def test_a_gain_is_that_of_the_formula() -> None:
 def test_a_study_is_printed_and_is_json() -> None:
     done = study(make_setup("constant:4", "constant:0.1", "constant:1", max_staleness=3), seed=0, minutes=100)
     text = done.to_text()
-    assert "the bound 3 was never passed" in text
+    assert "the bound 3 was never exceeded" in text
     assert "the largest gain is from one more engine" in text
     found = json.loads(done.to_json())
     assert found["steps_per_second"] == done.figures.steps_per_second
