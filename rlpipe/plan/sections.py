@@ -112,7 +112,7 @@ def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
     if plan.speed is not None:
         yield from _speed_rows(plan, plan.speed)
     changes = [f"{entry.change} ({entry.seconds:.1f} s per step)" for entry in plan.changes]
-    nothing = "no known change, nor two of them, is enough; use a smaller model, or shorter prompts"
+    nothing = "no known change, or pair of changes, is enough; use a smaller model, or shorter prompts"
     yield from _change_rows(plan.fits, changes, nothing, "faster with" if plan.fits else "fits with")
 
 
@@ -225,7 +225,7 @@ def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]
     for note in plan.notes:
         yield "note", note
     changes = [f"{entry.change} ({entry.seconds:.1f} s per step, {gib(entry.device_bytes)})" for entry in plan.changes]
-    nothing = "no known change, nor two of them, is enough; use a smaller model, or shorter sequences"
+    nothing = "no known change, or pair of changes, is enough; use a smaller model, or shorter sequences"
     yield from _change_rows(plan.fits, changes, nothing)
 
 
