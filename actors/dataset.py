@@ -12,10 +12,10 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.forward_logs import forward_logs
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences, preference_of
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
+from rlpipe.data.render_rows import forward_logs
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport

@@ -14,11 +14,10 @@ from rlpipe.actors.rollout import QUESTIONS
 from rlpipe.common.imports import enter_folder
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import RunError
 from rlpipe.scoring.engine_chat import EngineChat, EngineSilent
-from rlpipe.scoring.process_reaper import start_reaper
-from rlpipe.scoring.processes import MemoryLimit
+from rlpipe.scoring.processes import MemoryLimit, start_reaper
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import GroupRequest, RolloutGroup
 

@@ -10,8 +10,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import EngineNotStarted
-from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import EngineThread, open_engine
 from rlpipe.rollout.multi_turn import TurnByTurn
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 

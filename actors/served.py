@@ -24,7 +24,7 @@ from rlpipe.common.imports import enter_folder
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.scoring.rewards import Reward
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import RolloutGroup

@@ -14,6 +14,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlpipe.actors.remote import KILLED, describe_failure
 from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMismatch
+from rlpipe.replay.step_queue import Notifier
 from rlpipe.types import WeightsManifest
 
 
@@ -50,7 +51,7 @@ class Served:
     lost: Mapping[str, NotLoaded] = field(default_factory=dict)
 
 
-class WeightsActor:
+class WeightsActor(Notifier):
     """Actor that keeps the newest version in the object store; an engine whose digest differs stops the run.
 
     Published versions wait for the first call of ``wait_served``: by then, the engines have started. An engine that
@@ -58,6 +59,7 @@ class WeightsActor:
     """
 
     def __init__(self, *, engines: Sequence[str], timeout_s: float) -> None:
+        super().__init__()
         self._engines = {name: ray.get_actor(name) for name in engines}
         self._timeout_s = timeout_s
         self._enrolled = set(engines)
@@ -66,7 +68,6 @@ class WeightsActor:
         self._number = 0
         self._served: Served | None = None
         self._error: RlpipeError | None = None
-        self._changed = asyncio.Condition()
         self._turn = asyncio.Lock()
         self._followed = asyncio.Event()
 
@@ -89,7 +90,7 @@ class WeightsActor:
                 self._newest = None
                 return
             self._settle(manifest, engines, lost, started)
-        await self._notify()
+        await self.notify()
 
     def _settle(
         self, manifest: WeightsManifest, engines: Sequence[str], lost: Mapping[str, NotLoaded], started: float
@@ -109,8 +110,7 @@ class WeightsActor:
         Returns the version that the engine serves now, or why it could not load it.
         """
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._newest is not None)
+            await self.wait_for(lambda: self._newest is not None)
             async with self._turn:
                 if self._newest is None:
                     continue
@@ -122,7 +122,7 @@ class WeightsActor:
                 if failure.cause is not Cause.LEARNER:
                     break
                 self._newest = None
-        await self._notify()  # the failure may end the run
+        await self.notify()  # the failure may end the run
         return failure
 
     async def newest(self) -> int:
@@ -135,10 +135,7 @@ class WeightsActor:
         Raises ``WeightsMismatch`` if an engine answered with another digest.
         """
         self._followed.set()
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._has_updates(after))
-        except TimeoutError:
+        if not await self.wait_for(lambda: self._has_updates(after), timeout_s):
             return None
         if self._error is not None:
             raise self._error
@@ -150,10 +147,6 @@ class WeightsActor:
 
     def _has_updates(self, after: int) -> bool:
         return self._error is not None or (self._served is not None and self._served.number != after)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> NotLoaded | None:
         """Load a version into an engine; return why that failed, or None. Wrong digests or tensors end the run."""
@@ -258,15 +251,14 @@ class DirectWeightsActor(WeightsActor):
             )
             # An engine that enrolled in between is waiting for the learner to send again.
             self._newest = (manifest, []) if self._enrolled <= answers.keys() else None
-        await self._notify()
+        await self.notify()
 
     async def load_newest(self, name: str) -> int | NotLoaded:
         """Have the learner send again, and return the version that the engine loaded, or why it did not load one."""
         async with self._turn:
             self._enrolled.add(name)
             self._newest, number = None, self._number
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._has_answered(name, number))
+        await self.wait_for(lambda: self._has_answered(name, number))
         served = self._served
         assert served is not None, "it has answered"
         return served.lost.get(name, served.version)

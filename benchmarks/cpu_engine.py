@@ -27,7 +27,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.quickstart import fetch_smollm2
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest, Prompt
 
 FOLDER = Path("outputs/benchmarks/cpu_engine").absolute()

@@ -29,8 +29,8 @@ from rlpipe.actors.episodes import EpisodeActor, EpisodeSetup
 from rlpipe.actors.rollout import TURNS, RolloutActor
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config, longest_conversation
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import Access
 from rlpipe.episodes.bridge import Bridge, turn_ends

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from rlpipe.hardware.timing import all_cores
+from rlpipe.hardware.calibration import all_cores
 
 NUM_WARM = 2
 SCALE = 0.999

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlpipe.algorithms.features import feature_rewards, join_layers, layer_indices, pool, score_features
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
-from rlpipe.hardware.timing import time_calls
+from rlpipe.hardware.calibration import time_calls
 
 if TYPE_CHECKING:
     from rlpipe.scoring.feature_scorer import FeatureReader

@@ -16,7 +16,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from benchmarks.peak import peak_memory
 from rlpipe.algorithms.strided import document_budget, plan_row
 from rlpipe.configs.schema.algorithm_config import StridedConfig
-from rlpipe.hardware.timing import time_calls
+from rlpipe.hardware.calibration import time_calls
 from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.learner.strided_objective import make_mask
 

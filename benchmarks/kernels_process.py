@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.peak import return_what_is_freed
-from rlpipe.hardware.calibration import hardware_name, matmul_flops, memory_bandwidth
-from rlpipe.hardware.timing import all_cores
+from rlpipe.hardware.calibration import all_cores, hardware_name, matmul_flops, memory_bandwidth
 
 CPU_SCALE = 0.2
 """Scale of the measurement of a machine without a GPU, whose rates mean little here."""

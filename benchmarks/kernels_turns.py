@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.peak import MB, peak_memory
 from rlpipe.common.imports import describe_error
-from rlpipe.hardware.timing import Work, time_calls
+from rlpipe.hardware.calibration import Work, time_calls
 
 MIB = 2**20
 TURN_S = 0.02

@@ -21,7 +21,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.hardware.timing import time_calls
+from rlpipe.hardware.calibration import time_calls
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.types import EpisodeTrace, Rollout, TrainBatch

@@ -30,7 +30,7 @@ from typing import Any
 import rlpipe
 from benchmarks import counting
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.quickstart import fetch_smollm2
 from rlpipe.types import Prompt
 

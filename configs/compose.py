@@ -28,12 +28,20 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
 from rlpipe.configs.foreign_names import foreign_name
-from rlpipe.configs.options import describe_type, element_section, first_line, is_section, nearest_name, options, plain
+from rlpipe.configs.options import (
+    describe_type,
+    element_section,
+    find_out_of_range,
+    first_line,
+    is_section,
+    keep_references,
+    nearest_name,
+    options,
+    plain,
+)
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SFT_FACTOR
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.secrets import keep_references
-from rlpipe.configs.value_checks import find_out_of_range
 from rlpipe.configs.yaml_file import MAX_DEPTH, read_yaml
 from rlpipe.errors import ConfigError, InputError
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
-from rlpipe.configs.preference_constraints import check_preference, check_reward_model, check_sampled_pairs
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
@@ -23,7 +22,10 @@ from rlpipe.configs.section_constraints import (
     check_learner,
     check_masks,
     check_optimizer,
+    check_preference,
     check_replicas,
+    check_reward_model,
+    check_sampled_pairs,
     check_schedule,
     check_step_size,
     check_strided,

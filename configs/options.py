@@ -1,12 +1,16 @@
-"""The options of a config: names, types and defaults, and trees of them as plain data."""
+"""The options of a config: names, types and defaults, checks of their values, and trees of them as plain data."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from types import NoneType, UnionType
@@ -16,9 +20,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.option import MISSING
+from rlpipe.configs.schema.option import CHARACTERS, MISSING, NAME, PROSE, Freezable, TextRule
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
+
+VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
+SECRET_NAME = re.compile(r"(?:^|_)(?:key|token|secret|password|passwd|pass|pwd|pat|credentials?|auth)$", re.IGNORECASE)
+"""Names of options and environment variables whose values are taken for secrets, such as ``OPENAI_API_KEY``."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -298,3 +306,118 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def keep_references(value: Any, written: Any) -> Any:
+    """Return a resolved config, or tree of one, whose texts from the environment are ``FromEnvironment``.
+
+    ``written`` is the same tree before its interpolations were resolved. The texts are those in dictionaries and lists
+    without a schema, such as ``scoring.rewards.<name>.kwargs``; of other options, because a stored config should tell
+    them, only those from variables with the name of a secret. Dataclasses are changed in place.
+    """
+    names = sorted(set(VARIABLE.findall(json.dumps(written, default=str))))
+    values = {name: os.environ[name] for name in names if os.environ.get(name)}
+    return _marked(value, written, "", values) if values else value
+
+
+def _marked(value: Any, written: Any, name: str, values: Mapping[str, str]) -> Any:
+    def child(key: Any, part: Any) -> Any:
+        inside = written[key] if isinstance(written, dict | list) else written  # a text refers to the whole section
+        return _marked(part, inside, f"{name}.{key}" if name else f"{key}", values)
+
+    if is_dataclass(value):
+        for entry in fields(value):
+            setattr(value, entry.name, child(entry.name, getattr(value, entry.name)))
+    elif isinstance(value, dict):
+        return {key: child(key, part) for key, part in value.items()}
+    elif isinstance(value, list):
+        return [child(index, part) for index, part in enumerate(value)]
+    elif isinstance(value, str) and isinstance(written, str) and "${" in written:
+        return _with_references(value, name, values)
+    return value
+
+
+def _with_references(value: str, name: str, values: Mapping[str, str]) -> str:
+    is_free = any(fnmatchcase(name, pattern) for pattern in _free_form())
+    reference: str = value
+    for variable in sorted(values, key=lambda variable: -len(values[variable])):
+        if is_free or SECRET_NAME.search(variable):
+            reference = reference.replace(values[variable], f"${{oc.env:{variable}}}")
+    return value if reference == value else FromEnvironment(value, reference)
+
+
+@cache
+def _free_form() -> tuple[str, ...]:
+    """Return the patterns of the names inside options that are dictionaries or lists."""
+    return tuple(f"{option.pattern}.*" for option in options() if get_origin(option.hint) in (dict, list))
+
+
+def find_out_of_range(section: Freezable, prefix: str = "") -> Iterator[ConfigError]:
+    """Yield an error for every option of a section with a wrong type or value; null is always valid."""
+    hints = get_type_hints(type(section))
+    for entry in fields(section):  # type: ignore[arg-type]
+        value, name = getattr(section, entry.name), prefix + entry.name
+        if is_section(hints[entry.name]):
+            yield from find_out_of_range(value, f"{name}.")
+        elif not entry.metadata:
+            for key, child in value.items():
+                yield from check_text(name, key, NAME)
+                yield from find_out_of_range(child, f"{name}.{key}.")
+        elif value is not None and not has_type(value, hints[entry.name]):
+            yield ConfigError(f"{name}: {value!r:.200} is not {describe_type(hints[entry.name])}")
+        elif value is not None:
+            yield from check_range(name, value, entry.metadata)
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type; OmegaConf does not check what interpolations of lists refer to."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(has_type(value, part) for part in parts)
+    if kind is list:
+        return isinstance(value, list | tuple) and all(has_type(child, parts[0]) for child in value)
+    if kind is dict:
+        return isinstance(value, Mapping) and all(has_type(child, parts[1]) for child in value.values())
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return hint is Any or isinstance(value, int | float if hint is float else hint)
+
+
+def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield errors of a value, and of those in a list or dictionary; ``metadata`` is that of the option."""
+    choices = metadata["choices"]
+    if choices is not None and value not in choices:
+        nearest = get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        yield ConfigError(f"{name}: {value!r:.200} is not {describe_range(metadata)}{hint}")
+    elif isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from check_range(f"{name}[{index}]", child, metadata)
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from check_text(name, key, CHARACTERS)
+            yield from check_range(f"{name}.{key}", child, {**metadata, "text": PROSE})
+    elif isinstance(value, str):
+        yield from check_text(name, value, metadata["text"])
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from check_number(name, value, metadata)
+
+
+def check_text(name: str, value: Any, rule: TextRule) -> Iterator[ConfigError]:
+    if not isinstance(value, str) or not rule.accepts(value):
+        yield ConfigError(f"{name}: {value!r:.80} is not {rule.words}")
+
+
+def check_number(name: str, value: float, metadata: Mapping[str, Any]) -> Iterator[ConfigError]:
+    minimum, above, maximum = (metadata[key] for key in ("minimum", "above", "maximum"))
+    allowed = describe_range(metadata) or "an integer of at most 64 bits"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield ConfigError(f"{name}: a number of {value.bit_length()} bits is out of range; it must be {allowed}")
+    elif not math.isfinite(value):
+        yield ConfigError(f"{name}: {value} is not a finite number")
+    elif (
+        (minimum is not None and value < minimum)
+        or (above is not None and value <= above)
+        or (maximum is not None and value > maximum)
+    ):
+        yield ConfigError(f"{name}: {value} is out of range; it must be {allowed}")

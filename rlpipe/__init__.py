@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from rlpipe.configs.compose import load_config as load_config
     from rlpipe.configs.schema.root_config import Config as Config
     from rlpipe.episodes.adapters import from_gymnasium as from_gymnasium
+    from rlpipe.episodes.adapters import from_openenv as from_openenv
     from rlpipe.episodes.adapters import from_trl as from_trl
-    from rlpipe.episodes.environment import Environment as Environment
-    from rlpipe.episodes.environment import tool as tool
-    from rlpipe.episodes.openenv import from_openenv as from_openenv
+    from rlpipe.episodes.tools import Environment as Environment
     from rlpipe.episodes.tools import Step as Step
+    from rlpipe.episodes.tools import tool as tool
     from rlpipe.errors import ConfigError as ConfigError
     from rlpipe.errors import DataError as DataError
     from rlpipe.errors import EngineFailed as EngineFailed
@@ -57,8 +57,8 @@ HOMES = {
     "Config": "rlpipe.configs.schema.root_config",
     "RewardActor": "rlpipe.scoring.rewards",
     **dict.fromkeys(("from_gymnasium", "from_trl"), "rlpipe.episodes.adapters"),
-    "from_openenv": "rlpipe.episodes.openenv",
-    **dict.fromkeys(("Environment", "tool"), "rlpipe.episodes.environment"),
+    "from_openenv": "rlpipe.episodes.adapters",
+    **dict.fromkeys(("Environment", "tool"), "rlpipe.episodes.tools"),
     "Step": "rlpipe.episodes.tools",
     "Rollout": "rlpipe.types",
     "RolloutGroup": "rlpipe.types",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from rlpipe.commands import config, data, episode, export, generate, ledger, merge, plan, sandbox_check, simulate, train
+from rlpipe.commands import data, ledger, policies, preflight, runs
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
 from rlpipe.errors import Interrupted, RlpipeError, RunError
@@ -113,6 +113,18 @@ def make_parser() -> OneLineParser:
     parser = OneLineParser(prog="rlpipe", description="Train language models with reinforcement learning on Ray.")
     parser.add_argument("--version", action="version", version=f"rlpipe {version('rlpipe')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
-    for module in (train, config, data, plan, simulate, ledger, generate, episode, export, merge, sandbox_check):
-        module.add_commands(commands)
+    for add in (
+        runs.add_train,
+        runs.add_config,
+        data.add_commands,
+        preflight.add_plan,
+        preflight.add_simulate,
+        ledger.add_commands,
+        policies.add_generate,
+        runs.add_episode,
+        policies.add_export,
+        policies.add_merge,
+        preflight.add_sandbox,
+    ):
+        add(commands)
     return parser

@@ -13,7 +13,7 @@ from rlpipe.common.hub import hub_has
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
-from rlpipe.models.gguf import convert
+from rlpipe.models.model_files import convert
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import ChatMessages
 
@@ -48,6 +48,30 @@ def make_policy(config: Config) -> None:
     make_tiny_policy(config.model.path, seed=config.seed)
 
 
+def cold_start(config: Config, *options: str) -> None:
+    """Train a new policy by SFT, and save it at ``config.model.path``; for functions that ``model.prepare`` names.
+
+    Its rows are those of ``data.path``, and it begins as ``make_policy`` makes it, where ``options`` say nothing else.
+    """
+    from rlpipe.run.pipeline import train
+
+    output = Path(config.model.path).parent
+    shared = {
+        "name": f"{config.name}_warm_up",
+        "output": output,
+        "algorithm": "sft",
+        "model": "full",
+        "model.path": output / "random",
+        "model.prepare": "rlpipe.quickstart:make_policy",
+        "model.dtype": "float32",
+        "data.path": config.data.path,
+        "checkpoint": "end",
+        "tracking.ray_metrics": "false",
+    }
+    given = {option.partition("=")[0] for option in options}
+    train(load_config([*(f"{name}={value}" for name, value in shared.items() if name not in given), *options]))
+
+
 def teach(
     config: Config, conversations: Iterable[ChatMessages], *, words: Sequence[str] = (), num_steps: int = 400
 ) -> None:
@@ -56,22 +80,19 @@ def teach(
     Each of ``words`` is one token. For functions that ``model.prepare`` of an example names.
     """
     from rlpipe.models.tiny import make_tiny_policy
-    from rlpipe.run.pipeline import train
 
     output = Path(config.model.path).parent
     shape = {"hidden_size": 128, "num_layers": 2, "intermediate_size": 384}
-    random = make_tiny_policy(output / "random", **shape, words=words, seed=config.seed)
+    make_tiny_policy(output / "random", **shape, words=words, seed=config.seed)
     rows = output / "conversations.jsonl"
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    options = [
-        *(f"name={config.name}_warm_up", f"output={output}", f"seed={config.seed}", "checkpoint=end"),
-        *("algorithm=sft", f"algorithm.num_steps={num_steps}", "algorithm.groups_per_step=64"),
-        *("model=full", f"model.path={random}", "model.dtype=float32", f"data.path={rows}"),
-        *("learner.num_cpus=2", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=10"),
-        "tracking.ray_metrics=false",
-    ]
     with PHASES.phase("warming up the policy by supervised fine-tuning (only once)"):
-        train(load_config(options))
+        cold_start(
+            config,
+            *(f"seed={config.seed}", f"data.path={rows}", "model.prepare=null"),
+            *(f"algorithm.num_steps={num_steps}", "algorithm.groups_per_step=64"),
+            *("learner.num_cpus=2", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=10"),
+        )
 
 
 def fetch_smollm2(config: Config) -> None:

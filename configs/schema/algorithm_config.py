@@ -1,4 +1,4 @@
-"""Options of the algorithm: RL, supervised fine-tuning and EBFT."""
+"""Options of the algorithm: RL, supervised fine-tuning, EBFT, preferences and reward models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpipe.configs.schema.option import (
+    CHARACTERS,
     MAX_PROCESSES,
     MAX_SECONDS,
     MAX_STEPS,
@@ -14,10 +15,94 @@ from rlpipe.configs.schema.option import (
     Freezable,
     option,
 )
-from rlpipe.configs.schema.preference_config import PreferenceConfig, ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
+WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
+PAIR_LOSSES = (
+    *("dpo", "ipo", "hinge", "robust", "exo", "nca_pair", "sppo", "apo_zero", "apo_down"),
+    *WITHOUT_REFERENCE,
+)
 DIGEST = "SHA-256 of the file in path, which the run fills in; a run rejects a file with another digest."
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig(Freezable):
+    loss: str = option(
+        "dpo",
+        "The loss of pairs of a chosen and a rejected completion; for kto, of completions that are good or bad.",
+        choices=(*PAIR_LOSSES, "kto"),
+    )
+    beta: float = option(
+        0.1, "Scale of the log-ratios; for orpo, weight of the odds ratio.", above=0, maximum=MAX_WEIGHT
+    )
+    label_smoothing: float = option(
+        0.0, "Share of labels that are wrong (dpo, robust, exo, simpo, cpo).", minimum=0, maximum=0.5
+    )
+    margin: float = option(
+        0.0, "Target margin between chosen and rejected completion (simpo).", minimum=0, maximum=MAX_WEIGHT
+    )
+    cross_entropy_coef: float = option(
+        0.0, "Weight of the chosen completions' cross-entropy, added to the loss.", minimum=0, maximum=MAX_WEIGHT
+    )
+    desirable_weight: float = option(1.0, "Weight of good completions (kto).", minimum=0, maximum=MAX_WEIGHT)
+    undesirable_weight: float = option(1.0, "Weight of bad completions (kto).", minimum=0, maximum=MAX_WEIGHT)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def takes_pairs(self) -> bool:
+        return self.loss != "kto"
+
+    @property
+    def rows(self) -> str:
+        """Name of the form that rows are rendered to."""
+        return "pairs" if self.takes_pairs else "labelled"
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(Freezable):
+    margin_column: str | None = option(
+        None, "Column with the margin by which the chosen completion's reward should exceed the rejected one's."
+    )
+    center_coef: float = option(
+        0.0,
+        "Weight of the mean of (chosen + rejected reward)², which centers rewards at 0.",
+        minimum=0,
+        maximum=MAX_WEIGHT,
+    )
+
+    @property
+    def rows(self) -> str:
+        """Name of the form that rows are rendered to."""
+        return "rewards" if self.margin_column is None else f"rewards with {self.margin_column}"
+
+
+@dataclass(kw_only=True)
+class ProcessRewardConfig(Freezable):
+    steps_column: str = option("completions", "Column with the list of a row's steps.")
+    labels_column: str = option("labels", "Column with the list of the steps' labels, which are true for good steps.")
+    separator: str = option("\n\n", "Text after each step, as in StepReward.", text=CHARACTERS)
+    step_token: str | None = option(
+        None,
+        "Text after each step in place of the separator (Qwen's process reward models: <extra_0>).",
+        text=CHARACTERS,
+    )
+
+    @property
+    def mark(self) -> str:
+        """Text after each step, at whose end the step's value is read."""
+        return self.step_token or self.separator
+
+    @property
+    def rows(self) -> str:
+        """Name of the form that rows are rendered to."""
+        return f"steps {self.steps_column} with {self.labels_column}, each before {self.mark!r}"
+
+
+RowOptions = PreferenceConfig | RewardModelConfig | ProcessRewardConfig
+"""Options of an algorithm that trains on rows of a form of its own."""
 
 
 @dataclass(kw_only=True)

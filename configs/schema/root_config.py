@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.option import MAX_PROCESSES, MAX_SECONDS, MAX_STEPS, MAX_WEIGHT, NAME, Freezable, option
-from rlpipe.configs.schema.rollout_config import RolloutConfig, ScoringConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig, RolloutConfig, ScoringConfig
 
 
 @dataclass(kw_only=True)

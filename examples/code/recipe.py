@@ -1,9 +1,16 @@
-"""The row transform of the GPU run: an MBPP task as a prompt, and its tests."""
+"""The row transform of the GPU run, for tasks of MBPP, and the cold start of the small run.
+
+The cold start is supervised training on the column ``program``, until some of the programs pass. A model from the hub
+needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import rlpipe
+from rlpipe.quickstart import cold_start
 
 Row = dict[str, Any]
 
@@ -19,3 +26,19 @@ def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, s
         return {"prompt": f"{row['text'].strip()}\nA test: {row['test_list'][0]}", "tests": tests}
 
     return task, {"remove_columns": "__all__"}
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
+    cold_start(
+        config,
+        f"seed={config.seed}",
+        "data.completion_column=program",
+        f"data.held_out.size={config.data.held_out.size}",
+        "algorithm.num_steps=300",
+        "algorithm.stop_loss=0.2",
+        "algorithm.groups_per_step=64",
+        "learner.num_cpus=2",
+        "learner.optimizer.lr=1e-3",
+        "learner.schedule.warmup_steps=10",
+    )

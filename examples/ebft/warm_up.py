@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import rlpipe
+from rlpipe.quickstart import cold_start
 
 
 def warm_up(config: rlpipe.Config) -> None:
@@ -16,27 +17,15 @@ def warm_up(config: rlpipe.Config) -> None:
     rows = output / "rows.jsonl"
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.write_text("".join(_without_parentheses(Path(config.data.path), share=2 / 3)))
-    rlpipe.train(
-        rlpipe.load_config(
-            [
-                "name=ebft_warm_up",
-                f"output={output}",
-                "algorithm=sft",
-                "model=full",
-                f"model.path={output}/random",
-                "model.prepare=rlpipe.quickstart:make_policy",
-                "model.dtype=float32",
-                f"data.path={rows}",
-                "data.completion_column=answer",
-                f"data.held_out.size={config.data.held_out.size}",
-                "algorithm.num_steps=200",
-                "algorithm.stop_loss=0.15",
-                "algorithm.groups_per_step=32",
-                "learner.optimizer.lr=1e-3",
-                "checkpoint=end",
-                "tracking.ray_metrics=false",
-            ]
-        )
+    cold_start(
+        config,
+        f"data.path={rows}",
+        "data.completion_column=answer",
+        f"data.held_out.size={config.data.held_out.size}",
+        "algorithm.num_steps=200",
+        "algorithm.stop_loss=0.15",
+        "algorithm.groups_per_step=32",
+        "learner.optimizer.lr=1e-3",
     )
 
 

@@ -1,6 +1,8 @@
-"""The example's model and rows: a tiny Idefics3 with random weights, and pictures of a coloured square.
+"""The example's model and rows: a tiny Idefics3 with random weights, pictures of a coloured square, and a cold start.
 
-A model from the hub with your own pictures needs none of this.
+The cold start is a little supervised training on the same rows, until some of the answers are right, since
+reinforcement learning can only amplify what the policy does already. A model from the hub with your own pictures needs
+none of this.
 """
 
 import base64
@@ -120,3 +122,22 @@ def make_policy(folder: Path, seed: int = 0) -> None:
 
 if __name__ == "__main__":
     make_rows(Path(__file__).parent / "rows.jsonl")
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
+    output = Path(config.model.path).parent
+    rlpipe.train(
+        rlpipe.load_config(
+            [
+                "name=images_warm_up",
+                f"output={output}",
+                "algorithm.stop_loss=0.4",
+                f"data.path={config.data.path}",
+                f"data.held_out.size={config.data.held_out.size}",
+                "checkpoint=end",
+                "tracking.ray_metrics=false",
+            ],
+            file="examples/images/sft.yaml",
+        )
+    )

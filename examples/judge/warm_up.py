@@ -12,6 +12,7 @@ from pathlib import Path
 
 import rlpipe
 from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.quickstart import cold_start
 
 RIGHT, WRONG = "5", "1"
 NUM_RIGHT_GUESSES = 8
@@ -27,28 +28,17 @@ def warm_up(config: rlpipe.Config) -> None:
     lessons = list(make_lessons(rows))
     output.mkdir(parents=True, exist_ok=True)
     (output / "rows.jsonl").write_text("".join(json.dumps(lesson) + "\n" for lesson in lessons))
-    rlpipe.train(
-        rlpipe.load_config(
-            [
-                "name=judge_warm_up",
-                f"output={output}",
-                "algorithm=sft",
-                "model=full",
-                f"model.path={output}/random",
-                "model.prepare=examples/judge/warm_up.py:make_policy",
-                "model.dtype=float32",
-                "data=jsonl",
-                f"data.path={output}/rows.jsonl",
-                "algorithm.num_steps=700",
-                "algorithm.groups_per_step=128",
-                "learner.optimizer.lr=3e-3",
-                "learner.optimizer.betas=[0.9, 0.95]",
-                "learner.schedule.name=linear",
-                "learner.schedule.warmup_steps=20",
-                "checkpoint=end",
-                "tracking.ray_metrics=false",
-            ]
-        )
+    cold_start(
+        config,
+        "model.prepare=examples/judge/warm_up.py:make_policy",
+        "data=jsonl",
+        f"data.path={output}/rows.jsonl",
+        "algorithm.num_steps=700",
+        "algorithm.groups_per_step=128",
+        "learner.optimizer.lr=3e-3",
+        "learner.optimizer.betas=[0.9, 0.95]",
+        "learner.schedule.name=linear",
+        "learner.schedule.warmup_steps=20",
     )
 
 

@@ -1,9 +1,16 @@
-"""The row transform of the GPU run: a problem and its final answer, from DAPO's data or MATH-500."""
+"""The row transform of the GPU run, for DAPO's data and MATH-500, and the cold start of the small run.
+
+The cold start is supervised training on the column ``worked``, until some of the products are right. A model from the
+hub needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import rlpipe
+from rlpipe.quickstart import cold_start
 
 Row = dict[str, Any]
 
@@ -20,3 +27,19 @@ def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, s
         return {"prompt": row["prompt"].strip(), "answer": row["solution"]}
 
     return rename, {"remove_columns": "__all__"}
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
+    cold_start(
+        config,
+        f"seed={config.seed}",
+        "data.completion_column=worked",
+        f"data.held_out.size={config.data.held_out.size}",
+        "algorithm.num_steps=300",
+        "algorithm.stop_loss=0.2",
+        "algorithm.groups_per_step=64",
+        "learner.num_cpus=2",
+        "learner.optimizer.lr=1e-3",
+        "learner.schedule.warmup_steps=10",
+    )

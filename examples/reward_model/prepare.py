@@ -1,6 +1,6 @@
 """The models of the example: a reward model, trained on the pairs, and a policy that writes the rejected answers.
 
-With models from the hub none of this is needed.
+With models from the hub none of this is needed, but for the row transform ``to_prompt``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlpipe
+from rlpipe.quickstart import cold_start
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 NUM_TEST_PAIRS = 40
+Row = dict[str, Any]
 
 
 def prepare(config: rlpipe.Config) -> None:
@@ -112,28 +115,23 @@ def conversation(tokenizer: Any, pair: dict[str, str], column: str) -> str:
 
 def warm_up(config: rlpipe.Config) -> None:
     """Train the policy on the rejected answers, so that it has something to improve."""
-    output = Path(config.model.path).parent
-    rlpipe.train(
-        rlpipe.load_config(
-            [
-                "name=reward_model_warm_up",
-                f"output={output}",
-                f"seed={config.seed}",
-                "algorithm=sft",
-                "model=full",
-                f"model.path={output}/random",
-                "model.prepare=rlpipe.quickstart:make_policy",
-                "model.dtype=float32",
-                f"data.path={config.data.path}",
-                "data.completion_column=rejected",
-                f"data.held_out.size={config.data.held_out.size}",
-                "algorithm.num_steps=150",
-                "algorithm.stop_loss=0.12",
-                "algorithm.groups_per_step=16",
-                "learner.num_cpus=2",
-                "learner.optimizer.lr=1e-3",
-                "checkpoint=end",
-                "tracking.ray_metrics=false",
-            ]
-        )
+    cold_start(
+        config,
+        f"seed={config.seed}",
+        "data.completion_column=rejected",
+        f"data.held_out.size={config.data.held_out.size}",
+        "algorithm.num_steps=150",
+        "algorithm.stop_loss=0.12",
+        "algorithm.groups_per_step=16",
+        "learner.num_cpus=2",
+        "learner.optimizer.lr=1e-3",
     )
+
+
+def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, str]]:
+    """Keep only ``prompt``, since the answers, which no reward reads, would be sent with every group."""
+
+    def prompt_alone(row: Row) -> Row:
+        return {"prompt": row["prompt"].strip()}
+
+    return prompt_alone, {"remove_columns": "__all__"}

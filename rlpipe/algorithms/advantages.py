@@ -1,8 +1,9 @@
-"""Advantages of rollouts, from the rewards of a step's groups.
+"""Advantages of rollouts from the rewards of a step's groups, and of single turns from rewards of their own.
 
-Shapes: G rollouts of one group, R reward functions. ``nan`` stands for a reward that was not given. A rollout that
-no reward function scored has the reward ``nan``: it counts in no mean and no standard deviation, and its advantage
-is 0. Everything is computed in float64, so that equal rewards give advantages of exactly 0.
+Shapes: G rollouts of one group, R reward functions, S siblings of one group, T turns of the longest, N turns of one
+sibling. ``nan`` stands for a reward that was not given. A rollout that no reward function scored has the reward
+``nan``: it counts in no mean and no standard deviation, and its advantage is 0. Everything is computed in float64, so
+that equal rewards give advantages of exactly 0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.algorithms.plugins import ADVANTAGE, call_function, load_function, own_error
+from rlpipe.algorithms.plugins import ADVANTAGE, call_function, load_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
 from rlpipe.errors import RunError
 from rlpipe.types import FloatArray, IntArray, RolloutGroup
@@ -56,16 +57,7 @@ class AdvantageInputs:
 Estimator = Callable[[list[Values], AdvantageInputs], list[Values]]
 ADVANTAGES: dict[str, Estimator] = {}
 """The built-in estimators by ``algorithm.advantage.name``."""
-
-
-def register_advantage(name: str) -> Callable[[Estimator], Estimator]:
-    """Return a decorator that enters an estimator into ``ADVANTAGES``."""
-
-    def enter(function: Estimator) -> Estimator:
-        ADVANTAGES[name] = function
-        return function
-
-    return enter
+register_advantage = registrar(ADVANTAGES)
 
 
 def compute_advantages(
@@ -304,3 +296,20 @@ def _leave_pairs_out(rewards: Values, differences: Values, pairwise: Values) -> 
     of_others = (total - pairwise) / (count - 1)
     without_pairs = (total - 2 * pairwise) / (count - 2) if count > 2 else np.zeros_like(pairwise)
     return differences + of_others - without_pairs
+
+
+def turn_advantages(rewards: Sequence[Sequence[float]]) -> list[FloatArray]:
+    """Return the advantage of each turn ``[N]`` of every sibling, from its turns' rewards ``[N]``.
+
+    It is the turn's return, the sum of the rewards from there on, minus the mean return of the other siblings at that
+    turn, with 0 for siblings that have ended. So the baseline depends on nothing that the sibling itself does, its own
+    stopping included, and the gradient is unbiased. A mean over the siblings that still play would depend on it, as
+    soon as the sibling itself is among them. A single sibling has its returns.
+    """
+    longest = max(map(len, rewards), default=0)
+    returns: Values = np.zeros((len(rewards), longest))
+    for own, values in zip(returns, rewards, strict=True):
+        own[: len(values)] = np.cumsum(np.asarray(values, np.float64)[::-1])[::-1]
+    others = (returns.sum(0) - returns) / max(len(rewards) - 1, 1)
+    found = returns - others if len(rewards) > 1 else returns
+    return [row[: len(values)].astype(np.float32) for row, values in zip(found, rewards, strict=True)]

@@ -12,15 +12,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlpipe.common.digests import file_digest
+from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 
 ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
 """Sections that may name a function."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def registrar(functions: dict[str, Function]) -> Callable[[str], Callable[[Function], Function]]:
+    """Return a function of a name that returns a decorator, which enters a function into ``functions``."""
+
+    def register(name: str) -> Callable[[Function], Function]:
+        def enter(function: Function) -> Function:
+            functions[name] = function
+            return function
+
+        return enter
+
+    return register
 
 
 def record_code(algorithm: AlgorithmConfig) -> AlgorithmConfig:

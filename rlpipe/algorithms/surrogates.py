@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.corrections import MAX_LOG_RATIO, sequence_means, sequence_sums
-from rlpipe.algorithms.plugins import LOSS, call_function, load_function, own_error
+from rlpipe.algorithms.plugins import LOSS, call_function, load_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import LossConfig
 
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
@@ -64,16 +64,7 @@ class SurrogateOutput:
 Surrogate = Callable[[SurrogateInputs], SurrogateOutput]
 SURROGATES: dict[str, Surrogate] = {}
 """The built-in surrogates by ``algorithm.loss.name``."""
-
-
-def register_surrogate(name: str) -> Callable[[Surrogate], Surrogate]:
-    """Return a decorator that enters a surrogate into ``SURROGATES``."""
-
-    def enter(function: Surrogate) -> Surrogate:
-        SURROGATES[name] = function
-        return function
-
-    return enter
+register_surrogate = registrar(SURROGATES)
 
 
 def find_surrogate(config: LossConfig) -> Surrogate:

@@ -86,8 +86,8 @@ def add_commands(commands: Commands) -> None:
 
 def run_preview(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
-    from rlpipe.data.forward_logs import mask_notes
     from rlpipe.data.prompts import open_source
+    from rlpipe.data.render_rows import mask_notes
     from rlpipe.data.row_view import find_row, first_rows, make_page, print_rows, show_rows
 
     with mask_notes() as notes:
@@ -174,7 +174,7 @@ def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase
             f"model.path: {model.path} is created by model.prepare when the run starts, and does not exist yet; "
             "set model.tokenizer to a folder or hub id with its tokenizer"
         )
-    from rlpipe.data.render.tokenizer import load_tokenizer
+    from rlpipe.data.render.processor import load_tokenizer
 
     return config, load_tokenizer(config.model)
 

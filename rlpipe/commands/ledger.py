@@ -72,8 +72,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
 
 def run_audit(arguments: argparse.Namespace) -> None:
     from rlpipe.replay.ledger.audit import audit, describe
-    from rlpipe.replay.ledger.damage import check_groups, check_pages
-    from rlpipe.replay.ledger.query import find_ledger, reading
+    from rlpipe.replay.ledger.query import check_groups, check_pages, find_ledger, reading
 
     path = find_ledger(Path(arguments.run))
     with reading(path) as ledger:

@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from rlpipe.commands.logged_texts import COMPLETIONS, LoggedTexts
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -35,6 +34,7 @@ from rlpipe.replay.ledger.query import (
     to_tree,
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
+from rlpipe.tracking.jsonl import rows_of_step
 from rlpipe.tracking.view import Column, one_line, print_table, show_count, show_number, show_start, show_time
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
@@ -43,6 +43,9 @@ MODEL_OPTIONS = ("path", "tokenizer", "revision", "trust_remote_code")
 PATIENCE = 4
 """Failed reads in a row before a message: a ledger that is being replaced by a copy is missing for a moment."""
 Subject = Literal["groups", "steps", "events"]
+COMPLETIONS = "completions.jsonl"
+FOLDERS_UP = 3
+"""Levels from a checkpoint's ledger up to the run's folder, and one more."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -230,7 +233,7 @@ def _decode(
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
     if not completions or model is None:
         return [None] * len(completions), None
-    from rlpipe.data.render.tokenizer import load_tokenizer
+    from rlpipe.data.render.processor import load_tokenizer
 
     try:
         with reading_files("they can't be decoded", "fix the ledger's config or the tokenizer", error=ModelError):
@@ -343,3 +346,28 @@ def _outcome(rollout: Rollout) -> str:
         f"{rollout.status.value} ({rollout.finish_reason})",
     ]
     return "; ".join(parts)
+
+
+class LoggedTexts:
+    """Reader of the logged rollouts of a run, given its folder, a checkpoint or a ledger."""
+
+    def __init__(self, run: Path) -> None:
+        folders = [run.absolute(), *run.absolute().parents[:FOLDERS_UP]]
+        self._file = next((file for folder in folders if (file := folder / COMPLETIONS).is_file()), None)
+        self._steps: dict[int, list[dict[str, Any]]] = {}
+
+    def rollouts(self, row: GroupRow) -> list[dict[str, Any]]:
+        """Return the logged rollouts of a group, in their order; empty if its step has logged others."""
+        if self._file is None or row.step is None:
+            return []
+        step = row.step + 1  # the log counts steps from 1
+        if step not in self._steps:
+            self._steps = {step: rows_of_step(self._file, step)}
+        return [rollout for rollout in self._steps[step] if rollout.get("group_id") == row.group_id]
+
+    def with_prompts(self, rows: Sequence[GroupRow]) -> list[GroupRow]:
+        """Return the rows, those whose tokens are dropped with their logged prompts."""
+        dropped = {row.group_id: row for row in rows if row.is_dropped}
+        by_step = sorted(dropped.values(), key=lambda row: row.step or 0)  # a step is read once
+        prompts = {row.group_id: logged[0].get("prompt") for row in by_step if (logged := self.rollouts(row))}
+        return [replace(row, prompt=prompts[row.group_id]) if row.group_id in prompts else row for row in rows]

@@ -10,14 +10,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.row_view import ShownRow, find_row, split_row
 from rlpipe.episodes.groups import open_player
 from rlpipe.episodes.session import Deadline
 from rlpipe.errors import ConfigError, DataError, EngineFailed, EnvironmentFailed
-from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import EngineThread, open_engine
 from rlpipe.run.prepare import prepare_run
 from rlpipe.types import GroupRequest, Prompt, Rollout
 

@@ -27,14 +27,12 @@ import pyarrow as pa
 from rlpipe.common.atomic_io import python_files, user_cache
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.data_sources import cache_folder, data_files
-from rlpipe.configs.schema.algorithm_config import EbftConfig
+from rlpipe.configs.schema.algorithm_config import EbftConfig, RowOptions
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.preference_config import RowOptions
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.row_renderer import RenderedRow
-from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
-from rlpipe.data.row_values import load
+from rlpipe.data.row import RowLocation, SkipKind, UnusableRow, find_part, load_values
 from rlpipe.data.sources.open_rows import load_split
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""
@@ -255,7 +253,7 @@ class PreparedRow(dict[str, Any]):
 
     @cached_property
     def _values(self) -> Any:
-        return load(self["values"])
+        return load_values(self["values"])
 
 
 class PreparedRows:
@@ -291,9 +289,8 @@ class PreparedRows:
         return next((file["path"] for file in files if file != file_state(file["path"])), None)
 
     def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        batch = self._batches[number]
-        return batch, int(index - self._ends[number] + batch.num_rows)
+        number, row = find_part(self._ends, index)
+        return self._batches[number], row
 
 
 def prompt_settings(ebft: EbftConfig | None, *, as_rows: bool = False) -> Settings:

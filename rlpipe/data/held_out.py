@@ -19,7 +19,6 @@ from rlpipe.configs.data_sources import MixedSource, all_sources
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.cached_rows import Rendering, find_prepared
 from rlpipe.data.row import AnyRows, CheckColumns, Row, RowLocation, Rows, SkipKind, UnusableRow
-from rlpipe.data.sources.chunks import ChunkedRows
 from rlpipe.data.sources.open_rows import (
     held_out_data,
     named_errors,
@@ -28,8 +27,8 @@ from rlpipe.data.sources.open_rows import (
     open_source_stream,
     with_own_images,
 )
-from rlpipe.data.sources.row_source import Mixture, Order, Part, PermutedOrder, Render, RowSource
-from rlpipe.data.sources.stream import BlockOrder, StreamRows
+from rlpipe.data.sources.readers import BlockOrder, StreamRows
+from rlpipe.data.sources.row_source import ChunkedRows, Mixture, Order, Part, PermutedOrder, Render, RowSource
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
 

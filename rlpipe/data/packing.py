@@ -5,8 +5,9 @@ Shapes: N packed tokens of a micro batch, S sequences in it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from itertools import groupby
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.data.prefixes import PrefixIndex
 from rlpipe.data.render.processor import Encoded
 from rlpipe.errors import ConfigError
 from rlpipe.types import NO_GROUP, NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
@@ -436,3 +436,37 @@ def with_blank(micro_batch: MicroBatch, blank: Encoded) -> MicroBatch:
         shares=None if micro_batch.shares is None else added(micro_batch.shares, none),
         images=tuple(image.moved(micro_batch.num_tokens) for image in blank.images),
     )
+
+
+@dataclass(slots=True)
+class PrefixIndex:
+    """The sequences that were added so far, in the order of their tokens.
+
+    Of all sequences, those that are next to a new one in this order share the most with it.
+    """
+
+    _ordered: list[tuple[bytes, int]] = field(default_factory=list)
+    _sequences: list[NDArray[np.integer]] = field(default_factory=list)
+
+    def add(self, tokens: NDArray[np.integer]) -> tuple[int, int]:
+        """Add a sequence ``[T]``; return the number of the one that shares most with it, and how many tokens.
+
+        Sequences are numbered from 0 as they are added. If there is none before, both numbers are 0.
+        """
+        entry = (tokens.tobytes(), len(self._sequences))
+        place = bisect_left(self._ordered, entry)
+        found = (0, 0)
+        for _, number in self._ordered[max(place - 1, 0) : place + 1]:
+            shared = common_length(self._sequences[number], tokens)
+            if shared > found[1]:
+                found = (number, shared)
+        self._ordered.insert(place, entry)
+        self._sequences.append(tokens)
+        return found
+
+
+def common_length(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
+    return int(differing[0]) if len(differing) else length

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -39,13 +40,11 @@ from rlpipe.data.cached_rows import (
     sequence_settings,
     source_digest,
 )
-from rlpipe.data.forward_logs import mask_notes
 from rlpipe.data.prompts import AnyRenderer, compared, preference_of, processor_of, sequence_renderer
 from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, TruthRenderer
-from rlpipe.data.row import RowLocation, Rows, UnusableRow
-from rlpipe.data.row_values import dump
+from rlpipe.data.row import RowLocation, Rows, UnusableRow, dump_values
 from rlpipe.data.sources.open_rows import (
     held_out_data,
     named_errors,
@@ -71,6 +70,9 @@ PROMPT_VALUES = [entry.name for entry in fields(Prompt) if entry.name not in ("p
 
 Record = dict[str, Any]
 Render = Callable[[Rows, int], Record]
+MASKS = "rlpipe.data.masks"
+SPOKEN = (MASKS, "rlpipe.data.cached_rows", "rlpipe.data.render_rows")
+"""Loggers whose INFO messages are for users, too."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -144,7 +146,7 @@ class _Prompts:
                 prompt = self._truth.prepare(prompt)
         except UnusableRow as problem:
             return {"kind": problem.kind.value, "reason": problem.reason}
-        values = dump({name: getattr(prompt, name) for name in PROMPT_VALUES}, place.location)
+        values = dump_values({name: getattr(prompt, name) for name in PROMPT_VALUES}, place.location)
         return {"token_ids": prompt.token_ids, "values": values}
 
 
@@ -180,7 +182,7 @@ class _Sequences:
                 record["prompt_ids"] = prompt.token_ids
             except UnusableRow as problem:
                 record |= {"prompt_kind": problem.kind.value, "prompt_reason": problem.reason}
-        return {**record, "values": dump(values, place.location)}
+        return {**record, "values": dump_values(values, place.location)}
 
 
 def _shared(images: Images, others: Images) -> Images:
@@ -320,3 +322,46 @@ def _read(file: Path) -> PreparedRows | None:
     except (OSError, pa.ArrowException, LookupError):
         return None
     return rows if rows.changed_file() is None else None
+
+
+class _Relay(logging.Handler):
+    """A log handler that passes each message on once."""
+
+    def __init__(self, tell: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._report, self._told = tell, set[str]()
+        self.addFilter(lambda record: accepts(record.levelno))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self._told:
+            self._told.add(message)
+            self._report(message)
+
+
+@contextmanager
+def forward_logs(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] = SPOKEN) -> Iterator[None]:
+    """Call ``tell`` with INFO messages of the ``spoken`` loggers and, if ``warnings``, warnings of ``rlpipe.data``."""
+    relays = [(name, _Relay(tell, lambda level: level == logging.INFO)) for name in spoken]
+    if warnings:
+        relays.append(("rlpipe.data", _Relay(tell, lambda level: level >= logging.WARNING)))
+    levels = {name: logging.getLogger(name).level for name in spoken}
+    for name in spoken:
+        logging.getLogger(name).setLevel(logging.INFO)
+    for name, relay in relays:
+        logging.getLogger(name).addHandler(relay)
+    try:
+        yield
+    finally:
+        for name, relay in relays:
+            logging.getLogger(name).removeHandler(relay)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def mask_notes() -> Iterator[list[str]]:
+    """Collect the messages on how the loss mask is made while the context is open."""
+    notes: list[str] = []
+    with forward_logs(notes.append, warnings=False, spoken=[MASKS]):
+        yield notes

@@ -1,14 +1,22 @@
-"""Environments of other libraries as rlpipe's: gymnasium's, and the classes of TRL's ``environment_factory``."""
+"""Environments of other libraries as rlpipe's: gymnasium's, TRL's classes, and those that an OpenEnv server has.
+
+With a server, each episode has a session of its own there. The protocol is that of OpenEnv 0.10: JSON over a WebSocket;
+the package itself is not needed here.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from rlpipe.episodes.environment import Environment
-from rlpipe.episodes.tools import FunctionTool, Observation, Step, call_anywhere
+import aiohttp
+
+from rlpipe.common.formatting import printable, without_password
+from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Step, call_anywhere
 from rlpipe.errors import ConfigError
 
 Show = Callable[[Any, Any], str]
@@ -17,6 +25,17 @@ Read = Callable[[str, Any], Any]
 """Function of the policy's text and the action space that returns an action; raises ``ValueError``."""
 TRL_METHODS = ("reset", "get_reward")
 """Methods of TRL's environments that are no tools."""
+ShowObservation = Callable[[Any], str]
+"""Function of an observation that returns what the policy sees."""
+ReadAction = Callable[[str], Any]
+"""Function of the policy's text that returns an action; raises ``ValueError``."""
+OWN_FIELDS = ("metadata", "done", "reward")
+"""Fields of observations and actions that OpenEnv itself has there."""
+WRONG_ACTION = "VALIDATION_ERROR"
+CAPACITY = "CAPACITY_REACHED"
+CONNECT_TIMEOUT_S = 30.0
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_SHOWN_CHARS = 500
 
 
 def from_gymnasium(
@@ -111,3 +130,189 @@ def from_trl(factory: Callable[[], Any]) -> type[Environment]:
             ]
 
     return TrlEnvironment
+
+
+class OpenEnvFailed(Exception):
+    """Raised if a server can't be reached, ends, or reports an error; ``code`` is OpenEnv's for the latter."""
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SessionAnswer:
+    """A server's answer to a reset or a step, with the names that OpenEnv's clients give its parts."""
+
+    observation: Any
+    reward: float | None = None
+    done: bool = False
+
+
+def from_openenv(
+    server: str | Callable[[], Any], *, show: ShowObservation | None = None, read: ReadAction | None = None
+) -> type[Environment]:
+    """Return the environment of an OpenEnv server as an environment class.
+
+    ``server`` is its URL, or a function that returns a new client of OpenEnv, such as the class of an environment's
+    client with its arguments. The policy sees the text of an observation that has no other field, or else its fields
+    as JSON. It answers with the only field that an action needs, if that is a text, or else with the action as a JSON
+    object. ``show(observation)`` and ``read(text)`` replace that; a client's own classes of actions need the latter.
+    A row may have a ``seed``, and further options of ``reset`` in a column ``reset``. Raises ``ConfigError`` for
+    anything else than a URL or such a function.
+    """
+    if isinstance(server, str):
+        if not server.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ConfigError(f"from_openenv: {server!r:.200} is not the URL of an OpenEnv server")
+    elif not callable(server):
+        raise ConfigError(
+            f"from_openenv: {server!r:.200} is neither the URL of a server nor a function that returns a client: each "
+            "episode needs one of its own"
+        )
+
+    class OpenEnvEnvironment(Environment):
+        def __init__(self) -> None:
+            self._client = OpenEnvSession(server) if isinstance(server, str) else server()
+            self._fields: Mapping[str, Any] = {}
+            self._required: list[str] = []
+
+        async def reset(self, row: Mapping[str, Any], seed: int) -> str:
+            if read is None and isinstance(self._client, OpenEnvSession):
+                self._fields, self._required = action_fields(await self._client.schema())
+            options = {"seed": row.get("seed", seed), **(row.get("reset") or {})}
+            answer = await _awaited(self._client.reset(**options))
+            return (show or show_observation)(answer.observation)
+
+        async def step(self, action: str) -> Step:
+            try:
+                taken = read(action) if read is not None else read_fields(action, self._fields, self._required)
+            except ValueError as error:
+                return Step(str(error))
+            try:
+                answer = await _awaited(self._client.step(taken))
+            except Exception as error:
+                if not _is_wrong_action(error):
+                    raise
+                return Step(f"{action.strip()[:50]!r} is not an action: {error}")
+            observed = (show or show_observation)(answer.observation)
+            return Step(observed, reward=float(answer.reward or 0.0), done=bool(answer.done))
+
+        async def close(self) -> None:
+            await _awaited(self._client.close())
+
+    return OpenEnvEnvironment
+
+
+async def _awaited(value: Any) -> Any:
+    """Return what a client's method gives: OpenEnv's clients are asynchronous, their wrappers are not."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def _is_wrong_action(error: Exception) -> bool:
+    """Return whether a server refused the form of an action; OpenEnv's clients have the code in the message only."""
+    return getattr(error, "code", "") == WRONG_ACTION or f"(code: {WRONG_ACTION})" in str(error)
+
+
+def show_observation(observation: Any) -> str:
+    """Return an observation's only text, or its fields as JSON."""
+    fields = observation.model_dump(mode="json") if hasattr(observation, "model_dump") else observation
+    if isinstance(fields, Mapping):
+        fields = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
+        if len(fields) == 1 and isinstance(only := next(iter(fields.values())), str):
+            return only
+    return json.dumps(fields, default=str)
+
+
+def action_fields(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the fields of an environment's actions by their names, and the names of those that have no default."""
+    action = schema.get("action") or {}
+    fields = {name: own for name, own in action.get("properties", {}).items() if name not in OWN_FIELDS}
+    return fields, [name for name in action.get("required", []) if name in fields]
+
+
+def read_fields(text: str, fields: Mapping[str, Any], required: list[str]) -> dict[str, Any]:
+    """Return the action that a text means: of its only required field, if that is a text, or as a JSON object."""
+    if len(required) == 1 and fields[required[0]].get("type") == "string":
+        return {required[0]: text}
+    try:
+        action = json.loads(text)
+    except (ValueError, RecursionError):
+        action = None
+    if isinstance(action, dict):
+        return action
+    names = ", ".join(f"{name} ({own.get('type', 'any')})" for name, own in fields.items())
+    what = f" with the fields {names}" if names else ""
+    raise ValueError(f"{text.strip()[:50]!r} is not an action; actions are JSON objects{what}")
+
+
+class OpenEnvSession:
+    """A session on a server, which begins with the first request."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
+        self._http: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+
+    async def schema(self) -> Mapping[str, Any]:
+        """Return the JSON schemas of actions and observations."""
+        try:
+            async with self._opened().get(f"{self._url}/schema") as answer:
+                answer.raise_for_status()
+                schema = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self._fail(f"it gives no schema of its actions: {error!r}", error)
+        return schema if isinstance(schema, Mapping) else {}
+
+    async def reset(self, **options: Any) -> SessionAnswer:
+        return await self._ask("reset", options)
+
+    async def step(self, action: Mapping[str, Any]) -> SessionAnswer:
+        return await self._ask("step", action)
+
+    async def close(self) -> None:
+        if self._socket is not None and not self._socket.closed:
+            await self._socket.send_json({"type": "close"})
+            await self._socket.close()
+        if self._http is not None:
+            await self._http.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+            self._http = aiohttp.ClientSession(timeout=limit)
+        return self._http
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> SessionAnswer:
+        try:
+            if self._socket is None:
+                self._socket = await self._opened().ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self._fail(f"it can't be reached: {error!r}", error)
+        with suppress(ConnectionError):  # a server without room says so, and closes before it is asked
+            await self._socket.send_json({"type": kind, "data": dict(data)})
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            self._fail(f"the connection broke before it answered to {kind}")
+        try:
+            answer = json.loads(message.data)
+            found = answer["data"]
+            if answer["type"] == "error":
+                self._refuse(found)
+            return SessionAnswer(
+                observation=found["observation"], reward=found.get("reward"), done=found.get("done", False)
+            )
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            self._fail(f"its answer to {kind} is not in the form of OpenEnv: {message.data!r:.100}", error)
+
+    def _refuse(self, found: Mapping[str, Any]) -> NoReturn:
+        code, message = str(found.get("code", "")), str(found.get("message", ""))
+        if code == WRONG_ACTION:
+            errors = [error for error in found.get("errors") or () if isinstance(error, Mapping)]
+            parts = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors]
+            raise OpenEnvFailed("; ".join(parts)[:MAX_SHOWN_CHARS] or message[:MAX_SHOWN_CHARS], code=code)
+        fix = "; raise max_concurrent_envs there, or lower environment.concurrency" if code == CAPACITY else ""
+        self._fail(f"{message}{fix} ({code})")
+
+    def _fail(self, what: str, error: Exception | None = None) -> NoReturn:
+        text = printable(" ".join(what.split()))[:MAX_SHOWN_CHARS]
+        raise OpenEnvFailed(f"OpenEnv at {without_password(self._url)}: {text}") from error

@@ -14,8 +14,7 @@ import numpy as np
 
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
-from rlpipe.episodes.echo import Branching, Continuation, Known, locate
-from rlpipe.episodes.graph import Node
+from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text, with_tools
 from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray

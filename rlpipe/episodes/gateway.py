@@ -17,8 +17,15 @@ from aiohttp import web
 
 from rlpipe.episodes.agent_session import AgentSession, ChatAnswer, ChatQuestion, RequestRefused
 from rlpipe.episodes.agents import KEY_HEADER
-from rlpipe.episodes.chat_completions import MODEL, as_completion, completion_events
-from rlpipe.episodes.responses import as_chat_request, as_response, follows, response_events
+from rlpipe.episodes.openai_forms import (
+    MODEL,
+    as_chat_request,
+    as_completion,
+    as_response,
+    completion_events,
+    follows,
+    response_events,
+)
 from rlpipe.errors import ConfigError
 
 MAX_BODY_BYTES = 64 * 2**20

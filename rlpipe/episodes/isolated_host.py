@@ -21,10 +21,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from rlpipe.common.imports import describe_error, enter_folder
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.environment import Environment
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
-from rlpipe.episodes.tools import InvalidArguments, Step, Tool, as_text
+from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_text
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority

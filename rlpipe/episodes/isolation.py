@@ -19,11 +19,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpipe.common.imports import describe_error
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.environment import Environment
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.kinds import EpisodeKind
-from rlpipe.episodes.tools import InvalidArguments, Observation, Step, Tool
+from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import run_module
 from rlpipe.scoring.sandbox.confinement import remove_folder

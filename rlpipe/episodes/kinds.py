@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.common.imports import describe_error, import_object
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.agents import Agent, CommandAgent, FunctionAgent
-from rlpipe.episodes.environment import Environment
-from rlpipe.episodes.gym_agents import GymAgent
-from rlpipe.episodes.mcp_tools import McpServer
-from rlpipe.episodes.tools import FunctionTool, Observation, Tool
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.agents import Agent, CommandAgent, FunctionAgent, GymAgent
+from rlpipe.episodes.builtin_tools import McpServer
+from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Tool
 from rlpipe.episodes.verifiers_agent import VerifiersAgent
 from rlpipe.errors import ConfigError
 

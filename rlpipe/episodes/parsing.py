@@ -1,18 +1,30 @@
-"""Parsers of the policy's turns: text, reasoning and tool calls."""
+"""Parsers of the policy's turns, rlpipe's and vLLM's: text, reasoning and tool calls."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
+from rlpipe.common.imports import describe_error, import_object
+from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
+from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.tools import ToolCall
+from rlpipe.errors import ConfigError
 
 ID_CHARS = 9
 """Characters of a call's id; Mistral's templates take no other number."""
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+MAX_CALLS = 16
+MAX_CHARS = 32_768
+MARK_CHARS = 10
+"""Characters ahead of a function's name by which calls are counted."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,3 +122,120 @@ def make_call(entry: Any, prefix: str, number: int) -> ToolCall:
 
 def _id(prefix: str, number: int) -> str:
     return f"{prefix}{number}".rjust(ID_CHARS, "0")[-ID_CHARS:]
+
+
+class VllmParser:
+    """Reads turns by vLLM's parser of a name; raises ``KeyError`` if there is none, and what vLLM raises.
+
+    Some parsers take the types of arguments from the tools' schemas.
+    """
+
+    def __init__(self, name: str, template: ChatTemplate, tools: Sequence[Any] = ()) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+        from vllm.tool_parsers import ToolParserManager
+
+        self._name, self._template = name, template
+        given: list[Any] = [ChatCompletionToolsParam.model_validate(tool) for tool in tools]
+        self._request = ChatCompletionRequest.model_construct(messages=[], tools=given, tool_choice="auto")
+        kind = ToolParserManager.get_tool_parser(name)
+        tokenizer: Any = template.tokenizer
+        self._open = lambda: kind(tokenizer, given)
+        self._open()
+        self._mark = re.compile(re.escape(_start_of_call(template)))
+
+    def with_tools(self, tools: Sequence[Any]) -> VllmParser:
+        return VllmParser(self._name, self._template, tools)
+
+    def __call__(self, text: str, prefix: str) -> ParsedTurn:
+        rest, reasoning = split_reasoning(text)
+        try:
+            found = self._open().extract_tool_calls(self._shortened(rest), self._request)
+        except Exception:  # noqa: BLE001 - its parsers raise anything on texts that they do not expect
+            return ParsedTurn(content=rest, reasoning=reasoning)
+        calls = [
+            make_call({"name": call.function.name, "arguments": call.function.arguments}, prefix, number)
+            for number, call in enumerate(found.tool_calls)
+        ]
+        content = found.content or ""
+        return ParsedTurn(content=content if not calls else content.strip(), reasoning=reasoning, calls=calls)
+
+    def _shortened(self, text: str) -> str:
+        """Return the text without what follows ``MAX_CALLS`` calls or ``MAX_CHARS`` characters.
+
+        Some parsers take minutes for a few thousand characters in which the policy repeats itself.
+        """
+        marks = [found.start() for found in islice(self._mark.finditer(text), MAX_CALLS + 1)]
+        return text[: min([MAX_CHARS, *marks[MAX_CALLS:]])]
+
+
+def _start_of_call(template: ChatTemplate) -> str:
+    """Return the end of what the template writes ahead of the name of a call's function."""
+    call = ToolCall(id="q8Zk3Lw7P", name=PROBE_WORD)
+    asked = {"role": "user", "content": "Where?"}
+    whole = template.text([asked, ParsedTurn(content="", calls=[call]).as_message()])
+    return whole.partition(PROBE_WORD)[0][-MARK_CHARS:].strip() or PROBE_WORD
+
+
+def vllm_parser_names() -> list[str]:
+    """Return the names of vLLM's parsers; none if vLLM is not installed."""
+    if find_spec("vllm") is None:
+        return []
+    from vllm.tool_parsers import ToolParserManager
+
+    return sorted(ToolParserManager.list_registered())
+
+
+def open_parser(name: str, template: ChatTemplate, *, has_tools: bool) -> Parser:
+    """Return the parser that ``environment.parser`` names; ``auto`` tries them on a call that the template renders.
+
+    Raises ``ConfigError`` if no parser reads the template's calls, which only matters if there are tools.
+    """
+    if name in PARSERS:
+        return PARSERS[name]
+    if ":" in name:
+        parser: Parser = import_object(name, what="environment.parser", error=ConfigError)
+        return parser
+    if name != "auto":
+        return _open_of_vllm(name, template)
+    for known in PARSERS.values():
+        if _reads_calls(known, template):
+            return known
+    if not has_tools:
+        return parse_text
+    for other in vllm_parser_names():
+        with suppress(Exception):  # they need tokens that other families' tokenizers lack
+            if _reads_calls(found := VllmParser(other, template), template):
+                return found
+    raise ConfigError(
+        "environment.parser: no known parser reads the calls that the model's chat template writes; set it to "
+        f"{' or '.join(PARSERS)}, to the name of one of vLLM's parsers, or to file.py:name of your own"
+    )
+
+
+def _open_of_vllm(name: str, template: ChatTemplate) -> Parser:
+    known = vllm_parser_names()
+    if name not in known:
+        there = f"; vLLM has {', '.join(known)}" if known else "; vLLM, which has more, is not installed"
+        raise ConfigError(f"environment.parser: {name!r:.80} is not auto, {', '.join(PARSERS)} or file.py:name{there}")
+    try:
+        return VllmParser(name, template)
+    except Exception as error:
+        raise ConfigError(f"environment.parser={name}: {describe_error(error)}") from error
+
+
+def _reads_calls(parser: Parser, template: ChatTemplate) -> bool:
+    call = ToolCall(id="q8Zk3Lw7P", name="look", arguments={"at": PROBE_WORD, "far": True})
+    asked = {"role": "user", "content": "Where?"}
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}, "far": {"type": "boolean"}}}
+    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}
+    template, parser = template.with_tools([schema]), with_tools(parser, [schema])
+    try:
+        before = template.text([asked], add_generation_prompt=True)
+        whole = template.text([asked, ParsedTurn(content="", calls=[call]).as_message()])
+    except UnusableRow:
+        return False
+    text = whole.removeprefix(before)
+    for ends in template.tokenizer.all_special_tokens:
+        text = text.rstrip().removesuffix(ends)
+    found = parser(text.strip(), "")
+    return [(own.name, own.arguments) for own in found.calls] == [(call.name, call.arguments)]

@@ -15,10 +15,9 @@ import numpy as np
 
 from rlpipe.common.imports import describe_error
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
-from rlpipe.episodes.environment import Environment, as_messages
 from rlpipe.episodes.graph import EpisodeGraph, Node
 from rlpipe.episodes.parsing import ParsedTurn, Parser, with_tools
-from rlpipe.episodes.tools import Tool, Toolbox, call_anywhere, one_at_a_time
+from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 

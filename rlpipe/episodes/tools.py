@@ -1,13 +1,14 @@
-"""Tools that a policy calls: their schemas from signature and docstring, and calls whose failures are answers."""
+"""The interface of environments, which users write, and the tools that a policy calls: schemas and calls."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
@@ -19,6 +20,8 @@ MAX_RESULT_CHARS = 16_384
 Observation = str | ChatMessages
 """Text of a user's message, or messages."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+Function = TypeVar("Function", bound=Callable[..., Any])
+MARK = "_rlpipe_tool"
 
 
 @dataclass(slots=True)
@@ -253,3 +256,51 @@ def as_text(value: Any) -> str:
         return json.dumps(_ANYTHING.dump_python(value, mode="json"), ensure_ascii=False)
     except ValueError:  # pydantic's errors are among these
         return str(value)
+
+
+class Environment(ABC):
+    """A task with several turns; one object serves one episode.
+
+    Methods may be coroutines; others run in threads, one after the other, so that they may block.
+
+    Methods marked by ``tool`` are offered to the policy; a turn that calls tools is answered by their results, and not
+    given to ``step``. A tool that returns a ``Step`` gives the turn its reward, and may end the episode. An episode's
+    reward is the sum of its steps' rewards and the final one.
+    """
+
+    @abstractmethod
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
+        """Begin an episode on a row of the data, and return what the policy sees first."""
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Answer a turn without tool calls; by default it ends the episode."""
+        return Step(done=True)
+
+    def final_reward(self) -> float | Awaitable[float]:
+        """Return a reward that is added at the end of an episode, also if a limit has truncated it."""
+        return 0.0
+
+    def tools(self) -> Sequence[Tool]:
+        """Return the tools of the episode: by default the methods marked by ``tool``, in the order of the class."""
+        kinds = reversed(type(self).__mro__)
+        names = [name for kind in kinds for name, own in vars(kind).items() if _is_tool(own)]
+        return [FunctionTool(getattr(self, name), name=name) for name in dict.fromkeys(names)]
+
+    def close(self) -> Awaitable[None] | None:
+        """Free what the episode holds; called once, however the episode ends."""
+        return None
+
+
+def tool(function: Function) -> Function:
+    """Mark a method of an environment as a tool; its schema comes from its signature and docstring."""
+    setattr(function, MARK, True)
+    return function
+
+
+def _is_tool(own: Any) -> bool:
+    return inspect.isfunction(own) and getattr(own, MARK, False)
+
+
+def as_messages(observation: Observation) -> ChatMessages:
+    """Return an observation as chat messages; a text is a user's."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)

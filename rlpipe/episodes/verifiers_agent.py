@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.formatting import printable
 from rlpipe.episodes.agents import KEY_HEADER, Access, AgentFailed, Reward
-from rlpipe.episodes.chat_completions import MODEL
+from rlpipe.episodes.openai_forms import MODEL
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.nemo_gym import row_as_json
 

@@ -1,11 +1,16 @@
-"""Measures this machine's speeds (arithmetic, memory, transfers, exchange between ranks) and stores them."""
+"""Measures this machine's speeds (arithmetic, memory, transfers, exchange between ranks) and stores them.
+
+A rate is the median of several repetitions, after a warm-up call.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -18,15 +23,20 @@ from torch import Tensor, nn
 
 from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError, RlpipeError, RunError
-from rlpipe.hardware.cgroup import host_memory_bytes
+from rlpipe.hardware.cgroup import host_memory_bytes, num_cores
 from rlpipe.hardware.device import STATE_DTYPES, Curve, Device, Link, adding
 from rlpipe.hardware.devices import load_usable, own_name, store
 from rlpipe.hardware.dtype_speed import forget_rates
 from rlpipe.hardware.dtypes import cpu_name
 from rlpipe.hardware.host_memory import HostBuffer, add_up
-from rlpipe.hardware.timing import Work, all_cores, rate, time_calls
 
 T = TypeVar("T")
+TIMED_REPETITIONS = 5
+TIMED_REPETITION_S = 0.05
+"""Least seconds of one repetition, in consecutive calls, so that the overhead of starting the first hardly counts."""
+MAX_TIMED_CALLS = 1000
+
+Work = Callable[[], object]
 
 
 def num_ranks() -> int:
@@ -355,3 +365,49 @@ def _try_to_store(measured: Device) -> None:
         store(measured)
     except (ConfigError, OSError) as error:
         logger.warning("%s", error)
+
+
+def rate(amount: float, work: Work, device: torch.device, *, scale: float = 1.0) -> float:
+    """Return the amount per second if each call of ``work`` does ``amount``; ``inf`` if no time passed.
+
+    ``scale`` shortens the repetitions.
+    """
+    work()
+    once_s = time_calls(work, 1, device)
+    num_calls = min(MAX_TIMED_CALLS, math.ceil(scale * TIMED_REPETITION_S / once_s)) if once_s else MAX_TIMED_CALLS
+    seconds = median(time_calls(work, num_calls, device) for _ in range(TIMED_REPETITIONS))
+    return amount * num_calls / seconds if seconds else math.inf
+
+
+def time_calls(work: Work, num_calls: int, device: torch.device) -> float:
+    """Return the seconds of ``num_calls``; on a GPU, those between two events in its current stream."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        return time.perf_counter() - begin
+    with torch.cuda.device(device):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        for _ in range(num_calls):
+            work()
+        last.record()
+        torch.cuda.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+
+def all_cores() -> AbstractContextManager[None]:
+    """Have torch compute with a thread per core: a rank may have fewer, but the rates are the machine's."""
+    return threads(num_cores())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Have torch compute with ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

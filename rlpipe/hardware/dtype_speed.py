@@ -102,7 +102,7 @@ def forget_rates() -> None:
 
 def time_products(made: Products, dtype: str) -> dict[str, float]:
     """Return the FLOP/s in float32 and in ``dtype``, each from the fastest of many alternating passes."""
-    from rlpipe.hardware.timing import threads
+    from rlpipe.hardware.calibration import threads
 
     with threads(made.num_threads):
         passes: dict[str, Pass] = {}

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlpipe.common.atomic_io import complete_folder
-from rlpipe.common.digests import DIGESTS, file_digest, seal, unseal
+from rlpipe.common.atomic_io import DIGESTS, complete_folder, file_digest, seal, unseal
 from rlpipe.errors import ConfigError
 
 NAME = re.compile(r"step_(\d+)")

@@ -24,13 +24,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlpipe.common.atomic_io import begin_folder, check_room, whole_folder, writing_path
 from rlpipe.common.imports import reading_files
-from rlpipe.configs.options import model_of
+from rlpipe.configs.options import find_out_of_range, model_of
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import rescales_weights
-from rlpipe.configs.value_checks import find_out_of_range
-from rlpipe.data.render.processor import export_processor
-from rlpipe.data.render.reward_rows import padding_id
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.pairs import padding_id
+from rlpipe.data.render.processor import export_processor, load_tokenizer
 from rlpipe.errors import ConfigError, ModelError, RunError
 from rlpipe.learner.checkpoint_files import (
     Checkpoint,

@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
 from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
 from rlpipe.kernels.primitives import IGNORED
 from rlpipe.learner.adapter_patches import (

@@ -30,12 +30,10 @@ from rlpipe.learner.adapter_layers import fuse_lora, normalize_weight_scales
 from rlpipe.learner.adapter_patches import LiveMerge
 from rlpipe.learner.forward import TokenScorer, check_adapter, drop_unread
 from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
-from rlpipe.learner.strategies.sharding import Sharding
-from rlpipe.learner.strategies.single import SingleRank
+from rlpipe.learner.strategies.sharding import Sharding, SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import LM_HEAD, Workload, reads_logprobs
 from rlpipe.models.adapter import put_tensors, read_adapter
-from rlpipe.models.gguf import model_folder
 from rlpipe.models.loading import (
     CLASSIFIER,
     COMPLETE,
@@ -47,6 +45,7 @@ from rlpipe.models.loading import (
     outline_model,
     with_dtype,
 )
+from rlpipe.models.model_files import model_folder
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.types import MicroBatch, WeightsKind
 

@@ -10,10 +10,18 @@ from torch import Tensor
 
 from rlpipe.algorithms.corrections import LOGPROB_DIFFERENCE
 from rlpipe.algorithms.losses import LossOutput
-from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
-from rlpipe.algorithms.reward_losses import RewardPairInputs, StepInputs, bradley_terry_loss, step_loss
+from rlpipe.algorithms.preferences import (
+    LabelledInputs,
+    PairInputs,
+    RewardPairInputs,
+    StepInputs,
+    bradley_terry_loss,
+    kto_loss,
+    pair_loss,
+    step_loss,
+)
+from rlpipe.configs.schema.algorithm_config import PreferenceConfig, RewardModelConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
-from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.objectives import LearnerInputs, PackedRows, Reference
 from rlpipe.learner.policy import Policy

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from rlpipe.data.prefixes import PrefixIndex
+from rlpipe.data.packing import PrefixIndex
 from rlpipe.errors import ModelError
 from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.types import Images, MicroBatch, PlacedImage

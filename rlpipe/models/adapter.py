@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.common.digests import DIGESTS, file_digest, seal, unseal
+from rlpipe.common.atomic_io import DIGESTS, file_digest, seal, unseal
 from rlpipe.common.hub import hub_has
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, rescales_weights

@@ -33,7 +33,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtype_speed import device_types
 from rlpipe.hardware.dtypes import AUTO
-from rlpipe.models.known_configs import model_products
+from rlpipe.models.model_files import model_products
 
 COMPLETE = "give a complete and undamaged copy of the model"
 """Fix for a model that can't be loaded."""

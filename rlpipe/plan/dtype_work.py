@@ -10,7 +10,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types, products
 from rlpipe.hardware.dtypes import NARROW, WIDE, cpu_name
-from rlpipe.models.known_configs import model_products, read_widths
+from rlpipe.models.model_files import model_products, read_widths
 from rlpipe.rollout.engine import default_sequences
 from rlpipe.rollout.engine import num_threads as engine_threads
 

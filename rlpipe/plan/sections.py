@@ -111,7 +111,9 @@ def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
         yield "shares its GPU", _describe_sharing(plan.sharing)
     if plan.speed is not None:
         yield from _speed_rows(plan, plan.speed)
-    yield from _engine_change_rows(plan)
+    changes = [f"{entry.change} ({entry.seconds:.1f} s per step)" for entry in plan.changes]
+    nothing = "no known change, or pair of changes, is enough; use a smaller model, or shorter prompts"
+    yield from _change_rows(plan.fits, changes, nothing, "faster with" if plan.fits else "fits with")
 
 
 def _engine_memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
@@ -156,13 +158,14 @@ def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str
     yield "time", f"{speed.seconds:.1f} s per step: prefill {speed.prefill_s:.1f}, decode {speed.decode_s:.1f}"
 
 
-def _engine_change_rows(plan: EnginePlan) -> Iterator[tuple[str, str]]:
-    label = "faster with" if plan.fits else "fits with"
-    if not plan.fits and not plan.changes:
-        yield label, "no known change, or pair of changes, is enough; use a smaller model, or shorter prompts"
-    for entry in plan.changes:
-        yield label, f"{entry.change} ({entry.seconds:.1f} s per step)"
-        label = ""
+def _change_rows(
+    fits: bool, changes: Sequence[str], nothing: str, label: str = "fits with"
+) -> Iterator[tuple[str, str]]:
+    """Yield the changes with which something fits, or else ``nothing``, which says that there is none."""
+    if not fits and not changes:
+        yield label, nothing
+    for number, change in enumerate(changes):
+        yield "" if number else label, change
 
 
 DEVICE_LABELS = {
@@ -221,7 +224,9 @@ def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]
         yield from _time_rows(plan, plan.time)
     for note in plan.notes:
         yield "note", note
-    yield from _learner_change_rows(plan)
+    changes = [f"{entry.change} ({entry.seconds:.1f} s per step, {gib(entry.device_bytes)})" for entry in plan.changes]
+    nothing = "no known change, or pair of changes, is enough; use a smaller model, or shorter sequences"
+    yield from _change_rows(plan.fits, changes, nothing)
 
 
 def _learner_memory_rows(
@@ -265,15 +270,6 @@ def _time_rows(plan: LearnerPlan, time: StepTime) -> Iterator[tuple[str, str]]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
-
-
-def _learner_change_rows(plan: LearnerPlan) -> Iterator[tuple[str, str]]:
-    label = "fits with"
-    if not plan.fits and not plan.changes:
-        yield label, "no known change, or pair of changes, is enough; use a smaller model, or shorter sequences"
-    for entry in plan.changes:
-        yield label, f"{entry.change} ({entry.seconds:.1f} s per step, {gib(entry.device_bytes)})"
-        label = ""
 
 
 def scorers_section(plans: Sequence[ScorerPlan | UnplannedScorer], device: Device) -> Section:
@@ -329,17 +325,12 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
         yield "  time", "not known: the scorer computes on the host's CPU"
     if plan.note is not None:
         yield "  note", plan.note
-    yield from _scorer_change_rows(plan)
-
-
-def _scorer_change_rows(plan: ScorerPlan) -> Iterator[tuple[str, str]]:
-    label = "  fits with"
-    if not plan.fits and not plan.changes:
-        yield label, "no single known change is enough; use a smaller model, or shorter sequences"
-    for entry in plan.changes:
-        time = "" if entry.seconds is None else f"{entry.seconds:.1f} s per step, "
-        yield label, f"{entry.change} ({time}{gib(entry.num_bytes)})"
-        label = ""
+    times = ["" if entry.seconds is None else f"{entry.seconds:.1f} s per step, " for entry in plan.changes]
+    changes = [
+        f"{entry.change} ({time}{gib(entry.num_bytes)})" for entry, time in zip(plan.changes, times, strict=True)
+    ]
+    nothing = "no single known change is enough; use a smaller model, or shorter sequences"
+    yield from _change_rows(plan.fits, changes, nothing, "  fits with")
 
 
 def machine_section(plan: MachinePlan, device: Device) -> Section:
@@ -367,12 +358,8 @@ def _machine_rows(plan: MachinePlan, device: Device) -> Iterator[tuple[str, str]
     for kind, num in plan.placed:
         each = f", {gib(kind.host_bytes)} each" if num > 1 else ""
         yield "", f"{gib(num * kind.host_bytes)}: {kind.describe(num)}{each}"
-    label = "fits with"
-    if not plan.fits and not plan.changes:
-        yield label, "no known change is enough; use a smaller model, or fewer actors"
-    for change in plan.changes:
-        yield label, change
-        label = ""
+    nothing = "no known change is enough; use a smaller model, or fewer actors"
+    yield from _change_rows(plan.fits, plan.changes, nothing)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

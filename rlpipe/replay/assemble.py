@@ -9,8 +9,13 @@ from operator import itemgetter
 
 import numpy as np
 
-from rlpipe.algorithms.advantages import AdvantageInputs, combine_rewards, compute_advantages, own_advantages
-from rlpipe.algorithms.turn_credit import turn_advantages
+from rlpipe.algorithms.advantages import (
+    AdvantageInputs,
+    combine_rewards,
+    compute_advantages,
+    own_advantages,
+    turn_advantages,
+)
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step

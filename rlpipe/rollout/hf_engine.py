@@ -23,8 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
-from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
-from rlpipe.data.render.tokenizer import check_ids
+from rlpipe.data.render.processor import ImageProcessor, check_ids, feature_token_id, seen_tiles
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state

@@ -26,14 +26,14 @@ from rlpipe.actors.remote import get_remote
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.data.forward_logs import forward_logs
 from rlpipe.data.prompts import open_run_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
+from rlpipe.data.render_rows import forward_logs
 from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, RunError
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
-from rlpipe.models.gguf import describe_gguf
+from rlpipe.models.model_files import describe_gguf
 from rlpipe.preload import preloading
 from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine

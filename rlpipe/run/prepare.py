@@ -26,8 +26,7 @@ from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.hardware.dtype_speed import Products, kept_rates
 from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.learner.checkpoint_files import damaged, read_extra, resolve_checkpoint, set_damaged_aside, set_newer_aside
-from rlpipe.models.gguf import converted_folder, is_gguf, model_folder
-from rlpipe.models.known_configs import read_known_config, read_num_experts
+from rlpipe.models.model_files import converted_folder, is_gguf, model_folder, read_known_config, read_num_experts
 from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.replay.ledger.query import ledger_path
 from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable

@@ -38,7 +38,7 @@ from rlpipe.run.cluster import (
     until_ready,
     wait_started,
 )
-from rlpipe.run.episode_pool import EpisodePool
+from rlpipe.run.engine_pool import EpisodePool
 from rlpipe.run.prepare import ResumePoint, RewardLike, Run
 from rlpipe.run.scoring_pools import LearnerPool, ScorerPool, ScoringPool, Spawn
 from rlpipe.scoring.pools import FEATURE_PATH, RewardPool, resolve_pools, split_learner

@@ -1,9 +1,10 @@
-"""Processes of this machine: their state, memory and descendants, and ending them."""
+"""Processes of this machine: their state, memory and descendants, how to end them, and a keeper for a dead one."""
 
 from __future__ import annotations
 
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 PROC = Path("/proc")
 END_TIMEOUT_S = 10.0
 """Seconds after which processes that do not die, such as those in a stuck file system, are left alone."""
+SCORING_MARK = "RLPIPE_SCORING_PROCESS"
+"""Environment variable that marks the processes that one scoring process started."""
+REAPER_POLL_S = 0.25
 
 
 def run_module(
@@ -266,3 +270,38 @@ class MemoryLimit:
     def is_exhausted(self, allowed: int) -> bool:
         """Return whether the process holds so much memory that the next call would fail as well."""
         return sys.platform == "linux" and allowed - data_bytes() < MIN_FREE * self.gb * GIB
+
+
+def start_reaper() -> None:
+    """Start a keeper that ends all descendants of this process after this process has ended in any way, on Linux.
+
+    It finds them by their process group, which becomes that of this process alone, and by ``SCORING_MARK`` in their
+    environment. A process that leaves the group and drops that variable is missed.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    os.environ[SCORING_MARK] = secrets.token_hex(8)
+    run_module("rlpipe.scoring.processes", [str(os.getpid()), os.environ[SCORING_MARK]]).wait()
+
+
+def find_survivors(group: int, mark: str) -> set[int]:
+    """Return the ids of the group's processes, of those with the mark, and of their descendants, except this one."""
+    processes = list_processes()
+    roots = {pid for pid, process in processes.items() if process.group == group} | marked(mark, processes)
+    return (roots | descendants(roots, processes)) - {os.getpid()}
+
+
+def reap() -> None:
+    group, token = int(sys.argv[1]), sys.argv[2]
+    kept = read_process(group)
+    # Ray kills a worker's own children first, so the keeper must not be one. A pipe would not report the worker's end,
+    # because children that it forks hold the other end open.
+    if os.fork() != 0:
+        os._exit(0)
+    while kept is not None and (now := read_process(group)) is not None and now.started == kept.started:
+        time.sleep(REAPER_POLL_S)
+    end_processes(lambda: find_survivors(group, f"{SCORING_MARK}={token}"))
+
+
+if __name__ == "__main__":
+    reap()

@@ -22,7 +22,7 @@ from transformers import (
 
 from rlpipe.common.imports import reading_files
 from rlpipe.data.packing import padded_parts
-from rlpipe.data.render.tokenizer import check_ids
+from rlpipe.data.render.processor import check_ids
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.loading import COMPLETE, load_complete, own_device, own_dtype

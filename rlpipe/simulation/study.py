@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from rlpipe.common.imports import without_collection
 from rlpipe.errors import InputError
 from rlpipe.simulation.setup import Setup
 from rlpipe.simulation.simulator import GENERATE, PLACE, SCORE, TRAIN, WEIGHTS, History, simulate
@@ -160,25 +159,13 @@ class Study:
 
 def study(setup: Setup, *, seed: int, minutes: float, add: int = 1) -> Study:
     """Simulate the set-up for ``minutes`` of virtual time, or until its last step, and then each change to it."""
-    with uncollected():
+    with without_collection():  # a simulation makes no cycles, and the search for them takes a third of its time
         history = simulate(setup, seed=seed, limit_s=60 * minutes)
         if not history.num_steps:
             raise InputError(
                 f"no step ends within {minutes:g} minutes: increase --minutes, or check that the times are in seconds"
             )
         return Study(setup=setup, figures=measure(history), advice=advise(history, seed=seed, add=add))
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable Python's collector of cycles: a simulation makes none, and the search takes a third of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def named_times(setup: Setup) -> Mapping[str, object]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rlpipe.common.digests import file_digest
+from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.environment import Environment, Step, tool
 from rlpipe.episodes.session import Deadline, DrawnTurn
+from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.rollout.engine import Sample, build_rollout
 from rlpipe.rollout.multi_turn import SEED_STEP
 from rlpipe.types import GroupRequest, IntArray, Rollout

@@ -27,9 +27,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.images import as_png
-from rlpipe.data.render.processor import ImageProcessor
+from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
 from rlpipe.data.render.row_renderer import SequenceRenderer
-from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import RowLocation
 from rlpipe.types import Prompt, Rollout
 

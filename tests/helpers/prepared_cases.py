@@ -16,7 +16,7 @@ from rlpipe import cli
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource, SequenceSource, open_run_prompts, open_run_sequences
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.models.gguf import model_folder
+from rlpipe.models.model_files import model_folder
 from rlpipe.quickstart import SMOLLM2_WHEEL, smollm2_file
 from rlpipe.types import ChatMessages, Rollout
 

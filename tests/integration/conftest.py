@@ -19,18 +19,18 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.preload import preloading
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 
 NUM_ROWS = 24
 FIRST_FILES = (
     "test_real_model.py",
     "test_recovery.py",
-    "test_isolation.py",
+    "test_isolated_runs.py",
     "test_frozen_parts.py",
     "test_families.py",
     "test_pipeline.py",
     "test_strategies.py",
-    "test_examples.py",
+    "test_example_runs.py",
     "test_strategy_options.py",
     "test_agent_frameworks.py",
     "test_resume.py",

@@ -25,7 +25,7 @@ from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import WeightsMismatch
 from rlpipe.replay.ledger.restore import RunStart
 from rlpipe.replay.step_queue import StepReport

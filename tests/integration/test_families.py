@@ -24,7 +24,7 @@ from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.row_plan import AttentionPlan, Row
 from rlpipe.models.loading import open_model
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import WeightsKind
 
 pytestmark = pytest.mark.covering(1)

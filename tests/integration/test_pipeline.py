@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import rlpipe
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.simulation.setup import read_measured
 

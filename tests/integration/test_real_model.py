@@ -35,7 +35,7 @@ from rlpipe.learner.step import Learner
 from rlpipe.offload.planner.profiler import resident_bytes
 from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, TrainBatch, Truth
 

@@ -31,7 +31,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import VLLM_GPU_SEQUENCES, Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest
 
 pytest.importorskip("vllm")

@@ -48,8 +48,10 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     if not (folder / "rlpipe").exists():
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "rlpipe", folder / "rlpipe", symlinks=False, ignore=skipped)
-        for name in LINKED:
-            (folder / "rlpipe" / name / "__init__.py").touch()
+        examples = folder / "rlpipe" / "examples"
+        for package in (*(folder / "rlpipe" / name for name in LINKED), examples, *examples.iterdir()):
+            if package.is_dir():
+                (package / "__init__.py").touch()
     program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(cache_dir=None))"
     return subprocess.run(
         [sys.executable, "-c", program],

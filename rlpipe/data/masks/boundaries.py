@@ -181,12 +181,11 @@ class _Markers:
         by_start: dict[tuple[int, ...], list[RoleBoundary]] = {}
         for boundary in boundaries:
             for start in (boundary.start, *boundary.other_starts):
-                alike = by_start.setdefault(start, [])
-                by_start[start] = [other for other in alike if other.role == boundary.role] + [boundary]
+                by_start.setdefault(start, []).append(boundary)
         self.starts: dict[int, tuple[int, list[RoleBoundary], bool]] = {}
         """Length of the start marker at each place, the boundaries that it belongs to, and whether one interrupts."""
         for start in sorted(by_start, key=len):  # longer ones take the place of shorter ones
-            alike = by_start[start]
+            alike = [boundary for boundary in by_start[start] if boundary.role == by_start[start][-1].role]
             found = len(start), alike, any(boundary.interrupts for boundary in alike)
             self.starts.update(dict.fromkeys(_places_of(start, token_ids), found))
         self.interruptions: list[int] = []

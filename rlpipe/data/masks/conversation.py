@@ -15,10 +15,8 @@ import numpy as np
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import LossMask, Turn, fill, find_turns
 from rlpipe.data.masks.derivation import ASSISTANT
-from rlpipe.data.masks.origins import find_origins, tokens_with
-from rlpipe.data.masks.row_check import RowCheck
-from rlpipe.data.masks.rules import media_token_ids, resolve_mask
-from rlpipe.data.masks.trained_parts import TrainedParts
+from rlpipe.data.masks.row_check import RowCheck, find_origins, tokens_with
+from rlpipe.data.masks.rules import TrainedParts, media_token_ids, resolve_mask
 from rlpipe.data.render.images import count_images
 from rlpipe.data.render.messages import assistant_turns
 from rlpipe.data.render.processor import Encoded

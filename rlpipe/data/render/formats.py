@@ -14,7 +14,7 @@ import numpy as np
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.messages import assistant_turns, chat_messages, column_messages, no_assistant
-from rlpipe.data.row import AnyRows, Row, Rows, UnusableRow, require_columns
+from rlpipe.data.row import AnyRows, Row, Rows, UnusableRow, find_part, require_columns
 from rlpipe.errors import DataError, InputError, RlpipeError
 from rlpipe.types import ChatMessages
 
@@ -221,7 +221,7 @@ class ExpandedRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Row:
-        source, part = self._find(index)
+        source, part = find_part(self._ends, index)
         row, location = self._rows[source], self._rows.location(source)
         columns = self._expand(row, location)
         count = _common_length(columns)
@@ -233,15 +233,10 @@ class ExpandedRows:
         return {**_kept(row, self._remove), **{name: values[part] for name, values in columns.items()}}
 
     def location(self, index: int) -> str:
-        source, part = self._find(index)
+        source, part = find_part(self._ends, index)
         location = self._rows.location(source)
         count = self._counts[source]
         return location if count == 1 else f"{location}, part {part + 1} of {count}"
-
-    def _find(self, index: int) -> tuple[int, int]:
-        """Return the index of the original row, and the index among the rows made from it."""
-        source = int(np.searchsorted(self._ends, index, side="right"))
-        return source, int(index - self._ends[source] + self._counts[source])
 
     def _count_at_start(self, source: int) -> int:
         try:

@@ -19,9 +19,17 @@ from rlpipe.common.imports import describe_error
 from rlpipe.configs.data_sources import MixedSource, data_files
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.formats import apply_transform
-from rlpipe.data.row import AnyRows, CheckColumns, Row, Rows, parse_object
-from rlpipe.data.sources.readers import DatasetReader, JsonlReader, ParquetReader, is_compressed, naming, open_lines
-from rlpipe.data.sources.stream import Reader, StreamRows
+from rlpipe.data.row import AnyRows, CheckColumns, Row, Rows, find_part, parse_object
+from rlpipe.data.sources.readers import (
+    DatasetReader,
+    JsonlReader,
+    ParquetReader,
+    Reader,
+    StreamRows,
+    is_compressed,
+    naming,
+    open_lines,
+)
 from rlpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -166,8 +174,8 @@ class JoinedRows:
         return rows.location(row)
 
     def _find(self, index: int) -> tuple[Rows, int]:
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return self._files[file], int(index - self._ends[file] + len(self._files[file]))
+        file, row = find_part(self._ends, index)
+        return self._files[file], row
 
 
 class TableRows:

@@ -19,8 +19,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.row_plan import Row, plan_row
 from rlpipe.learner.strategies.optimizer import TorchUpdates
-from rlpipe.learner.strategies.sharding import RankGroup, Reduce, Updates
-from rlpipe.learner.strategies.single import SingleRank
+from rlpipe.learner.strategies.sharding import RankGroup, Reduce, SingleRank, Updates
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision

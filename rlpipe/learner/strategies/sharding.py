@@ -1,4 +1,4 @@
-"""Collective operations that a strategy provides to the learner, and the process group of its ranks."""
+"""Collective operations that a strategy provides to the learner, for a process group of ranks or a single one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.weights.dcp import Read
 
 
@@ -110,3 +111,45 @@ class RankGroup:
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+class SingleRank:
+    rank = 0
+    num_ranks = 1
+    loads_on_cpu = False
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+        pass
+
+    def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
+        return TorchUpdates(parameters, config, local=self.local)
+
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+        read(self.state(parameters))
+
+    def end_inference(self, scorer: TokenScorer) -> None:
+        pass
+
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        parameter.lerp_(towards, by)
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        return tensor.shape
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
+        return tensor
+
+    def barrier(self) -> None:
+        pass

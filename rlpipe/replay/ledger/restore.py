@@ -13,8 +13,8 @@ from uuid import uuid4
 from rlpipe.common.atomic_io import why_not_writable, write_whole, writing_path
 from rlpipe.configs.options import changed_options
 from rlpipe.errors import ConfigError, LedgerDamaged, LedgerError
-from rlpipe.replay.ledger.damage import damage
 from rlpipe.replay.ledger.database import NAME, NO_LEDGER
+from rlpipe.replay.ledger.query import damage
 from rlpipe.replay.ledger.run_ledger import Ledger
 
 COMPANIONS = ("-wal", "-shm")

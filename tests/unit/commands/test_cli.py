@@ -14,7 +14,7 @@ from ledger_cases import Run
 
 import rlpipe
 from rlpipe import cli
-from rlpipe.commands import train
+from rlpipe.commands import runs
 from rlpipe.errors import ConfigError, InputError, RunError
 from rlpipe.replay.ledger.database import NAME
 
@@ -214,7 +214,7 @@ def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def command(arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(train, "run_train", command)
+    monkeypatch.setattr(runs, "run_train", command)
     return cli.main(["train"])
 
 

@@ -21,7 +21,7 @@ from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe import cli
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.database import NAME

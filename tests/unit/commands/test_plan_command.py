@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe import cli
-from rlpipe.commands.plan import print_measurement
+from rlpipe.commands.preflight import print_measurement
 from rlpipe.configs.compose import load_config
 from rlpipe.hardware.device import Curve, Link
 from rlpipe.hardware.devices import find_device, path_of, stored_names
@@ -91,12 +91,12 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B", short]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "fits            NO: the engine needs " in text
+    assert "fits           NO: the engine needs " in text
     assert " without any sequence, and may use " in text
-    assert "fits with       rollout.tensor_parallel_size=2 rollout.num_gpus=2 (" in text
+    assert "fits with      rollout.tensor_parallel_size=2 rollout.num_gpus=2 (" in text
     assert "--device l40s-48g (" in text
-    assert "fits            NO: a rank needs " in text
-    assert "fits with       learner.offload=chunked model.gradient_checkpointing=false (" in text
+    assert "fits           NO: a rank needs " in text
+    assert "fits with      learner.offload=chunked model.gradient_checkpointing=false (" in text
     assert cli.main([*arguments, "--json"]) == 0
     engine = json.loads(capsys.readouterr().out)["engine"]
     assert (engine["fits"], engine["speed"]) == (False, None)
@@ -115,7 +115,7 @@ def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str
     assert "chunks stay" in text
     assert "  parameters      8.28B, 87.3M trained\n" in text
     assert "work per step   256 sequences of 1,536 tokens: 1 x 26 micro batches per rank\n" in text
-    assert "\na step\n  time " in text
+    assert "\nstep\n  time " in text
 
 
 def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_messages_of_a_run_are_safe_to_print(kind: str) -> None:
 
 
 def test_completions_on_a_terminal_are_escaped_and_those_in_a_file_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlpipe.commands import generate, sample_texts
+    from rlpipe.commands import policies, sample_texts
 
     sampled = SimpleNamespace(to_text=lambda: "red \x1b[31m", to_json=lambda: "{}")
     monkeypatch.setattr(sample_texts, "sample_texts", lambda prompts, request: [sampled])
@@ -57,5 +57,5 @@ def test_completions_on_a_terminal_are_escaped_and_those_in_a_file_are_not(monke
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
         monkeypatch.setattr("sys.stdout", stream)
-        generate.run_generate(parse_arguments(["generate", "--model", "m", "hello"]))
+        policies.run_generate(parse_arguments(["generate", "--model", "m", "hello"]))
         assert stream.getvalue() == shown

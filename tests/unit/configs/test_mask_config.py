@@ -194,7 +194,10 @@ ENTRY = "{role: assistant, start: a, end: null}"
             ["data.role_boundaries=[{role: a, start: '', end: b}]"],
             r"data.role_boundaries\[0\].start: '' is not a non-empty string",
         ),
-        (["data.role_boundaries=[{role: a, start: b, end: ''}]"], r"data.role_boundaries\[0\].end: '' is not a non-empty string"),
+        (
+            ["data.role_boundaries=[{role: a, start: b, end: ''}]"],
+            r"data.role_boundaries\[0\].end: '' is not a non-empty string",
+        ),
         (
             ["data.role_boundaries=[{role: a, start: b, end: c, interrupts: 1}]"],
             r"\[0\].interrupts: 1 is not true or false",

@@ -16,7 +16,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import FromEnvironment, changed_options, model_of, to_tree, to_yaml
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
-from rlpipe.tracking.wandb import WandbTracker, without_secrets
+from rlpipe.tracking.trackers import WandbTracker, without_secrets
 
 SECRET = "sk-3f9a77"
 REFERENCE = "${oc.env:JUDGE_KEY}"

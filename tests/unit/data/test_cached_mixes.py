@@ -1,4 +1,4 @@
-"""Tests that each source of a mix is prepared separately, streams are not, and images are read as by the run."""
+"""Tests that each source of a mix is prepared separately, streams are not, and log messages reach the run's user."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from image_cases import IMAGE_FAMILIES, picture, rows_with_files
 from prepared_cases import config_of, prepare, story, write
 
 import rlpipe
+from rlpipe.data.render_rows import forward_logs
 from rlpipe.models.tiny import make_tokenizer
 
 CHATS = [conversation("q" * (number % 9 + 1), f"a{number}", "and?", "yes") for number in range(30)]
@@ -236,3 +237,23 @@ def test_an_image_is_stored_once_with_its_row(model: Path, tmp_path: Path) -> No
     (file,) = (tmp_path / "cache").rglob("*.arrow")
     for number in (1, 2, 3):
         assert file.read_bytes().count((tmp_path / f"{number}.png").read_bytes()) == 1
+
+
+def test_lines_for_users_and_warnings_are_handed_on_while_rows_are_read() -> None:
+    heard: list[str] = []
+    masks, rows = (logging.getLogger(f"rlpipe.data.{name}") for name in ("masks.resolve", "row_source"))
+    with forward_logs(heard.append, warnings=True):
+        masks.info("loss mask: %s", "built in")
+        rows.info("a row is held out")
+        rows.warning("a row is skipped")
+        masks.warning("an odd template")
+    masks.info("not any more")
+    assert heard == ["loss mask: built in", "a row is skipped", "an odd template"]
+
+
+def test_warnings_can_be_left_to_the_log() -> None:
+    heard: list[str] = []
+    with forward_logs(heard.append, warnings=False):
+        logging.getLogger("rlpipe.data.cached_rows").info("rows.jsonl: 3 prepared rows are read")
+        logging.getLogger("rlpipe.data.sources.row_source").warning("a row is skipped")
+    assert heard == ["rows.jsonl: 3 prepared rows are read"]

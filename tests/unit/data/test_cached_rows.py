@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from prepared_cases import config_of, is_found, open_run, plain, prepare, story, write
 
 from rlpipe import cli
-from rlpipe.data.row_values import dump, load
+from rlpipe.data.row import dump_values, load_values
 from rlpipe.data.sources.row_source import RowPlace
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -407,8 +407,8 @@ def test_a_cache_that_is_a_file_is_refused_by_name(
 
 def test_only_plain_values_are_stored() -> None:
     value = {"a": (1, [2.5, None]), "b": {3, 4}, "c": datetime.date(2024, 1, 1), "d": np.arange(3), "e": np.float32(2)}
-    assert plain(load(dump(value, "here"))) == plain(value)
+    assert plain(load_values(dump_values(value, "here"))) == plain(value)
     with pytest.raises(DataError, match="row 3: its columns can't be stored"):
-        dump({"path": Path("x")}, "row 3")
+        dump_values({"path": Path("x")}, "row 3")
     with pytest.raises(DataError, match="can't be stored"):
-        dump({"call": lambda: 1}, "row 3")
+        dump_values({"call": lambda: 1}, "row 3")

@@ -18,8 +18,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step, split_padded
 from rlpipe.data.render.images import open_image
-from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.row_plan import AttentionLayout

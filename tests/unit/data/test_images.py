@@ -24,9 +24,8 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.prompts import open_prompts, open_sft_rows, processor_of
 from rlpipe.data.render.images import open_image, read_image, take_images
 from rlpipe.data.render.messages import chat_messages
-from rlpipe.data.render.processor import ImageProcessor, export_processor
+from rlpipe.data.render.processor import ImageProcessor, export_processor, load_tokenizer
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
-from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer

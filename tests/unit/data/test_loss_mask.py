@@ -91,6 +91,14 @@ def test_a_batch_is_marked_row_by_row() -> None:
     assert CHATML.mark(rows[:0]).shape == (0, 4)
 
 
+def test_of_boundaries_with_one_start_all_of_the_last_ones_role_count() -> None:
+    first, last = (RoleBoundary(role="assistant", start=(ASSISTANT,), end=end) for end in ((END,), (USER,)))
+    between = RoleBoundary(role="user", start=(ASSISTANT,), end=None)
+    rules = replace(CHATML, boundaries=[first, between, last])
+    assert marked(rules, [ASSISTANT, 60, END, 61, USER]) == [1, 2]
+    assert marked(rules, [ASSISTANT, 60, USER, 61, END]) == [1, 2]
+
+
 MARKERS = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
 BOUNDARIES = st.builds(
     RoleBoundary,

@@ -19,8 +19,8 @@ from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
 from rlpipe.data.row import Row
 from rlpipe.data.sources import row_source
 from rlpipe.data.sources.open_rows import open_rows, open_stream
+from rlpipe.data.sources.readers import KEPT_BLOCKS, BlockOrder, StreamedRow, StreamRows
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.data.sources.stream import KEPT_BLOCKS, BlockOrder, StreamedRow, StreamRows
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import Prompt

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from framework_servers import HELPERS, FrameworkServer, framework_server
 from test_groups import play
 
 import rlpipe
-from rlpipe.episodes.adapters import read_action
-from rlpipe.episodes.kinds import EpisodeKind
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.adapters import OpenEnvFailed, OpenEnvSession, read_action, read_fields
+from rlpipe.episodes.isolation import isolate
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
+from rlpipe.types import RolloutGroup
 
 LEFT, DOWN, RIGHT, UP = "0", "1", "2", "3"
 MAP = ["SF", "HG"]
@@ -91,3 +103,163 @@ def test_a_class_for_trl_has_its_methods_as_tools_and_its_own_reward() -> None:
     assert group.logged["tools/add/calls"] == 3.0
     with pytest.raises(ConfigError, match="has no method reset"):
         rlpipe.from_trl(dict)
+
+
+ROW = {"reset": {"number": 7}, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def text_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrameworkServer]:
+    with framework_server("openenv", "text", "4", home=tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def board_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrameworkServer]:
+    with framework_server("openenv", "board", "4", home=tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+def openenv_kind(server: Any, **options: Any) -> EpisodeKind:
+    return EpisodeKind(make=rlpipe.from_openenv(server, **options), tools=[], has_reward=True)
+
+
+def answers(group: RolloutGroup, index: int = 0) -> list[str]:
+    episode = group.rollouts[index].episode
+    assert episode is not None
+    return [message["content"] for message in episode.messages if message["role"] == "user"]
+
+
+def test_an_environment_of_texts_is_played_as_it_is(text_server: FrameworkServer) -> None:
+    group, _ = play(["8", "7"], ["7"], kind=openenv_kind(text_server.address), row=ROW)
+    assert group.failure is None
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
+    assert [rollout.episode.end for rollout in group if rollout.episode] == ["done", "done"]
+    assert str(group.prompt.prompt[-1]["content"]).startswith("1-32? (seed 3, open ")  # type: ignore[index]
+    assert answers(group) == ["wrong"]
+
+
+def test_each_episode_has_a_session_of_its_own_and_gives_it_back(text_server: FrameworkServer) -> None:
+    for _ in range(3):
+        group, _ = play(*[["7"]] * 4, kind=openenv_kind(text_server.address), row=ROW)
+        assert group.failure is None, "the server takes four sessions at one time"
+        opened = str(group.prompt.prompt[-1]["content"])  # type: ignore[index]
+        assert int(opened.split("open ")[1][0]) <= 4
+
+
+def test_the_siblings_of_a_group_have_its_seed(text_server: FrameworkServer) -> None:
+    group, _ = play(["20"], ["20"], kind=openenv_kind(text_server.address), row={"question": 1})
+    assert "(seed 0, " in str(group.prompt.prompt[-1]["content"])  # type: ignore[index]
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
+
+
+def test_other_actions_and_observations_are_json(board_server: FrameworkServer) -> None:
+    said = ["7", '{"number": "many"}', '{"number": 8}', '{"number": 7, "is_last": true}']
+    group, _ = play(said, ['{"number": 7}'], kind=openenv_kind(board_server.address), row=ROW)
+    assert group.failure is None
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
+    first, second, third = answers(group)
+    assert first == "'7' is not an action; actions are JSON objects with the fields number (integer), is_last (boolean)"
+    assert second.startswith('\'{"number": "many"}\' is not an action: number: Input should be a valid integer')
+    assert json.loads(third) == {"hint": "wrong", "left": 4}
+
+
+def test_actions_and_observations_of_openenv_may_be_shown_in_other_words(board_server: FrameworkServer) -> None:
+    options = {"show": lambda seen: f"{seen['left']} left", "read": lambda text: {"number": {"seven": 7}[text]}}
+    group, _ = play(["seven"], ["seven"], kind=openenv_kind(board_server.address, **options), row=ROW)
+    assert group.failure is None
+    assert group.prompt.prompt[-1]["content"] == "5 left"  # type: ignore[index]
+
+
+def test_it_plays_in_a_process_of_its_own(text_server: FrameworkServer, tmp_path: Path) -> None:
+    file = tmp_path / "made.py"
+    file.write_text(f"import rlpipe\n\nGuess = rlpipe.from_openenv({text_server.address!r})\n")
+    config = EnvironmentConfig(path=f"{file}:Guess")
+    group, _ = play(["8", "7"], ["7"], kind=isolate(import_kind(config), config), row=ROW)
+    assert group.failure is None
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
+
+
+def test_an_environment_that_fails_fails_its_episode(text_server: FrameworkServer) -> None:
+    group, _ = play(["break"], ["break"], kind=openenv_kind(text_server.address), row=ROW)
+    assert f"OpenEnv at {text_server.address}: the board is gone (EXECUTION_ERROR)" in str(group.failure)
+
+
+def test_a_server_without_room_is_named(tmp_path: Path) -> None:
+    with framework_server("openenv", "text", "1", home=tmp_path) as small:
+        group, _ = play(["8", "7"], ["8", "7"], kind=openenv_kind(small.address), row=ROW)
+    assert "raise max_concurrent_envs there, or lower environment.concurrency" in str(group.failure)
+
+
+def test_a_server_that_ends_is_named(tmp_path: Path) -> None:
+    with framework_server("openenv", "text", "4", home=tmp_path) as ending:
+        group, _ = play(["exit"], ["exit"], kind=openenv_kind(ending.address), row=ROW)
+        assert f"OpenEnv at {ending.address}: the connection broke before it answered to step" in str(group.failure)
+        ending.process.wait(10)
+        group, _ = play(["7"], ["7"], kind=openenv_kind(ending.address), row=ROW)
+        assert f"OpenEnv at {ending.address}: it gives no schema of its actions" in str(group.failure)
+        group, _ = play(["7"], ["7"], kind=openenv_kind(ending.address, read=json.loads), row=ROW)
+        assert f"OpenEnv at {ending.address}: it can't be reached" in str(group.failure)
+
+
+def test_a_client_of_openenv_plays_too(text_server: FrameworkServer, tmp_path: Path) -> None:
+    path = f"{Path(sys.prefix) / 'openenv'}:{Path(rlpipe.__file__).parents[1]}"
+    played = subprocess.run(
+        [sys.executable, str(HELPERS / "openenv_client.py"), text_server.address],
+        env={**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    shown = json.loads(played.stdout)
+    opening, wrong, refused, right = shown["generic"]
+    assert opening.startswith("1-32? (seed 3, ")
+    assert wrong == ["'7' is not an action; actions are JSON objects", 0.0, False]
+    assert "is not an action: " in refused[0]
+    assert "(code: VALIDATION_ERROR)" in refused[0]
+    assert right == ["right", 1.0, True]
+    assert [*shown["own"][1:]] == [["WRONG", 0.0, False], ["RIGHT", 1.0, True]]
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1:8000", "", 7, None])
+def test_what_is_neither_a_url_nor_a_function_is_refused(server: Any) -> None:
+    with pytest.raises(ConfigError, match="from_openenv: "):
+        rlpipe.from_openenv(server)
+
+
+def test_an_environment_that_never_began_can_be_closed() -> None:
+    environment: Any = rlpipe.from_openenv("ws://127.0.0.1:9")()
+    asyncio.run(environment.close())
+
+
+@pytest.mark.parametrize("text", ["x", "[" * 9999, "[1]", '"a"', ""])
+def test_what_is_no_object_is_no_action(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an action; actions are JSON objects with the fields a "):
+        read_fields(text, {"a": {"type": "integer"}, "b": {"type": "string"}}, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "answer", ["x", "[]", "{}", '{"type": "observation", "data": 3}', '{"type": "error", "data": 1}']
+)
+def test_what_is_no_server_of_openenv_is_named(answer: str) -> None:
+    async def say(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_str(answer)
+        return socket
+
+    async def reset() -> None:
+        app = web.Application()
+        app.router.add_get("/ws", say)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        session = OpenEnvSession(f"ws://127.0.0.1:{runner.addresses[0][1]}/")
+        try:
+            with pytest.raises(OpenEnvFailed, match="its answer to reset is not in the form of OpenEnv"):
+                await session.reset()
+        finally:
+            await session.close()
+            await runner.cleanup()
+
+    asyncio.run(reset())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_groups import play
 
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "agent_programs.py"

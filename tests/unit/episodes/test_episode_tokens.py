@@ -18,11 +18,11 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
-from rlpipe.episodes.environment import Environment, Step, tool
 from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
+from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest, IntArray, Prompt
 
 TEMPLATES = dict(shipped_templates())

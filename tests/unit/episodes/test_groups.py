@@ -18,17 +18,14 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
-from rlpipe.episodes.choose_parser import open_parser
-from rlpipe.episodes.environment import Step
 from rlpipe.episodes.groups import GroupPlayer, open_player
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
-from rlpipe.episodes.parsing import PARSERS, parse_hermes, parse_text
-from rlpipe.episodes.tools import FunctionTool
+from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
+from rlpipe.episodes.tools import FunctionTool, Step
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group

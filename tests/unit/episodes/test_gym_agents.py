@@ -10,9 +10,8 @@ import pytest
 from gym_servers import TOOL, GymServers
 from test_groups import player_of, request_of
 
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.agents import AgentFailed
-from rlpipe.episodes.gym_agents import read_agents
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.agents import AgentFailed, read_agents
 from rlpipe.episodes.kinds import import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup

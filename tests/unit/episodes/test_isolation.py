@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.environment import Environment
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.isolation import Ended, Isolation, Raised, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
-from rlpipe.episodes.tools import Step, Toolbox, ToolCall
+from rlpipe.episodes.tools import Environment, Step, Toolbox, ToolCall
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.sandbox.confinement import find_obstacle
 
@@ -323,7 +322,7 @@ def test_in_threads_nothing_is_isolated(file: Path) -> None:
 
 @pytest.mark.skipif(find_obstacle() is not None, reason="no sandbox here")
 def test_programs_of_the_policy_run_in_a_sandbox() -> None:
-    path = "rlpipe.episodes.python_tool:python"
+    path = "rlpipe.episodes.builtin_tools:python"
     config = EnvironmentConfig(tools=[path], isolation="sandbox", memory_gb=1.0)
     kind = isolate(import_kind(config), config)
     box = Toolbox(kind.tools, timeout_s=3.0)

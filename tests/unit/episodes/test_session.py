@@ -16,10 +16,9 @@ from template_cases import made_tokenizer, shipped_templates
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
-from rlpipe.episodes.environment import Environment, tool
 from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import Episode, Rules, Session
-from rlpipe.episodes.tools import Step
+from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.types import RolloutStatus
 
 TEMPLATES = dict(shipped_templates())

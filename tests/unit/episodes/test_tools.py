@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from rlpipe.episodes.environment import Environment, tool
 from rlpipe.episodes.parsing import PARSERS, ParsedTurn, parse_hermes, parse_json
-from rlpipe.episodes.tools import FunctionTool, Toolbox, ToolCall, ToolResult
+from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolCall, ToolResult, tool
 from rlpipe.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ import pytest
 from framework_servers import FrameworkServer, framework_server
 from test_groups import play
 
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes import verifiers_agent
 from rlpipe.episodes.agents import Access, AgentFailed
 from rlpipe.episodes.kinds import EpisodeKind, import_kind

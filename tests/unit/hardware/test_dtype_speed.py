@@ -13,7 +13,7 @@ from rlpipe.hardware import calibration, dtype_speed, dtypes
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES, own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types, kept_rates, products, time_products
-from rlpipe.models.known_configs import read_widths
+from rlpipe.models.model_files import read_widths
 from rlpipe.plan.dtype_work import engine_products, learner_products, planned_dtype
 
 MADE = products(rows=16, widths=(32, 64), num_threads=1)

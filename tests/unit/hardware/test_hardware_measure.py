@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpipe.hardware.calibration import measure, own_device
+from rlpipe.hardware.calibration import measure, own_device, rate
 from rlpipe.hardware.cgroup import host_memory_bytes
 from rlpipe.hardware.device import ADDINGS, Device, Link
 from rlpipe.hardware.devices import load_stored, machines_folder, own_name, path_of, store, stored_names
-from rlpipe.hardware.timing import rate
 
 CPU = torch.device("cpu")
 SMALL = 0.01

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlpipe.cli import main
-from rlpipe.common.digests import DIGESTS, SEAL, seal
+from rlpipe.common.atomic_io import DIGESTS, SEAL, seal
 from rlpipe.configs.options import to_tree
 from rlpipe.errors import ModelError
 from rlpipe.learner.checkpoint_files import RECORD

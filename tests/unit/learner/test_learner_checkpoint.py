@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.cli import main
-from rlpipe.common.digests import DIGESTS, SEAL
+from rlpipe.common.atomic_io import DIGESTS, SEAL
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig

@@ -15,7 +15,7 @@ from rlpipe.errors import ConfigError, LearnerFailed, RunError
 from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
-from rlpipe.learner.strategies.single import SingleRank
+from rlpipe.learner.strategies.sharding import SingleRank
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import TrainBatch
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import load_tiny, micro_batch_of
 
-from rlpipe.data.packing import pack_step
-from rlpipe.data.prefixes import PrefixIndex, common_length
+from rlpipe.data.packing import PrefixIndex, common_length, pack_step
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import EpisodeTrace, PlacedImage, Rollout

@@ -14,8 +14,8 @@ from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
-from rlpipe.replay.ledger.damage import damage
 from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.query import damage
 from rlpipe.replay.ledger.run_ledger import COMPARED, GroupState, Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import PlacedImage, RolloutGroup, RolloutStatus

@@ -31,7 +31,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import Engine, resolve_engine
-from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import NO_VERSION, Rollout, RolloutGroup, RolloutStatus
 from rlpipe.weights.buckets import BASE_DIGEST
 

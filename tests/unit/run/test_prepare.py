@@ -11,11 +11,11 @@ from disk_cases import largest_file
 
 import rlpipe
 from rlpipe.algorithms.plugins import record_code
-from rlpipe.common.digests import file_digest
+from rlpipe.common.atomic_io import file_digest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.restore import open_ledger
@@ -92,7 +92,7 @@ def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str
     run = prepare_run(load_config([*options, reward("right")]))
     prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
     with pytest.raises(DataError, match=r"reward 'right' needs the column answer; existing columns: solution"):
-        check_reward_columns(run, [prompts.peek()])
+        check_reward_columns(run, [prompts.next()])
 
 
 @pytest.mark.parametrize(

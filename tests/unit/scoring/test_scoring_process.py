@@ -21,7 +21,7 @@ DEATHS_S = 20.0
 SCORER = """
 import sys
 from test_scorer import CharacterTokenizer, RewardConfig, Scorer, make_group
-from rlpipe.scoring.process_reaper import start_reaper
+from rlpipe.scoring.processes import start_reaper
 from rlpipe.scoring.processes import MemoryLimit
 
 start_reaper()

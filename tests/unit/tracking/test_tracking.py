@@ -22,9 +22,7 @@ from rlpipe.tracking import open_trackers
 from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, StepLog, num_steps_logged, read_rows, rows_of_step
 from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
-from rlpipe.tracking.ray_metrics import RayMetricsTracker, prometheus_name
-from rlpipe.tracking.tensorboard import TensorBoardTracker
-from rlpipe.tracking.trackers import BackgroundTracker, Trackers
+from rlpipe.tracking.trackers import BackgroundTracker, RayMetricsTracker, TensorBoardTracker, Trackers, prometheus_name
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 FILES_ONLY = TrackingConfig(ray_metrics=False, wandb=False)

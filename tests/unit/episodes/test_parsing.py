@@ -9,10 +9,8 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.choose_parser import open_parser
-from rlpipe.episodes.parsing import ParsedTurn, with_tools
+from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, open_parser, with_tools
 from rlpipe.episodes.tools import FunctionTool, ToolCall
-from rlpipe.episodes.vllm_parsers import MAX_CALLS
 from rlpipe.errors import ConfigError
 
 pytest.importorskip("vllm")

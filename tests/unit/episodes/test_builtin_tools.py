@@ -10,7 +10,7 @@ import psutil
 import pytest
 from test_groups import play
 
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup

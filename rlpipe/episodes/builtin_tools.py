@@ -1,11 +1,17 @@
-"""Tools of MCP servers, each a command that an episode starts and ends."""
+"""Tools that need no code of the user: those of MCP servers, and one that runs Python programs of the policy.
+
+Each MCP server is a command that an episode starts and ends. The Python tool needs ``environment.isolation=sandbox``.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonschema.exceptions import ValidationError, best_match
@@ -13,9 +19,13 @@ from jsonschema.validators import validator_for
 
 from rlpipe.episodes.tools import InvalidArguments, Tool
 from rlpipe.errors import ConfigError
+from rlpipe.scoring.remote_program import end_program, start_program
 
 if TYPE_CHECKING:
     from mcp import Client
+
+
+MAX_PRINTED_BYTES = 2**18
 
 
 class ServerToolFailed(Exception):
@@ -85,3 +95,27 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
                 listed = await client.list_tools()
                 tools += [McpTool(client, own.name, own.description or "", own.input_schema) for own in listed.tools]
             yield tools
+
+
+def python(code: str) -> str:
+    """Run a Python program, and return what it prints.
+
+    Args:
+        code: the program; it has no network, and reads and writes files of its own folder alone
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "program.py"
+        file.write_text(code, errors="surrogatepass")
+        process = start_program(
+            [str(file)], folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert process.stdout is not None
+        with process.stdout as output:
+            try:
+                printed = output.read(MAX_PRINTED_BYTES)  # a program that prints without end is ended then
+            finally:
+                end_program(process)
+    return printed.decode(errors="replace").replace(f"{folder}/", "")
+
+
+python.needs_sandbox = True  # type: ignore[attr-defined]

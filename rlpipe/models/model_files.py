@@ -1,4 +1,8 @@
-"""GGUF files as models: converted once to a folder in transformers' format, which every part of a run reads."""
+"""GGUF files as models, and the configs of common language models, read without transformers' auto classes.
+
+A GGUF file is converted once to a folder in transformers' format, which every part of a run reads. The auto classes
+import torch and the model code, which takes seconds in every process that only tokenizes text.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import xxhash
 from rlpipe.common.atomic_io import check_room, held, user_cache, whole_folder
 from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.errors import ModelError
+from rlpipe.hardware.dtype_speed import MAX_ROWS, Products, products
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -23,6 +28,14 @@ ORIGIN = "rlpipe_gguf.json"
 """The file in a converted folder that describes the GGUF file it was converted from."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 FLOAT32_BYTES = 4
+TOKENIZER_CLASSES = {
+    "llama": {"TokenizersBackend", "PreTrainedTokenizerFast"},
+    "qwen2": {"Qwen2Tokenizer"},
+    "qwen3": {"Qwen2Tokenizer", "TokenizersBackend", "PreTrainedTokenizerFast"},
+}
+"""Tokenizer classes that ``AutoTokenizer`` takes as named in the files, by the ``model_type`` of text-only models."""
+
+DEFAULT_WIDTH, MAX_WIDTH = 1024, 2**20
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -148,3 +161,72 @@ def _convert(file: Path, folder: Path) -> None:
         "types": ", ".join(name for name, _ in types.most_common()),
     }
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+
+
+def read_known_config(folder: str | Path) -> dict[str, Any] | None:
+    """Read the ``config.json`` of a common language model in a local folder; return None for any other model."""
+    config = _read_json(Path(folder).expanduser() / "config.json")
+    return config if str(config.get("model_type")) in TOKENIZER_CLASSES and "auto_map" not in config else None
+
+
+def read_widths(path: str | Path) -> tuple[int, int]:
+    """Return the hidden and MLP widths of a language model from its config; a small model's widths if unknown.
+
+    A model on the hub that is not in the cache yet is not fetched for this.
+    """
+    config = _text_config(path)
+    hidden = _first_number(config, "hidden_size", "n_embd", "d_model") or DEFAULT_WIDTH
+    return hidden, _first_number(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+
+
+def read_num_experts(path: str | Path) -> int:
+    """Return the number of experts of a mixture of experts from its config; 1 for any other model, or if unknown.
+
+    As with ``read_widths``, nothing is fetched for this.
+    """
+    return _first_number(_text_config(path), "num_local_experts", "num_experts", "n_routed_experts") or 1
+
+
+def _text_config(path: str | Path) -> dict[str, Any]:
+    """Return a model's config, with the options of its language model; an empty one if it can't be found."""
+    if is_gguf(path):
+        path = converted_folder(path)
+    config = _read_json(Path(path).expanduser() / "config.json")
+    if not config and not Path(path).exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(str(path), "config.json") if str(path).count("/") == 1 else None
+        config = _read_json(Path(cached)) if isinstance(cached, str) else {}
+    inner = config.get("text_config")
+    return {**config, **(inner if isinstance(inner, dict) else {})}
+
+
+def _first_number(config: dict[str, Any], *names: str) -> int | None:
+    numbers = (config.get(name) for name in names)
+    return next((number for number in numbers if isinstance(number, int) and 0 < number <= MAX_WIDTH), None)
+
+
+def known_tokenizer_class(folder: Path) -> str | None:
+    """Return the name of the class that ``AutoTokenizer`` would choose; None if the files don't determine it."""
+    config, own = read_known_config(folder), _read_json(folder / "tokenizer_config.json")
+    if config is None or "auto_map" in own:
+        return None
+    named = str(own.get("tokenizer_class"))
+    name = named if named == "PreTrainedTokenizerFast" else named.removesuffix("Fast")
+    if name not in TOKENIZER_CLASSES[config["model_type"]]:
+        return None
+    return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read the JSON object in a file; return an empty one if that fails, which code that needs the file reports."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def model_products(path: str, num_threads: int) -> Products:
+    """Return the ``Products`` of a model in a process of its own that reads whole sequences."""
+    return products(rows=MAX_ROWS, widths=read_widths(path), num_threads=num_threads)
