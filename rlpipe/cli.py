@@ -79,7 +79,7 @@ def describe_error(error: RlpipeError) -> str:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; positional ones may stand between options, which argparse alone refuses."""
+    """Parse the arguments; positional ones may come between options, which argparse alone refuses."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:

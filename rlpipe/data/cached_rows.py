@@ -60,7 +60,7 @@ def cache_root(data: DataConfig) -> Path:
 
 @dataclass(kw_only=True, frozen=True)
 class Rendering:
-    """Everything that determines how a run's rows are rendered, beside ``data``."""
+    """Everything that determines how a run's rows are rendered, in addition to ``data``."""
 
     tokenizer: PreTrainedTokenizerBase
     processor: ImageProcessor | None

@@ -33,7 +33,7 @@ ALLOWED_VALUES = {
     ("rlpipe.types", "PlacedImage"),
     ("rlpipe.types", "Truth"),
 }
-"""Classes and functions that values may use beside Python's own; none of them runs code.
+"""Classes and functions that values may use in addition to Python's own; none of them runs code.
 
 NumPy's own are not among them: they take a dtype's flags from the file, and with wrong flags NumPy takes bytes of the
 file for addresses of objects.

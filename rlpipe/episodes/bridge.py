@@ -1,4 +1,4 @@
-"""Bridges between turns: the tokens that a chat template writes behind an answer, up to the policy's next turn.
+"""Bridges between turns: the tokens that a chat template writes after an answer, up to the policy's next turn.
 
 A conversation is never rendered again: templates drop reasoning from earlier turns, and tokenizers split the text of an
 answer in another way than the policy drew it. A bridge is the end of a short made-up conversation instead. Whether a
@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 
 class Unbridgeable(Exception):
-    """Raised if the tokens behind an answer can't be told; the message is the reason."""
+    """Raised if the tokens after an answer can't be determined; the message is the reason."""
 
 
 def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
@@ -53,20 +53,20 @@ def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
 
 @dataclass(slots=True, frozen=True)
 class Suffix:
-    """The end token of an answer in its template, and the tokens behind it up to the next answer."""
+    """The end token of an answer in its template, and the tokens after it up to the next answer."""
 
     end_id: int
     token_ids: IntArray
 
     def behind(self, turn: IntArray, end_ids: Collection[int]) -> IntArray:
-        """Return the tokens behind a turn: the suffix, after an end token if the turn was cut off before its own."""
+        """Return the tokens after a turn: the suffix, after an end token if the turn was cut off before its own."""
         is_open = not len(turn) or turn[-1] not in end_ids
         return np.array([*([self.end_id] if is_open else []), *self.token_ids], np.int32)
 
 
 @dataclass
 class Bridge:
-    """Text of a template behind the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
+    """Text of a template after the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
 
     template: ChatTemplate
     end_ids: Collection[int]
@@ -222,7 +222,7 @@ class Proof:
     """Result of trying a bridge on histories of several shapes."""
 
     proven: list[str] = field(default_factory=list)
-    """Kinds of messages behind which the template writes the same after every history."""
+    """Kinds of messages after which the template writes the same after every history."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reasons, by kind, why no bridge leads over them: they are rendered anew, as branches of their own."""
 
@@ -294,6 +294,6 @@ def render_whole(template: ChatTemplate, messages: ChatMessages) -> IntArray:
 
 
 def ends_with(whole: IntArray, suffix: Suffix) -> bool:
-    """Return whether a conversation ends with a suffix, behind the suffix's end token."""
+    """Return whether a conversation ends with a suffix, after the suffix's end token."""
     start = len(whole) - len(suffix.token_ids)
     return start > 0 and whole[start - 1] == suffix.end_id and np.array_equal(whole[start:], suffix.token_ids)

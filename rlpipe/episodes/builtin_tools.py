@@ -38,7 +38,7 @@ class McpServer:
 
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its environment, beside the few that every server gets."""
+    """Variables of its environment, in addition to the few that every server gets."""
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> McpServer:

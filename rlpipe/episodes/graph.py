@@ -26,7 +26,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Node:
-    """Messages that a conversation got at one time, and the tokens that they add.
+    """Messages that a conversation got together, and the tokens that they add.
 
     Raises ``ValueError`` if the arrays have different lengths, or if the first node of a conversation has no tokens
     or drawn ones, which have no predecessor.

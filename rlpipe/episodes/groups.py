@@ -42,7 +42,7 @@ class DrawTurn(Protocol):
 
 
 class GroupPlayer:
-    """Plays the episodes of groups; at most ``concurrency`` at one time."""
+    """Plays the episodes of groups; at most ``concurrency`` at the same time."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from rlpipe.scoring.sandbox.sandbox_child import Limits
 from rlpipe.scoring.sandbox.sandbox_server import try_confinement
 
 OUTAGE_S = 600.0
-"""Seconds that an episode's deadline may stand still, while an engine is replaced."""
+"""Seconds for which an episode's deadline may be paused, while an engine is replaced."""
 CHECK_S = 5.0
 """Seconds between two checks of an episode's processes and their memory."""
 MAX_START_BYTES = 4096

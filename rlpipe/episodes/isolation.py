@@ -36,7 +36,7 @@ STARTS = 3
 MAX_ANSWER_BYTES = 2**24
 MAX_SETUP_BYTES = 2**22
 REASON_S = 1.0
-"""Seconds in which a process that has ended is told why."""
+"""Seconds to wait for the reason why a process has ended."""
 
 
 class Ended(Exception):
@@ -219,7 +219,7 @@ class ObjectLink:
         return answer
 
     def _reason(self) -> str:
-        """Return why the process has ended, as far as it is known."""
+        """Return why the process has ended, if that is known."""
         try:
             reason = json.loads(self._control.recv_bytes()) if self._control.poll(REASON_S) else None
         except (OSError, EOFError, ValueError):

@@ -31,7 +31,7 @@ class EpisodeKind:
     make: Callable[[], Environment]
     tools: Sequence[Tool]
     has_reward: bool
-    """Whether the environment gives rewards, beside those of reward functions."""
+    """Whether the environment gives rewards, in addition to reward functions."""
     agent: Agent | None = None
     """Program that plays instead of an environment."""
     servers: Sequence[McpServer] = ()

@@ -33,7 +33,7 @@ class DrawnTurn:
 
 class Draw(Protocol):
     async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
-        """Draw the turn with this number behind the tokens ``[T]``; ``stop`` are further texts that end it."""
+        """Draw the turn with this number after the tokens ``[T]``; ``stop`` are further texts that end it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -104,7 +104,7 @@ class Episode:
 
 
 class Deadline:
-    """Time limit of an episode, which stands still while no engine can answer it.
+    """Time limit of an episode, which is paused while no engine can answer it.
 
     A context manager that is entered once, and raises ``TimeoutError`` as ``asyncio.timeout`` does.
     """
@@ -240,7 +240,7 @@ class Session:
         return as_messages(step.observation), _finite(step.reward), bool(step.done)
 
     def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
-        """Add what follows a turn; behind one that can't be bridged the conversation is rendered anew."""
+        """Add what follows a turn; after one that can't be bridged the conversation is rendered anew."""
         episode.messages += new
         whole = [*episode.opening, *episode.messages]
         if self._rules.history == "template":
@@ -271,7 +271,7 @@ def _finite(reward: float) -> float:
 
 
 def behind(node: Node, rendered: IntArray) -> IntArray | None:
-    """Return the tokens of a rendered conversation behind a node; None if it does not begin with the node's tokens."""
+    """Return the tokens of a rendered conversation after a node; None if it does not begin with the node's tokens."""
     known = node.token_path()
     return rendered[len(known) :] if np.array_equal(rendered[: len(known)], known) else None
 

@@ -207,5 +207,5 @@ def find_class(described: PreTrainedConfig, *, images: bool) -> Any:
 
 
 def has_vision(model: PreTrainedModel) -> bool:
-    """Return whether the model has a vision tower beside the language model."""
+    """Return whether the model has a vision tower in addition to the language model."""
     return getattr(model.config, "vision_config", None) is not None

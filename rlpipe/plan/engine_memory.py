@@ -57,7 +57,7 @@ class EngineSetup:
     num_turns: int
     """Turns of the policy in an episode, at most; otherwise 1."""
     observed_tokens: int
-    """Tokens behind the prompt of the longest episode that the policy does not draw."""
+    """Tokens after the prompt of the longest episode that the policy does not sample."""
     max_model_len: int
     """Longest allowed sequence; multi-turn conversations have more tokens than one prompt and one completion."""
     num_slots: int
@@ -345,7 +345,7 @@ class EngineMemory:
     longest_bytes: int
     """Keys and values of a sequence of the greatest allowed length; vLLM does not start without room for it."""
     sequences_full: int
-    """Sequences of full length that fit at one time."""
+    """Sequences of full length that fit at the same time."""
     sequences_mean: int
     """Sequences that fit when each is halfway through its completion."""
     host_bytes: int
@@ -400,7 +400,7 @@ def adapter_bytes(setup: EngineSetup, shape: ModelShape) -> int:
 
 
 def reserve_bytes(setup: EngineSetup, shape: ModelShape, device: Device) -> int:
-    """Return the bytes beside weights, and keys and values.
+    """Return the bytes in addition to weights and KV cache.
 
     At its widest point a layer holds the residual, its normed copy, both inputs of the gate and their product.
     """

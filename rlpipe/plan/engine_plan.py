@@ -68,7 +68,7 @@ class EngineSpeed:
     """Speed of sampling a step's groups, with all prompts and completions at full length."""
 
     running: int
-    """Sequences that run at one time."""
+    """Sequences that run concurrently."""
     limit: str
     """The limit on the number of running sequences."""
     decode: Pass
@@ -168,7 +168,7 @@ class Sharing:
     engines: int
     """Engines on one GPU if Ray fills it up."""
     others: tuple[str, ...]
-    """Other kinds of actors whose part of a GPU is free beside one engine."""
+    """Other kinds of actors that fit on a GPU next to one engine."""
     left_bytes: int
     """Bytes left beside all engines of the GPU; below 0 if they want more than there is."""
 

@@ -256,7 +256,7 @@ NUM_MOMENTS = 2
 SMALLEST_IN_8_BIT = 4096
 """Elements; bitsandbytes keeps the moments of smaller parameters in float32."""
 UNITS_GATHERED = 3
-"""Units that FSDP2 holds gathered at one time: the running one, the next one, and the next one's gather buffer."""
+"""Units that FSDP2 keeps gathered at the same time: the running one, the next one, and the next one's gather buffer."""
 ZERO3_LIVE = 1_000_000_000
 """DeepSpeed's ``stage3_max_live_parameters``: elements that stay gathered."""
 ZERO3_BUCKETS = 50_000_000 + 500_000_000
@@ -433,7 +433,7 @@ class Gathered:
     """Weights in no unit, which stay gathered from the forward to the end of the backward pass."""
     num_units: int
     num_bytes: int
-    """Most bytes that are gathered at one time."""
+    """Most bytes that are gathered at the same time."""
     gradient_bytes: int
     """Unsharded gradients of a whole model: of the output layer, and of the unit being reduced, also in float32."""
 

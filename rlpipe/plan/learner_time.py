@@ -176,7 +176,7 @@ class PassTime:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Update:
-    """Seconds of an update, beside its passes."""
+    """Seconds of an update in addition to its passes."""
 
     reduce_s: float = 0.0
     """Summing gradients over ranks, or sending them to the host, if done once per update."""

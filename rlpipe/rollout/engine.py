@@ -168,7 +168,7 @@ def sample_seed(seed: int, sample_index: int = 0) -> int:
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _RUNNING_VERSIONS = 3
-"""Most versions served at one time, when each sequence stays on the version it began with."""
+"""Most versions served at the same time, when each sequence stays on the version it began with."""
 
 
 def slot_rank(rank: int) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RETRY_PAUSE_S = 0.5
 AVOIDED_S = 10.0
-"""Seconds for which an engine that has not answered is asked only if no other one is left."""
+"""Seconds during which an engine that did not answer is used only if no other one is left."""
 GRACE_S = 1.0
 """Seconds beyond the timeout in which an engine can report that it is late."""
 

@@ -36,7 +36,7 @@ class UnusableAnswer(Exception):
 
 
 class JsonClient:
-    """Client of one server, with at most ``concurrency`` requests at one time in this process.
+    """Client of one server, with at most ``concurrency`` concurrent requests in this process.
 
     A request is retried up to ``retries`` times if the server can't be reached, does not answer within ``timeout_s``
     seconds, is busy or broken (429 and 5xx among others), or gives an unusable answer. The pauses in between double

@@ -197,7 +197,7 @@ class TestObject:
 
 
 SHOWN = ("__call__", "__iter__", "__getitem__", "__len__", "__bool__")
-"""Abilities of an object that the other side is told."""
+"""Abilities of an object that are reported to the other side."""
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def is_open(*name: Any) -> bool:
 
 
 class ProgramFailed(Exception):
-    """Error for a program that ended, answered nonsense, or took too long."""
+    """Error for a program that ended, sent an invalid answer, or took too long."""
 
 
 class ProgramError(Exception):
@@ -126,7 +126,7 @@ class RemoteProgram:
         self._folder.cleanup()
 
     def defined(self, names: list[str]) -> dict[str, Any]:
-        """Return the program's objects of these names, as far as it defines them, without its modules."""
+        """Return the program's objects of these names that it defines, without its modules."""
         found = self._ask({"names": names})
         return {name: found[name] for name in names if name in found} if isinstance(found, dict) else {}
 

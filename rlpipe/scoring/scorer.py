@@ -115,7 +115,7 @@ class _Reward(Protocol):
     in_process: bool
     """Whether the reward's code runs in this process, where it may leave timers, handlers or children."""
     together: Callable[[Sequence[RolloutGroup]], Any] | None
-    """Function that scores several groups at one time, if the reward has one."""
+    """Function that scores several groups together, if the reward has one."""
 
     def __call__(self, call: _RewardCall) -> Any: ...
 

@@ -95,7 +95,7 @@ def rows_of_step(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _rows_from(file: BinaryIO, place: int) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the whole lines that begin at a place or behind it."""
+    """Yield the objects of the whole lines that begin at a place or after it."""
     file.seek(max(place - 1, 0))
     if place:
         file.readline()

@@ -110,7 +110,7 @@ class ConversationMask:
 
     @cached_property
     def _prompted(self) -> str:
-        """The text behind a user's turn that asks the assistant to go on; empty if the template writes none."""
+        """The text after a user's turn that asks the assistant to go on; empty if the template writes none."""
         asked = self._template.as_taken([{"role": "user", "content": "hi"}])
         try:
             plain, prompt = (self._template.render(asked, add_generation_prompt=adds) for adds in (False, True))

@@ -199,7 +199,7 @@ class TrainedParts:
 
 
 def _flag(message: Mapping[str, Any], name: str) -> bool | None:
-    """Return whether the message asks to be trained; None if it does not say."""
+    """Return whether the message is marked as trained; None if it does not say."""
     found = {key: message[key] for key in FLAGS if message.get(key) is not None}
     for key, value in found.items():
         if value not in (0, 1):  # of which False and True are equal

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 PROMPTS = ("prompt", "question", INSTRUCTION)
-"""Columns with a prompt, beside ``data.prompt_column``; the first one that is not null is read."""
+"""Columns with a prompt, in addition to ``data.prompt_column``; the first one that is not null is read."""
 ENDINGS = ("", "_response")
 """Endings of the columns ``chosen`` and ``rejected`` in common data sets."""
 TURNS = re.compile(r"\n\n(Human|Assistant):")
@@ -156,7 +156,7 @@ def _completion(value: Any, column: str) -> Completion:
 
 
 def _has_own_prompt(chosen: Completion, rejected: Completion) -> bool:
-    """Return whether both are conversations that begin with their prompt, whatever stands beside them."""
+    """Return whether both are conversations that begin with their prompt, whatever other columns there are."""
     return all(not isinstance(value, str) and value[0]["role"] in ("system", "user") for value in (chosen, rejected))
 
 

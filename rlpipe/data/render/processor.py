@@ -95,7 +95,7 @@ def check_ids(folder: Path) -> None:
 
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
-    """Return the chat template that older models with images store only beside their processor, or None."""
+    """Return the chat template that older models with images store only with their processor, or None."""
     from transformers.utils import cached_file
 
     options = {"revision": config.revision, "local_files_only": local}
@@ -239,7 +239,7 @@ class ImageProcessor:
         return {"revision": model.revision, "trust_remote_code": model.trust_remote_code, "local_files_only": is_local}
 
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
-        """Return the model's inputs for the images of some rows, beside the tokens; each row has an image."""
+        """Return the model's inputs for the images of some rows, in addition to the tokens; each row has an image."""
         processor = self.hf_processor
         made = processor(
             text=[processor.image_token * len(row) for row in rows],

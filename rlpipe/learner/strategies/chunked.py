@@ -70,7 +70,7 @@ def full_rows(scorer: TokenScorer, num_tokens: int) -> list[Row]:
 
 
 def _with_images(scorer: TokenScorer, micro_batch: MicroBatch) -> list[Row]:
-    """Return the row with as many images as fit into it, each behind a token of text; none if none fits."""
+    """Return the row with as many images as fit into it, each after a token of text; none if none fits."""
     model, num_tokens = scorer.causal_model, len(micro_batch.token_ids)
     image_token = feature_token_id(model.config) if has_vision(model) else None
     if image_token is None:

@@ -19,7 +19,7 @@ from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPAB
 
 MAX_ANSWER_BYTES = 2**22
 MAX_PROCESSES = 128
-"""Most living descendants of a call at one time."""
+"""Most living descendants of a call at the same time."""
 CHECK_S = 0.1
 """Seconds between two checks of a call's processes and their memory."""
 GONE = "the process that asked for the call is gone"

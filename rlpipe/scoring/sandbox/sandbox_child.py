@@ -144,7 +144,7 @@ def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | No
 
 
 def describe_limit(error: BaseException, memory: MemoryLimit | None) -> str:
-    """Return which limit of the sandbox an exception is about, as far as it can be known."""
+    """Return which limit of the sandbox an exception is about, if that can be known."""
     if memory and is_lack_of_memory(error):
         return f"; its sandbox may use {memory}"
     if isinstance(error, PermissionError) and error.filename is not None and landlock_version():
