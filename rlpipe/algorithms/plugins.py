@@ -97,7 +97,7 @@ def _record(config: Any, section: str, *, num_arguments: int) -> Any:
     function = load_function(config, section)
     if not callable(function):
         raise ConfigError(
-            f"{section}.path: {config.path} is not a function but a {type(function).__name__}; name a function"
+            f"{section}.path: {config.path} is no function, but of type {type(function).__name__}; name a function"
         )
     try:
         inspect.signature(function).bind(*[None] * num_arguments, **config.kwargs)
