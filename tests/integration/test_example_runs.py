@@ -11,7 +11,6 @@ from real_cases import real_model, require_real_model
 from run_cases import read_jsonl
 
 from rlpipe.cli import main
-from rlpipe.common.imports import import_object
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray", "in_the_repository")]
@@ -172,15 +171,15 @@ def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reward_model(tiny_policy: Path, tmp_path: Path) -> None:
     """Check the reward model, itself trained for two steps, with Ray Serve serving it."""
-    folder = tmp_path / "reward_model"
-    train_reward_model = import_object("examples/reward_model/prepare.py:train_reward_model")
-    train_reward_model(folder, read_jsonl(ROOT / "examples/reward_model/rows.jsonl"), num_steps=2)
+    training = ("algorithm.num_steps=2", "algorithm.groups_per_step=4", "data.held_out.size=4", "tracking=quiet")
+    config = ("--config", "examples/reward_model/train.yaml", f"output={tmp_path / 'reward_model'}")
+    assert main(["train", *config, *training, "learner.num_cpus=1", "learner.schedule.warmup_steps=0"]) == 0
     steps = run(
         tmp_path / "run",
         tiny_policy,
         "--config",
         "examples/reward_model/run.yaml",
-        f"scoring.rewards.preference.kwargs.model={folder}",
+        f"scoring.rewards.preference.kwargs.model={tmp_path / 'reward_model' / 'policy'}",
         "data.held_out.size=4",
         *SMALL_GROUPS,
         "rollout=hf",

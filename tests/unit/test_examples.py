@@ -1,6 +1,7 @@
 """Tests that the experiments and examples compose, and that the code of the examples does what their pages say."""
 
 import json
+import random
 import re
 import runpy
 from collections import Counter
@@ -16,6 +17,7 @@ from rlpipe.algorithms.losses import LossInputs, policy_loss
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.common.imports import import_object
 from rlpipe.configs.compose import list_groups, load_config, require_rewards
+from rlpipe.configs.data_sources import all_sources
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
@@ -53,9 +55,10 @@ def test_every_experiment_is_valid_and_its_code_can_be_imported_anywhere(
 def test_every_file_of_the_examples_is_valid_and_its_columns_are_there(file: str) -> None:
     config = load_config(file=file)
     require_rewards(config)
-    row = open_rows(config.data, seed=0)[0]
-    for reward in config.scoring.rewards.values():
-        assert missing_columns(load_reward(reward.path, reward.kwargs), reward.kwargs, row) == []
+    for source in all_sources(config.data):
+        row = open_rows(source.data, seed=0)[0]
+        for reward in config.scoring.rewards.values():
+            assert missing_columns(load_reward(reward.path, reward.kwargs), reward.kwargs, row) == []
 
 
 def test_there_is_an_example_in_every_folder() -> None:
@@ -247,19 +250,21 @@ def test_reward_model_pairs_are_in_the_order_that_is_measured() -> None:
 
 def test_spoiled_answers_differ() -> None:
     spoil = import_object("examples/reward_model/prepare.py:spoil")
-    text = "hello, your red hat. enjoy!"
-    assert all(spoil(text) != text for _ in range(1000))
+    text, draws = "hello, your red hat. enjoy!", random.Random(0)
+    assert all(spoil(text, draws) != text for _ in range(1000))
 
 
-def test_half_of_the_pairs_of_the_reward_model_are_spoiled_always_in_the_same_way() -> None:
-    config = load_config(file="examples/reward_model/train.yaml")
+def test_pairs_of_the_reward_model_are_spoiled_differently_and_always_in_the_same_way() -> None:
+    sources = load_config(file="examples/reward_model/train.yaml").data.sources
     rows = raw_rows("examples/reward_model/rows.jsonl")
-    transforms = [import_object(str(config.data.transform))({}) for _ in range(2)]
-    spoiled = [transforms[0](row) for row in rows]
-    assert spoiled == [transforms[1](row) for row in rows]
-    changed = [row != other for row, other in zip(rows, spoiled, strict=True)]
-    assert 0.4 < sum(changed) / len(rows) < 0.6
-    assert all(row["chosen"] != row["rejected"] for row in spoiled)
+    spoiled = {}
+    for name in ("spoiled", "spoiled_again"):
+        transforms = [import_object(sources[name]["transform"])(sources[name]["transform_args"]) for _ in range(2)]
+        spoiled[name], again = ([transform(row)["rejected"] for row in rows] for transform in transforms)
+        assert spoiled[name] == again
+        assert all(row["chosen"] != rejected for row, rejected in zip(rows, spoiled[name], strict=True))
+    same = [one == other for one, other in zip(spoiled["spoiled"], spoiled["spoiled_again"], strict=True)]
+    assert sum(same) < len(rows) / 10
 
 
 def test_math_answers_of_made_rows_are_right() -> None:

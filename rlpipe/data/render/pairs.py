@@ -93,10 +93,9 @@ class PreferenceForm:
         prompt, used = self._prompt(row)
         if prompt is None:
             raise UnusableRow(f"column {self._data.prompt_column!r} is missing or null")
-        label = present(row, self._data.label_column)
-        if not isinstance(label, bool | np.bool_) and label not in (0, 1):
-            raise UnusableRow(f"column {self._data.label_column!r} is {label!r:.80}, neither true nor false")
-        return self._rest(row, prompt, name, self._data.label_column, *used), [(completion, bool(label))]
+        column = self._data.label_column
+        label = _truth_value(present(row, column), f"column {column!r} is")
+        return self._rest(row, prompt, name, column, *used), [(completion, label)]
 
     def _pair_columns(self, columns: Collection[str]) -> tuple[str, str] | None:
         """Return the columns of the chosen and the rejected completion, or None if there are none."""
@@ -153,6 +152,13 @@ def _completion(value: Any, column: str) -> Completion:
             raise UnusableRow(f"column {column!r} is an empty text")
         return value
     return column_messages([value] if isinstance(value, Mapping) else value, column, "assistant")
+
+
+def _truth_value(value: Any, found: str) -> bool:
+    """Return a label as bool; raise ``UnusableRow``, whose message begins with ``found``, if it is neither."""
+    if not isinstance(value, bool | np.bool_) and value not in (0, 1):
+        raise UnusableRow(f"{found} {value!r:.80}, neither true nor false")
+    return bool(value)
 
 
 def _has_own_prompt(chosen: Completion, rejected: Completion) -> bool:
@@ -388,10 +394,7 @@ class StepRenderer:
                 raise UnusableRow(
                     f"column {names[0]!r} has the step {step!r:.80}, which is not a string with visible characters"
                 )
-        for label in labels:
-            if not isinstance(label, bool | np.bool_) and label not in (0, 1):
-                raise UnusableRow(f"column {names[1]!r} has the label {label!r:.80}, neither true nor false")
-        return steps, [bool(label) for label in labels]
+        return steps, [_truth_value(label, f"column {names[1]!r} has the label") for label in labels]
 
     def _tokens(self, text: str) -> list[int]:
         return token_ids_of(self._tokenizer, text, add_special_tokens=False).tolist()

@@ -8,60 +8,23 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import assert_close, make_learner, micro_batch_of, parameters_of
+from preference_cases import PAIRS, algorithm_of, make_pairs, rollout_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
-from rlpipe.configs.schema.algorithm_config import PAIR_LOSSES, AlgorithmConfig, LossConfig, PreferenceConfig
+from rlpipe.configs.schema.algorithm_config import PAIR_LOSSES, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.types import NO_VERSION, MiniBatch, Rollout, TrainBatch
-
-PAIRS = 6
-COEFFICIENTS = {"orpo": {"cross_entropy_coef": 1.0}, "exo": {"label_smoothing": 0.01}, "simpo": {"margin": 0.3}}
+from rlpipe.types import MiniBatch, Rollout, TrainBatch
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
-
-
-def make_pairs(seed: int = 0) -> list[Rollout]:
-    random = np.random.default_rng(seed)
-    pairs = []
-    for group in range(PAIRS):
-        prompt = random.integers(7, 100, random.integers(2, 9)).tolist()
-        chosen, rejected = (
-            rollout_of(group, prompt, random.integers(7, 100, random.integers(1, 8)).tolist(), sign)
-            for sign in (1.0, -1.0)
-        )
-        chosen.rejected = rejected
-        pairs.append(chosen)
-    return pairs
-
-
-def rollout_of(group: int, prompt: list[int], completion: list[int], sign: float) -> Rollout:
-    tokens = np.array([*prompt, *completion], np.int32)
-    mask = np.arange(len(tokens)) >= len(prompt)
-    return Rollout(
-        group_id=group,
-        sample_index=0,
-        prompt_id=group,
-        task={},
-        token_ids=tokens,
-        loss_mask=mask,
-        logprobs=np.zeros(len(mask), np.float32),
-        policy_versions=np.full(len(mask), NO_VERSION, np.int32),
-        advantages=np.where(mask, sign, 0).astype(np.float32),
-    )
-
-
-def algorithm_of(loss: str, **options: Any) -> AlgorithmConfig:
-    preference = PreferenceConfig(loss=loss, **{**COEFFICIENTS.get(loss, {}), **options})
-    return AlgorithmConfig(kind="preference", group_size=1, num_steps=10, preference=preference)
 
 
 def learner_of(tiny: Path, loss: str, *, adapter: str = "lora", seed: int = 0) -> Learner:
