@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from covering import covering
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Measurements of this machine are kept there, once for all processes of a test run.
+# What DeepSpeed compiles, which takes a minute, stays for the next test run.
 PREFIX = "rlpipe-tests-cache-"
 if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(caches / "rlpipe-tests" / "torch_extensions"))
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=PREFIX)
 
 

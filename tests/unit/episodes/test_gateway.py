@@ -190,10 +190,7 @@ def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
         ({"n": 2}, "n=2 is not supported"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "parts of text",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "the role 'nobody'"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_limit_may_shrink_and_a_cut_answer_is_incomplete() -> None:
         ({"conversation": "conv_1"}, "conversation is not supported"),
         ({"tools": [{"type": "web_search"}]}, "the tool 'web_search' is none of the program's functions"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of the type 'item_reference'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "parts of text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text parts"),
         ({"input": []}, "at least one message"),
         ({"max_output_tokens": -1}, "max_tokens=-1 is not a number"),
     ],

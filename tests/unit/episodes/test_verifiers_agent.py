@@ -59,6 +59,7 @@ def test_its_environments_play_and_the_tokens_are_those_that_were_drawn(server: 
         assert rollout.policy_versions[rollout.loss_mask].tolist() == rollout.turns[rollout.loss_mask].tolist()
 
 
+@pytest.mark.slow
 def test_a_pool_of_its_servers_plays_too(tmp_path: Path) -> None:
     with framework_server("verifiers", "2", home=tmp_path) as pool:
         assert rewards(play_on(pool, ["42"], ["41"])) == [2.5, 0.5]

@@ -184,7 +184,9 @@ SLOW = replace(
 )
 
 
-@pytest.mark.parametrize(("device", "expected"), [(DEVICES["h100-80g"], "bfloat16"), (SLOW, "float32")])
+@pytest.mark.parametrize(
+    ("device", "expected"), [pytest.param(DEVICES["h100-80g"], "bfloat16", marks=pytest.mark.slow), (SLOW, "float32")]
+)
 def test_all_sections_of_a_plan_count_with_the_type(device: Device, expected: str) -> None:
     places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
     given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]

@@ -101,7 +101,7 @@ def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
 def test_a_learner_decides_as_its_plan_says(tmp_path: Path, room_gib: float, overrides: tuple[str, ...]) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)
     decision = decide_twice(path, room_gib, *overrides)
-    assert "an update of 8 full micro batches" in decision
+    assert "per update of 8 full micro batches" in decision
     assert "all" not in decision.split()[0], "nothing was left to decide"
 
 
@@ -117,6 +117,7 @@ def decide_twice(path: Path, room_gib: float, *overrides: str) -> str:
     return plan.decision
 
 
+@pytest.mark.slow
 def test_layers_of_a_vision_tower_are_planned_too(tmp_path: Path) -> None:
     path = make_family("qwen3-vl", tmp_path / "model")
     own = ("model.images=true", "model.adapter.kind=none")

@@ -287,7 +287,7 @@ def test_what_is_put_around_an_offloaded_model_is_not_offloaded_again() -> None:
         torch.testing.assert_close(token_loss(wrapped, 0), expected)
 
 
-@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("is_used", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_that_is_never_closed_is_collected(is_used: bool) -> None:
     model = make_qwen()
     offloaded = offload(model, Mode.SWAP, Mode.CHECKPOINT, queues=late_queues())
@@ -322,7 +322,9 @@ class FakeCuda:
         return 0
 
 
-@pytest.mark.parametrize("mode", [Mode.KEEP, Mode.SWAP, Mode.OFFLOAD])
+@pytest.mark.parametrize(
+    "mode", [Mode.SWAP, *(pytest.param(mode, marks=pytest.mark.slow) for mode in (Mode.KEEP, Mode.OFFLOAD))]
+)
 def test_a_pass_whose_loss_is_dropped_leaves_nothing(mode: Mode) -> None:
     model = make_qwen()
 

@@ -167,6 +167,7 @@ def test_work_is_packed_as_in_a_run() -> None:
     assert len(work.row.token_ids) < 10 * 1536  # siblings share one copy of their prompt
 
 
+@pytest.mark.slow
 def test_more_tokens_and_more_layers_take_more() -> None:
     tokens = [plan(SMALL, f"learner.max_tokens_per_microbatch={count}") for count in (2048, 3072)]
     models = [plan(f"Qwen/Qwen3-{size}B", "learner.max_tokens_per_microbatch=24576") for size in ("0.6", "8")]
