@@ -114,7 +114,7 @@ def train_with_trl(result: Path, num_steps: int) -> None:
             max_length=None,
             bf16=False,
             gradient_checkpointing=False,
-            shuffle_dataset=False,
+            train_sampling_strategy="sequential",
             disable_tqdm=True,
             logging_steps=num_steps,
             save_strategy="no",
