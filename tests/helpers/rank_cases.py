@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 IMPORTS = [
     "rlpipe.learner.checkpoints",
-    "rlpipe.learner.checkpoints",
     "rlpipe.learner.strategies.fsdp2",
     "rlpipe.learner.publish",
     "rlpipe.learner.step",

@@ -224,7 +224,11 @@ class PreferenceRenderer:
         Raises ``DataError`` and ``UnusableRow`` as ``SequenceRenderer.whole`` does.
         """
         self.check(row.keys(), place.location)
-        rest, completions = self._form.split(row)
+        return self._render(*self._form.split(row), place)
+
+    def _render(
+        self, rest: dict[str, Any], completions: list[tuple[Completion, bool]], place: RowLocation
+    ) -> RenderedRow:
         parts = [
             replace(self._renderer.whole({**rest, self._column: completion}, place), is_good=is_good)
             for completion, is_good in completions
@@ -277,10 +281,11 @@ class RewardRenderer(PreferenceRenderer):
 
     def whole(self, row: Row, place: RowLocation) -> RenderedRow:
         """Return the row's sequences; raise ``DataError`` and ``UnusableRow`` as ``PreferenceRenderer.whole`` does."""
-        chosen = super().whole(row, place)
+        self.check(row.keys(), place.location)
+        rest, completions = self._form.split(row)
+        chosen = self._render(rest, completions, place)
         assert chosen.rejected is not None, "a row is a pair"
         self._margin(row)
-        rest, completions = self._form.split(row)
         texts = [rest[self._prompt_column], *(completion for completion, _ in completions)]
         is_plain = not self._is_chat and all(isinstance(text, str) for text in texts)
         skipped = {self._padding, self._end} if is_plain else {self._padding}
