@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpipe.configs.options import describe_type
@@ -166,7 +168,7 @@ def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
     if not is_number or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         limits = f"a number above 0, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         raise ConfigError(f"{option}.weight: {weight!r:.40} is not {limits}; leave the source out to use none of it")
-    values = {key: _typed(f"{option}.{key}", key, value) for key, value in own.items()}
+    values = _typed(option, own)
     if isinstance(values.get("path"), str):
         values["path"] = str(Path(values["path"]).expanduser())
     own_data = replace(data, path=None, sources={}, held_out=HeldOutConfig())
@@ -183,14 +185,21 @@ def _check_key(option: str, key: str) -> None:
         raise ConfigError(f"{option}: no such key {key!r:.200}; {hint}")
 
 
-def _typed(option: str, key: str, value: Any) -> Any:
-    tree = OmegaConf.structured(DataConfig)
-    try:
-        OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, OverflowError) as error:
-        shown = "null" if value is None else repr(value)
-        raise ConfigError(f"{option}: {shown} is not {describe_type(get_type_hints(DataConfig)[key])}") from error
-    return OmegaConf.to_container(tree, throw_on_missing=False)[key]  # type: ignore[call-overload,index]
+def _typed(option: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    tree = deepcopy(_default_tree())
+    for key, value in values.items():
+        try:
+            OmegaConf.update(tree, key, value, merge=True, force_add=True)
+        except (OmegaConfBaseException, OverflowError) as error:
+            shown, expected = "null" if value is None else repr(value), get_type_hints(DataConfig)[key]
+            raise ConfigError(f"{option}.{key}: {shown} is not {describe_type(expected)}") from error
+    container = OmegaConf.to_container(tree, throw_on_missing=False)
+    return {key: container[key] for key in values}  # type: ignore[call-overload,index]
+
+
+@cache
+def _default_tree() -> DictConfig:
+    return OmegaConf.structured(DataConfig)  # type: ignore[no-any-return]
 
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -39,7 +39,6 @@ def own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "groups"
     shutil.copytree(config_folder(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "experiment"))
     monkeypatch.setattr(compose, "config_folder", lambda: folder)
-    monkeypatch.setattr(compose, "config_folder", lambda: folder)
     return folder
 
 
@@ -217,6 +216,7 @@ def test_wrong_experiments_are_named(own_groups: Path) -> None:
         f"{path}: learner.nun_threads: no such option; did you mean learner.num"
     )
     write(path, "# @package _global_\ndefaults: [override /algorithm: dapoo]\n")
+    compose.group_layers.cache_clear()
     assert "algorithm=dapoo: no such choice" in error_of("experiment=mine")
     assert "experiment=mined: no such choice; experiment is one of mine; did you mean mine?" in error_of(
         "experiment=mined"
@@ -226,9 +226,11 @@ def test_wrong_experiments_are_named(own_groups: Path) -> None:
 def test_composing_leaves_hydra_and_the_process_alone() -> None:
     folder = os.getcwd()
     for _ in range(2):
+        compose.group_layers.cache_clear()
         load_config(BASE)
     assert not GlobalHydra.instance().is_initialized()
     with initialize_config_dir(config_dir=str(config_folder()), version_base="1.3"):
+        compose.group_layers.cache_clear()
         load_config(BASE)
         assert GlobalHydra.instance().is_initialized()
     assert os.getcwd() == folder
