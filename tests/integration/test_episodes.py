@@ -81,6 +81,7 @@ def test_every_turn_is_trained_and_kept(undisturbed_episodes: Path) -> None:
     assert any(row["reward"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
     make: Make, undisturbed_episodes: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_custom_reward(tiny_policy: Path, tmp_path: Path) -> None:
     assert len(steps) == 2
 
 
+@pytest.mark.slow
 def test_custom_reward_in_python(tiny_policy: Path, tmp_path: Path) -> None:
     overrides = [*TWO_SMALL_STEPS, *SMALL_GROUPS, f"model.path={tiny_policy}", f"output={tmp_path}", "rollout=hf"]
     script = ROOT / "examples" / "custom_reward" / "run.py"

@@ -95,6 +95,7 @@ def test_supervised_run(local_ray: None, tiny_policy: Path, tmp_path: Path, lear
     assert_policy_loads(tiny_policy, tmp_path / "run" / "policy", is_adapter=not chat)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", output)
