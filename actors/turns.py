@@ -19,6 +19,8 @@ from rlpipe.types import GroupRequest, Rollout, RolloutGroup
 
 POLL_S = 10.0
 """Longest wait for turns in one call of an engine, in seconds."""
+SILENCE_S = 2.0
+"""Seconds beyond that until an engine counts as frozen, or as cut off."""
 PAUSE_S = 0.2
 """Seconds until an engine that failed is asked again."""
 
@@ -29,7 +31,7 @@ class _Turn:
     request: GroupRequest
     deadline: Deadline
     is_stopped: bool = False
-    """Whether the deadline stands still, because the engine has died."""
+    """Whether the deadline stands still, because the engine has died or is silent."""
     answer: asyncio.Future[Rollout] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -67,8 +69,8 @@ class TurnClient:
     async def draw(self, request: GroupRequest, deadline: Deadline) -> Rollout:
         """Return one answer; raise ``EngineFailed`` if the engine can't sample the request.
 
-        If it is cancelled, the engine stops to draw it. The deadline stands still from the death of an engine until the
-        group is assigned to another.
+        If it is cancelled, the engine stops to draw it. The deadline stands still from the death or the silence of an
+        engine until the group is assigned to another, or the engine answers again.
         """
         number, self._next_id = self._next_id, self._next_id + 1
         turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number), deadline)
@@ -122,21 +124,32 @@ class TurnClient:
     async def _poll(self, engine: str) -> None:
         """Take an engine's answers for as long as turns are open."""
         while self._turns:
+            answer = asyncio.ensure_future(self._call(engine, "drawn", POLL_S))
             try:
-                groups: list[RolloutGroup] = await self._call(engine, "drawn", POLL_S)
+                if not (await asyncio.wait([answer], timeout=POLL_S + SILENCE_S))[0]:
+                    self._stop(engine)
+                groups: list[RolloutGroup] = await answer
             except RayError:
                 self._stop(engine)
                 await asyncio.sleep(PAUSE_S)
                 continue
+            self._resume(engine)
             for group in groups:
                 self._answer(group)
 
     def _stop(self, engine: str) -> None:
-        """Stop the deadlines of a dead engine's turns; the driver assigns their groups to another one."""
-        for turn in self._turns.values():
-            if self._assigned.get(turn.group_id) == engine and not turn.is_stopped:
+        """Stop the deadlines of a dead or silent engine's turns; the driver assigns their groups to another one."""
+        for turn in self._turns_on(engine):
+            if not turn.is_stopped:
                 turn.is_stopped = True
                 turn.deadline.stop()
+
+    def _resume(self, engine: str) -> None:
+        for turn in self._turns_on(engine):
+            _go_on(turn)
+
+    def _turns_on(self, engine: str) -> list[_Turn]:
+        return [turn for turn in self._turns.values() if self._assigned.get(turn.group_id) == engine]
 
     def _answer(self, group: RolloutGroup) -> None:
         turn = self._turns.get(group.group_id)

@@ -3,7 +3,8 @@
 ``environment`` and ``http`` are shares of the bare loop's rate, for episodes of an environment and of a program that
 uses OpenAI's client. ``gateway_ms`` is the gateway's CPU time for a request. ``schedule`` is the ideal time of episodes
 whose environment takes 0 to 10 times as long as a turn, over the measured one, with an engine that always takes the
-same time. Run: ``python -m benchmarks.episodes``.
+same time. Run: ``python -m benchmarks.episodes``. With ``--memory 20000`` it plays so many episodes of both kinds
+instead, with turns that take no time, and prints by which share the memory of the process that plays them grows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import aiohttp
 import numpy as np
+import psutil
 import ray
 import torch
 
@@ -44,8 +47,10 @@ from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, Rollo
 
 FOLDER = Path("outputs/benchmarks/episodes")
 NUM_TURNS, TURN_TOKENS, GROUP_SIZE, CONCURRENCY = 5, 24, 8, 256
-TURN_S = 0.05
-"""Seconds of a turn in the comparison with an ideal schedule."""
+TURN_S = 0.5
+"""Seconds of a turn in the comparison with an ideal schedule: 256 at a time are then 12,000 tokens a second."""
+SETTLED_AFTER = 0.1
+"""Share of the episodes after which allocators and caches have reached their size."""
 
 
 class Talk(rlpipe.Environment):
@@ -75,6 +80,25 @@ async def talk(row: Mapping[str, Any], episode: Access) -> float:
                 {"role": "user", "content": "And then?"},
             ]
     return 0.0
+
+
+async def talk_plainly(row: Mapping[str, Any], episode: Access) -> float:
+    """Say the same without a client's own caches, which would count as growth of the process."""
+    messages: list[Any] = [{"role": "user", "content": "Say something, and go on."}]
+    headers = {"Authorization": f"Bearer {episode.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        for _ in range(NUM_TURNS):
+            body = {"model": "policy", "messages": messages}
+            async with client.post(f"{episode.base_url}/chat/completions", json=body) as answer:
+                messages.append((await answer.json())["choices"][0]["message"])
+            messages.append({"role": "user", "content": "And then?"})
+    return 0.0
+
+
+WAYS = {
+    "environment": "environment.path=benchmarks.episodes:Talk",
+    "http": "environment.agent=benchmarks.episodes:talk",
+}
 
 
 def make_config(*options: str) -> Config:
@@ -199,10 +223,21 @@ def measure_bare(groups: Sequence[RolloutGroup]) -> float:
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
+FIXED_TURN = Sample(
+    token_ids=[20] * TURN_TOKENS,
+    logprobs=[-1.0] * TURN_TOKENS,
+    policy_versions=[0] * TURN_TOKENS,
+    finish_reason="length",
+)
+"""The turn of an engine that takes no time."""
+
+
 async def instant(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
-    own = [20 + turn] * TURN_TOKENS
     return DrawnTurn(
-        token_ids=own, logprobs=[-1.0] * TURN_TOKENS, policy_versions=[0] * TURN_TOKENS, finish_reason="length"
+        token_ids=FIXED_TURN.token_ids,
+        logprobs=FIXED_TURN.logprobs,
+        policy_versions=FIXED_TURN.policy_versions,
+        finish_reason=FIXED_TURN.finish_reason,
     )
 
 
@@ -245,6 +280,23 @@ async def run_client(base_url: str) -> None:
     await asyncio.gather(*map(play, keys))
 
 
+async def measure_memory(num_episodes: int, *options: str) -> float:
+    """Return the growth of this process's memory while it plays episodes, over its size after the first of them."""
+
+    async def draw(request: GroupRequest, _: Deadline) -> Rollout:
+        return build_rollout(request, 0, FIXED_TURN)
+
+    player, _ = open_player(make_config("environment.isolation=thread", *options), draw)
+    await player.start()
+    process, settled, waves = psutil.Process(), 0, num_episodes // CONCURRENCY
+    for wave in range(waves):
+        groups = await asyncio.gather(*map(player.play, make_requests(make_config(), CONCURRENCY // GROUP_SIZE)))
+        assert not [group.failure for group in groups if group.failure]
+        if wave == round(SETTLED_AFTER * waves):
+            settled = process.memory_info().rss
+    return process.memory_info().rss / settled - 1
+
+
 async def measure_schedule(num_episodes: int) -> float:
     """Return the ideal time of episodes with slow answers, over the measured one."""
     random = np.random.default_rng(0)
@@ -253,13 +305,7 @@ async def measure_schedule(num_episodes: int) -> float:
 
     async def draw(request: GroupRequest, _: Deadline) -> Rollout:
         await asyncio.sleep(TURN_S)
-        sample = Sample(
-            token_ids=[20] * TURN_TOKENS,
-            logprobs=[-1.0] * TURN_TOKENS,
-            policy_versions=[0] * TURN_TOKENS,
-            finish_reason="length",
-        )
-        return build_rollout(request, 0, sample)
+        return build_rollout(request, 0, FIXED_TURN)
 
     player, _ = open_player(config, draw)
     await player.start()
@@ -280,13 +326,9 @@ def measure(num_episodes: int, repeats: int) -> None:
     print(f"gateway: {gateway_ms:.2f} ms a request; schedule: {schedule:.3f}", flush=True)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     through = Through(make_config())
-    ways = {
-        "environment": "environment.path=benchmarks.episodes:Talk",
-        "http": "environment.agent=benchmarks.episodes:talk",
-    }
-    shares: dict[str, list[float]] = {way: [] for way in ways}
+    shares: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(repeats):
-        for way, option in ways.items():
+        for way, option in WAYS.items():
             seconds, groups = through.play(num_episodes // GROUP_SIZE, option)
             bare_s = measure_bare(groups)
             print(f"{way}: {seconds:.1f} s, a bare loop {bare_s:.1f} s", flush=True)
@@ -305,6 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory", type=int, metavar="EPISODES", help="measure memory over so many episodes instead")
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -312,6 +355,10 @@ def main() -> None:
         run_bare(arguments.bare)
     elif arguments.client is not None:
         asyncio.run(run_client(arguments.client))
+    elif arguments.memory is not None:
+        ways = {**WAYS, "http": "environment.agent=benchmarks.episodes:talk_plainly"}
+        growth = {way: asyncio.run(measure_memory(arguments.memory, option)) for way, option in ways.items()}
+        print(json.dumps({"episodes": arguments.memory, **{way: round(own, 4) for way, own in growth.items()}}))
     else:
         measure(arguments.episodes, arguments.repeats)
 

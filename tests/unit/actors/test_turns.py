@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
+from rlpipe.actors import turns
 from rlpipe.actors.turns import TurnClient
 from rlpipe.episodes.session import Deadline
 from rlpipe.types import GroupRequest, Prompt, RolloutGroup
@@ -22,7 +23,7 @@ class Engine:
     """Stands in for an engine's actor, with the calls that a client makes of it."""
 
     def __init__(self) -> None:
-        self.is_dead = False
+        self.is_dead = self.is_frozen = False
         self.asked: list[GroupRequest] = []
         self.finished: list[RolloutGroup] = []
         self.draw, self.drawn, self.cancel = map(self._method, (self._draw, self._drawn, self._cancel))
@@ -40,6 +41,8 @@ class Engine:
     async def _drawn(self, _: float) -> list[RolloutGroup]:
         for _step in range(3):
             await asyncio.sleep(0.01)
+            while self.is_frozen:
+                await asyncio.sleep(0.01)
             self._check()
         found, self.finished = self.finished, []
         return found
@@ -90,6 +93,32 @@ def test_no_time_passes_between_the_death_of_an_engine_and_the_next_one() -> Non
         client.assign([1], "b")
         with pytest.raises(TimeoutError):  # the time of the next turn passes as ever
             await play(1, Deadline(LIMIT_S))
+
+    asyncio.run(run())
+
+
+def test_no_time_passes_while_an_engine_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "POLL_S", 0.1)
+    monkeypatch.setattr(turns, "SILENCE_S", 0.1)
+
+    async def run() -> None:
+        engine = Engine()
+        client = TurnClient("episodes-0", {"a": engine})  # type: ignore[dict-item]
+        client.assign([1], "a")
+        deadline = Deadline(LIMIT_S)
+
+        async def play() -> Any:
+            async with deadline:
+                return await client.draw(request(1), deadline)
+
+        playing = asyncio.create_task(play())
+        await asyncio.sleep(0.1)
+        engine.is_frozen = True
+        await asyncio.sleep(2 * LIMIT_S)
+        assert not playing.done(), "its engine is frozen"
+        engine.is_frozen = False
+        with pytest.raises(TimeoutError):  # it goes on, and takes too long
+            await playing
 
     asyncio.run(run())
 
