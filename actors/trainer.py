@@ -19,7 +19,8 @@ from ray.train.v2._internal.constants import (
     WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
     get_env_vars_to_propagate,
 )
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError  # noqa: F401 - for others
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError as WorkerGroupStartupFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError as WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller import TrainController

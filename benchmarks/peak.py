@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+from benchmarks.processes import status_bytes
+
+RESET = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """Command to the kernel to reset the peak of the resident set."""
 MB = 1e6
@@ -43,12 +45,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         torch.cuda.synchronize()
         peak.mb = (torch.cuda.max_memory_allocated() - before) / MB
         return
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     RESET.write_text(RESET_PEAK)
     yield peak
-    peak.mb = (_status_bytes("VmHWM") - before) / MB
-
-
-def _status_bytes(name: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+    peak.mb = (status_bytes("VmHWM") - before) / MB

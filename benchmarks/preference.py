@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.processes import find_processes
+from benchmarks.processes import find_processes, status_bytes
 from benchmarks.vs_trl import step_seconds, warm_part
 
 FOLDER = Path("outputs/benchmarks/preference").absolute()
@@ -67,7 +67,7 @@ def run_rlpipe(num_steps: int) -> dict[str, Any]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         peak_mb = 0.0
         while process.poll() is None:
-            peak_mb = max([peak_mb, *(_peak_of(pid) for pid in find_processes("learner"))])
+            peak_mb = max([peak_mb, *(status_bytes("VmHWM", pid) / MB for pid in find_processes("learner"))])
             time.sleep(POLL_S)
     if process.returncode:
         raise RuntimeError(f"rlpipe failed: {(FOLDER / 'rlpipe.log').read_text()[-2000:]}")
@@ -127,7 +127,7 @@ def train_with_trl(result: Path, num_steps: int) -> None:
         callbacks=[times],
     )
     trainer.train()
-    peak_mb = _peak_of(os.getpid())
+    peak_mb = status_bytes("VmHWM") / MB
     accuracy = trainer.evaluate()["eval_rewards/accuracies"]
     result.write_text(json.dumps({"seconds": times.seconds, "accuracy": accuracy, "peak_mb": peak_mb}))
 
@@ -155,15 +155,6 @@ def prepare(num_steps: int) -> None:
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.rmtree(FOLDER / "policy", ignore_errors=True)
     make_tiny_policy(FOLDER / "policy", seed=0)
-
-
-def _peak_of(pid: int) -> float:
-    """Return the peak of a process's resident set in MB, 0 once it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) * 1024 / MB for line in lines if line.startswith("VmHWM:")), 0.0)
 
 
 def median_step(runs: Sequence[dict[str, Any]]) -> float:

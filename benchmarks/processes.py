@@ -1,8 +1,9 @@
-"""The processes of a run on this machine, by kind, so that benchmarks and tests can end or freeze them."""
+"""The processes of a run on this machine, by kind, so that benchmarks and tests can measure, end or freeze them."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import psutil
 
@@ -37,3 +38,12 @@ def find_processes(kind: str, root: int | None = None) -> list[int]:
         except psutil.Error:  # it has just ended
             continue
     return [pid for _, pid in sorted(found)]
+
+
+def status_bytes(name: str, pid: int | str = "self") -> int:
+    """Return a figure of a process's memory, such as ``VmHWM``, in bytes; 0 once the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

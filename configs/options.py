@@ -116,10 +116,14 @@ def show_bound(bound: float) -> str:
 
 
 def describe_default(option: Option) -> str:
+    """Describe the default as a YAML file would have it, on one line."""
     if option.default == MISSING:
         return "required"
     words = {None: "null", True: "true", False: "false", "": "''"}
-    return words[option.default] if option.default in (None, "") or option.hint is bool else f"{option.default}"
+    if option.default in (None, "") or option.hint is bool:
+        return words[option.default]
+    text = f"{option.default}"
+    return text if text.isprintable() else json.dumps(text)
 
 
 @cache

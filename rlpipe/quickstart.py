@@ -72,6 +72,17 @@ def cold_start(config: Config, *options: str) -> None:
     train(load_config([*(f"{name}={value}" for name, value in shared.items() if name not in given), *options]))
 
 
+def learn_solutions(config: Config, column: str) -> None:
+    """Train a new policy by SFT on the solutions in a column of the rows, until some of its own are right."""
+    cold_start(
+        config,
+        *(f"seed={config.seed}", f"data.completion_column={column}"),
+        f"data.held_out.size={config.data.held_out.size}",
+        *("algorithm.num_steps=300", "algorithm.stop_loss=0.2", "algorithm.groups_per_step=64"),
+        *("learner.num_cpus=2", "learner.optimizer.lr=1e-3", "learner.schedule.warmup_steps=10"),
+    )
+
+
 def teach(
     config: Config, conversations: Iterable[ChatMessages], *, words: Sequence[str] = (), num_steps: int = 400
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import rlpipe
-from rlpipe.quickstart import cold_start
+from rlpipe.quickstart import learn_solutions
 
 Row = dict[str, Any]
 
@@ -31,15 +31,4 @@ def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, s
 
 def warm_up(config: rlpipe.Config) -> None:
     """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
-    cold_start(
-        config,
-        f"seed={config.seed}",
-        "data.completion_column=worked",
-        f"data.held_out.size={config.data.held_out.size}",
-        "algorithm.num_steps=300",
-        "algorithm.stop_loss=0.2",
-        "algorithm.groups_per_step=64",
-        "learner.num_cpus=2",
-        "learner.optimizer.lr=1e-3",
-        "learner.schedule.warmup_steps=10",
-    )
+    learn_solutions(config, column="worked")

@@ -19,8 +19,18 @@ from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text, with_tools
 from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray
 
-REFUSED: Mapping[str, Any] = {"n": (None, 1), "logprobs": (None, False), "best_of": (None, 1)}
-"""Options of a request that a turn can't have, with the values that ask for nothing."""
+PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
+REFUSED: Mapping[str, Any] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "best_of": (None, 1),
+    "response_format": PLAIN_FORMATS,
+    "tool_choice": (None, "auto", "none", "required"),
+}
+"""Options of a request that a turn can't have, with the values that it can have.
+
+Forced tokens would not be the policy's; ``required`` is taken as ``auto``, because smolagents always sends it.
+"""
 
 
 class RequestRefused(Exception):
@@ -44,8 +54,7 @@ class ChatQuestion:
     def parse(cls, body: Mapping[str, Any]) -> ChatQuestion:
         """Read the body of a request to ``/chat/completions``; raise ``RequestRefused`` if it is not one."""
         for name, values in REFUSED.items():
-            if body.get(name) not in values:
-                raise RequestRefused(400, "unsupported", f"{name}={body[name]!r:.50} is not supported in training")
+            require_one_of(values, name, body.get(name))
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(own, dict) for own in messages):
             raise RequestRefused(400, "invalid", "messages must be a list of at least one message")
@@ -59,6 +68,7 @@ class ChatQuestion:
         tools = body.get("tools") or ()
         if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
             raise RequestRefused(400, "invalid", "tools must be a list of objects")
+        tools = () if body.get("tool_choice") == "none" else tools
         return cls(messages=_as_read(messages), tools=tools, max_tokens=limit, stop=list(stop))
 
     @property
@@ -66,6 +76,12 @@ class ChatQuestion:
         """A digest by which a repeated request is recognized."""
         parts = (self.messages, self.tools, self.max_tokens, self.stop)
         return sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def require_one_of(values: Sequence[Any], name: str, value: Any) -> None:
+    """Raise ``RequestRefused`` unless an option of a request has a supported value."""
+    if value not in values:
+        raise RequestRefused(400, "unsupported", f"{name}={value!r:.50} is not supported in training")
 
 
 def _as_read(messages: ChatMessages) -> ChatMessages:

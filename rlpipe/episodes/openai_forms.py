@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlpipe.episodes.agent_session import ChatAnswer, RequestRefused
+from rlpipe.episodes.agent_session import PLAIN_FORMATS, ChatAnswer, RequestRefused, require_one_of
 from rlpipe.types import ChatMessages
 
 MODEL = "policy"
@@ -88,12 +88,19 @@ def as_chat_request(body: Mapping[str, Any], earlier: Mapping[str, ChatMessages]
     for name in REFUSED:
         if body.get(name):
             raise RequestRefused(400, "unsupported", f"{name} is not supported in training")
+    text = body.get("text") or {}
+    require_one_of(PLAIN_FORMATS, "text.format", text.get("format") if isinstance(text, dict) else text)
     instructions, previous = body.get("instructions"), body.get("previous_response_id")
     if previous is not None and not (isinstance(previous, str) and previous in earlier):
         raise RequestRefused(400, "invalid", f"this episode has no answer {previous!r:.50}")
     messages: ChatMessages = [{"role": "system", "content": instructions}] if instructions else []
     messages += [*(earlier[previous] if previous is not None else ()), *_as_messages(body.get("input"))]
-    return {"messages": messages, "max_tokens": body.get("max_output_tokens"), "tools": _as_tools(body.get("tools"))}
+    return {
+        "messages": messages,
+        "max_tokens": body.get("max_output_tokens"),
+        "tools": _as_tools(body.get("tools")),
+        "tool_choice": body.get("tool_choice"),
+    }
 
 
 def follows(body: Mapping[str, Any], request: Mapping[str, Any], answer: ChatAnswer) -> ChatMessages:
@@ -200,7 +207,7 @@ def _head(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": None,
-        "tool_choice": "auto",
+        "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": None,
         "usage": None,

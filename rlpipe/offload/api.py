@@ -34,46 +34,14 @@ from rlpipe.offload.planner.planner import (
 )
 from rlpipe.offload.planner.profiler import make_profile, rates_of, trace_on
 from rlpipe.offload.planner.trace import Trace
-from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS
-from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free, chunk_state, load_chunk_state
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free
 from rlpipe.offload.units import find_units, take_inventory
-from rlpipe.weights.dcp import StoredTensors, moment_key, weight_key, write_tensors
-
-COMPARED_UPDATE = 3
+from rlpipe.offload.updates import ChunkedUpdates
+from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
 
 
 class CannotBeTraced(ValueError):
     """Error if a pass can't be run on tensors without values."""
-
-
-class Comparison:
-    def __init__(self, decision: Decision, device: torch.device, *, resets_peak: bool = False) -> None:
-        """Prepare the comparison with ``decision``.
-
-        ``resets_peak`` resets the device's peak memory before the compared update, so that loading does not count; it
-        is torch's peak, of which the process has only one.
-        """
-        self._decision, self._device, self._resets_peak = decision, device, resets_peak
-        self._num_updates = 0
-
-    def updated(self, seconds: float, num_micro_batches: int, host_bytes: int) -> str | None:
-        """Count an update; after the third, return the comparison in one line if there is a prediction, otherwise None.
-
-        ``host_bytes`` are those that the offloaded model holds on the host.
-        """
-        self._num_updates += 1
-        on_gpu = self._device.type == "cuda"
-        if self._num_updates == COMPARED_UPDATE - 1 and self._resets_peak and on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        if self._num_updates != COMPARED_UPDATE or self._decision.prediction is None:
-            return None
-        return self._decision.compare(
-            seconds,
-            num_micro_batches,
-            device_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
-            host_bytes=host_bytes,
-            process_bytes=psutil.Process().memory_info().rss,
-        )
 
 
 logger = logging.getLogger(__name__)
@@ -251,22 +219,11 @@ class OffloadedAdamW:
     """
 
     def __init__(self, offloaded: OffloadedModel, config: OptimizerConfig) -> None:
-        self._offloaded, self._config = offloaded, config
-        self._comparison = Comparison(offloaded.decision, offloaded.device) if offloaded.decision else None
+        self._offloaded, self._peak_lr = offloaded, config.peak_lr
         named = dict(offloaded.model.named_parameters()).items()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        places = {name: offloaded.place_of(parameter) for name, parameter in trained.items()}
-        self._names = {place: name for name, place in places.items() if place is not None}
-        self._resident = {name: parameter for name, parameter in trained.items() if places[name] is None}
-        matrices = [parameter for parameter in self._resident.values() if parameter.ndim > 1]
-        vectors = [parameter for parameter in self._resident.values() if parameter.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}],
-            lr=config.peak_lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            fused=True,
+        self._updates = ChunkedUpdates(
+            offloaded, trained, config, report=lambda found: logger.info("offload: %s", found)
         )
 
     def step(self, *, max_norm: float | None = None, learning_rate: float | None = None) -> float:
@@ -275,35 +232,17 @@ class OffloadedAdamW:
         All ranks must call it.
         """
         self._offloaded.check_open()
-        self._compare()
-        chunks, rate = self._offloaded.optimizer, self._config.peak_lr if learning_rate is None else learning_rate
-        squared = chunks.squared_norm() + self._offloaded.resident_squared_norm()
-        norm = math.sqrt(float(self._offloaded.ranks.sum(squared)))
+        norm = math.sqrt(float(self._offloaded.ranks.sum(self._updates.squared_norm())))
         if not math.isfinite(norm):
-            self.zero_grad()
+            self._updates.drop()
             return norm
-        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        for parameter in self._resident.values():
-            if parameter.grad is not None and scale != 1:
-                parameter.grad.mul_(scale)
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
-        chunks.apply(rate, scale)
-        self._adam.zero_grad()
+        self._updates.set_learning_rate(self._peak_lr if learning_rate is None else learning_rate)
+        self._updates.apply(1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6)))
         return norm
-
-    def _compare(self) -> None:
-        seconds, num_micro_batches = self._offloaded.end_update()
-        if self._comparison is None:
-            return
-        if found := self._comparison.updated(seconds, num_micro_batches, self._offloaded.host_bytes):
-            logger.info("offload: %s", found)
 
     def zero_grad(self) -> None:
         self._offloaded.check_open()
-        self._offloaded.optimizer.drop()
-        self._adam.zero_grad()
+        self._updates.drop()
 
     def save(self, folder: Path) -> None:
         """Write the trained weights and their moments as a torch distributed checkpoint; all ranks must call it.
@@ -312,10 +251,7 @@ class OffloadedAdamW:
         of it. Raises ``OSError`` if it can't be written.
         """
         self._offloaded.check_open()
-        resident = self._resident_state()
-        write_tensors(
-            folder, resident | chunk_state(self._offloaded, self._names), num_ranks=self._offloaded.ranks.num_ranks
-        )
+        write_tensors(folder, self._updates.state(), num_ranks=self._offloaded.ranks.num_ranks)
 
     def load(self, folder: Path) -> None:
         """Load what ``save`` wrote of the same model, and drop gradients; all ranks must call it.
@@ -324,24 +260,9 @@ class OffloadedAdamW:
         """
         self.zero_grad()
         tensors = StoredTensors(folder)
-        stored = tensors.shapes
-        weights = {weight_key(name) for name in (*self._resident, *self._names.values())}
+        stored, weights = tensors.shapes, {weight_key(name) for name in self._updates.names}
         if other := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
             raise ConfigError(
                 f"{folder} has other trained parameters than this model ({len(other)} differ, such as {other[0]})"
             )
-        self._adam.state.clear()
-        for name, parameter in self._resident.items():
-            if moment_key(name, STEPS) in stored:
-                moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
-                self._adam.state[parameter] = {STEPS: torch.zeros((), device=parameter.device), **moments}
-        tensors.read(self._resident_state())
-        load_chunk_state(self._offloaded, self._names, stored, tensors.read)
-
-    def _resident_state(self) -> dict[str, Tensor]:
-        held = {weight_key(name): parameter.detach() for name, parameter in self._resident.items()}
-        return held | {
-            moment_key(name, key): moment
-            for name, parameter in self._resident.items()
-            for key, moment in self._adam.state.get(parameter, {}).items()
-        }
+        self._updates.load_state(stored, tensors.read)

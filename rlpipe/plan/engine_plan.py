@@ -41,7 +41,7 @@ class Pass:
     weights_s: float
     """Reading the weights."""
     kv_s: float
-    """Reading keys and values."""
+    """Reading the KV cache."""
     compute_s: float
     exchange_s: float
     """Exchange between the devices that share the engine."""
@@ -55,7 +55,7 @@ class Pass:
     def bottleneck(self) -> str:
         parts = {
             "reading weights": self.weights_s,
-            "reading keys and values": self.kv_s,
+            "reading the KV cache": self.kv_s,
             "arithmetic": self.compute_s if self.compute_s > self.weights_s + self.kv_s else 0.0,
             "exchange between GPUs": self.exchange_s,
             "overhead of each pass": self.overhead_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
@@ -18,26 +18,19 @@ from rlpipe.hardware.calibration import own_device
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.row_plan import Row, plan_row
-from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.learner.strategies.sharding import RankGroup, Reduce, SingleRank, Updates
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
-from rlpipe.offload.api import CannotBeTraced, Comparison, choices_of, free_memory, is_given, plan
+from rlpipe.offload.api import CannotBeTraced, choices_of, free_memory, is_given, plan
 from rlpipe.offload.batches import BlankImages, blank_images
 from rlpipe.offload.layout import CHUNK_SIZES, MIB
 from rlpipe.offload.planner.cost import Capacity, Knobs
 from rlpipe.offload.planner.planner import Decision, agree, ranks_of
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.runtime.chunk_adam import FlatPart
-from rlpipe.offload.runtime.runtime import (
-    OffloadedModel,
-    Precision,
-    chunk_state,
-    least_arrangement,
-    least_memory,
-    load_chunk_state,
-)
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, least_arrangement, least_memory
+from rlpipe.offload.updates import ChunkedUpdates
 from rlpipe.types import MicroBatch, PlacedImage
 from rlpipe.weights.dcp import Read
 
@@ -134,59 +127,6 @@ def capacity(config: ChunkedConfig, device: torch.device, *, replaced: nn.Module
     )
 
 
-class ChunkedUpdates:
-    def __init__(
-        self,
-        offloaded: OffloadedModel,
-        parameters: Mapping[str, nn.Parameter],
-        config: OptimizerConfig,
-        *,
-        measured: Callable[[float, int], None],
-    ) -> None:
-        """Set up the updates; ``apply`` calls ``measured`` with the update's seconds and number of micro batches."""
-        self._measured = measured
-        self._offloaded, self._chunks = offloaded, offloaded.optimizer
-        places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
-        self._names = {place: name for name, place in places.items() if place is not None}
-        """Name of each parameter in chunks, by its chunk and its name there."""
-        resident = {name: parameters[name] for name, place in places.items() if place is None}
-        self._resident = TorchUpdates(resident, config, local=lambda tensor: tensor) if resident else None
-        self._learning_rate = config.peak_lr
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self._learning_rate = learning_rate
-        if self._resident is not None:
-            self._resident.set_learning_rate(learning_rate)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-
-    def squared_norm(self) -> Tensor:
-        return self._chunks.squared_norm() + self._offloaded.resident_squared_norm()
-
-    def apply(self, scale: float) -> None:
-        self._measured(*self._offloaded.end_update())
-        if self._resident is not None:
-            self._resident.apply(scale)
-        self._chunks.apply(self._learning_rate, scale)
-
-    def drop(self) -> None:
-        self._offloaded.end_update()
-        if self._resident is not None:
-            self._resident.drop()
-        self._chunks.drop()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and moments, without copies."""
-        resident = {} if self._resident is None else self._resident.state()
-        return resident | chunk_state(self._offloaded, self._names)
-
-    def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
-        if self._resident is not None:
-            self._resident.load_state(stored, read)
-        load_chunk_state(self._offloaded, self._names, stored, read)
-
-
 class Chunked:
     """The sharding of a policy in chunks, on one rank or, with torch's default process group, on several."""
 
@@ -223,6 +163,7 @@ class Chunked:
             ranks=ranks_of(num_parts),
             sizes=chunk_sizes(self._config),
         )
+        offloaded.decision = self.decision if trained else None
         scorer.announce = offloaded.read
         self._offloaded.append(offloaded)
 
@@ -273,14 +214,10 @@ class Chunked:
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
-        assert self.decision is not None, "the policy is spread before it is trained"
-        comparison = Comparison(self.decision, self.device, resets_peak=True)
+        def report(found: str) -> None:
+            self.notes.append(f"learner.offload=chunked: {found}")
 
-        def compare(seconds: float, num_micro_batches: int) -> None:
-            if found := comparison.updated(seconds, num_micro_batches, self._offloaded[0].host_bytes):
-                self.notes.append(f"learner.offload=chunked: {found}")
-
-        return ChunkedUpdates(self._offloaded[0], parameters, config, measured=compare)
+        return ChunkedUpdates(self._offloaded[0], parameters, config, report=report, resets_peak=True)
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         held: dict[str, Tensor] = {}

@@ -120,6 +120,7 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
     everything = capsys.readouterr().out
     assert "output: outputs/${name}\n    Folder of the run. (a string)" in everything
     assert "model.path: required" in everything
+    assert 'algorithm.process_reward_model.separator: "\\n\\n"\n    Text after each step' in everything
     assert cli.main(["config", "--docs", "learner.optimizer"]) == 0
     part = capsys.readouterr().out
     assert "learner.optimizer.betas: [0.9, 0.999]\n    Decay of the moments. (a list of numbers)" in part

@@ -188,6 +188,8 @@ def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
     ("more", "words"),
     [
         ({"n": 2}, "n=2 is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
+        ({"tools": [LOOK], "tool_choice": LOOK}, "tool_choice={'type': 'function', .* is not supported"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
@@ -202,6 +204,27 @@ def test_what_cannot_be_answered_is_refused_by_name(more: dict[str, Any], words:
 
     episode, _ = play(Scene([]), program)
     assert not episode.graph.nodes
+
+
+def test_options_that_ask_for_nothing_more_are_taken() -> None:
+    async def program(scene: Scene) -> list[int]:
+        client, counts = scene.client(), []
+        for choice in ("auto", "required", "none"):
+            answer = await client.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": f"{choice}?"}],
+                tools=[LOOK],
+                tool_choice=choice,
+                response_format={"type": "text"},
+            )
+            counts.append(len(answer.choices[0].message.tool_calls or ()))
+        return counts
+
+    scene = Scene([CALL] * 3)
+    _, counts = play(scene, program)
+    assert counts == [1, 1, 0]
+    texts = [scene.template.tokenizer.decode(context) for context in scene.contexts]
+    assert ['"name": "look"' in text for text in texts] == [True, True, False], "none hides the tools"
 
 
 def test_the_key_may_be_in_a_header_of_its_own() -> None:

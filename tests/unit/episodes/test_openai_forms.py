@@ -103,6 +103,8 @@ def test_a_limit_may_shrink_and_a_cut_answer_is_incomplete() -> None:
     [
         ({"background": True}, "background is not supported"),
         ({"conversation": "conv_1"}, "conversation is not supported"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format={'type': 'json_object'} is not supported"),
+        ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice={'type': 'function', .* is not supported"),
         ({"tools": [{"type": "web_search"}]}, "the tool 'web_search' is none of the program's functions"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of the type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text parts"),
@@ -117,6 +119,19 @@ def test_what_cannot_be_answered_is_refused_by_name(more: dict[str, Any], words:
 
     episode, _ = play(Scene([]), program)
     assert not episode.graph.nodes
+
+
+def test_options_that_ask_for_nothing_more_are_taken() -> None:
+    async def program(scene: Scene) -> list[tuple[str, str]]:
+        create, kinds = scene.client().responses.create, []
+        for choice in ("auto", "required", "none"):
+            asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "text": {"format": {"type": "text"}}}
+            answer = await create(model="any", input=f"{choice}?", **asked)
+            kinds.append((answer.tool_choice, answer.output[0].type))
+        return kinds
+
+    _, kinds = play(Scene([CALL] * 3), program)
+    assert kinds == [("auto", "function_call"), ("required", "function_call"), ("none", "message")]
 
 
 KINDS = st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "input_text", "function"])
@@ -137,7 +152,7 @@ ITEMS = st.lists(
 )
 BODIES = st.fixed_dictionaries(
     {"input": ITEMS | KINDS | ODD, "messages": ITEMS | ODD},
-    optional=dict.fromkeys(("tools", "instructions", "previous_response_id", "stop", "max_tokens", "n"), ODD),
+    optional=dict.fromkeys(("tools", "instructions", "previous_response_id", "stop", "max_tokens", "n", "text"), ODD),
 )
 
 

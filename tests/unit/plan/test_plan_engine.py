@@ -136,7 +136,7 @@ def test_a_pass_of_decoding_reads_weights_and_the_sequences() -> None:
     assert speed.decode.bottleneck == "reading weights"
     longer = plan(QWEN_8B, "rollout.sampling.max_tokens=4096", "rollout.engine_args.max_num_seqs=64").speed
     assert longer is not None
-    assert longer.decode.bottleneck == "reading keys and values"
+    assert longer.decode.bottleneck == "reading the KV cache"
 
 
 def test_prompts_are_computed_once_a_group() -> None:
