@@ -108,7 +108,12 @@ RowOptions = PreferenceConfig | RewardModelConfig | ProcessRewardConfig
 @dataclass(kw_only=True)
 class FeatureConfig(Freezable):
     layers: list[float] = option([0.25, 0.5, 0.75], "Depths whose hidden states are features, as shares of the layers.")
-    normalize_layers: bool = option(True, "Normalize the features of each depth to length 1.")
+    normalize_layers: str = option(
+        "each",
+        "Normalize the features of each depth to length 1, or those of all depths jointly as one vector (as the "
+        "authors do), or not.",
+        choices=("each", "joint", "none"),
+    )
     pooling: str = option(
         "last_token",
         "How the features of tokens are pooled into features of a sequence or a block.",
@@ -148,6 +153,9 @@ class StridedConfig(Freezable):
     context_length: int = option(8, "Document tokens that the first block sees.", minimum=1, maximum=MAX_TOKENS)
     generate_tokens: int = option(8, "Tokens that a block generates.", minimum=1, maximum=MAX_TOKENS)
     temperature: float = option(0.6, "Sampling temperature of the generated tokens.", above=0, maximum=100)
+    top_p: float = option(
+        1.0, "Sample from the most probable tokens that together have this probability.", above=0, maximum=1
+    )
     min_completion_prefix: int = option(
         0, "Tokens of a row's completion before its first block.", minimum=0, maximum=MAX_TOKENS
     )

@@ -24,14 +24,23 @@ CONCAT_AT = (0.25, 0.5, 0.75)
 
 
 def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
-    """Return the indices of depths, as ``fractions``, in a model's hidden states, the embedding being the first."""
-    return [int(fraction * num_layers) for fraction in fractions]
+    """Return the indices of depths, as ``fractions``, in a model's hidden states, the embedding being the first.
+
+    Only a fraction of 0 is the embedding; small ones are the first layer, however few layers the model has.
+    """
+    return [max(int(fraction * num_layers), 1) if fraction else 0 for fraction in fractions]
 
 
-def join_layers(hidden_states: Sequence[Tensor], *, normalize: bool) -> Tensor:
-    """Concatenate hidden states ``[..., H]`` of several depths, each scaled to length 1 if ``normalize``."""
-    layers = [functional.normalize(layer, dim=-1) if normalize else layer for layer in hidden_states]
-    return torch.cat(layers, dim=-1)
+def join_layers(hidden_states: Sequence[Tensor], *, normalize: str) -> Tensor:
+    """Concatenate hidden states ``[..., H]`` of several depths.
+
+    ``each`` scales those of a depth to length 1, ``joint`` the concatenation, ``none`` nothing.
+    """
+    if normalize not in ("each", "joint", "none"):
+        raise ValueError(f"normalize_layers is {normalize!r}; use each, joint or none")
+    layers = [functional.normalize(layer, dim=-1) if normalize == "each" else layer for layer in hidden_states]
+    joined = torch.cat(layers, dim=-1)
+    return functional.normalize(joined, dim=-1) if normalize == "joint" else joined
 
 
 def pool(features: Tensor, mask: Tensor, completion_mask: Tensor, method: str) -> Tensor:

@@ -149,20 +149,20 @@ def score_blocks(
 
 
 def draw_blocks(
-    scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, *, temperature: float, chunk_tokens: int
+    scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, *, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     """Sample the tokens of all blocks ``[g, C]`` from the policy, one step of all columns at a time.
 
     ``uniforms`` ``[g, C]`` in [0, 1) determine them: each selects the token whose interval of the cumulative
     probability contains it. Logits are in memory for ``chunk_tokens`` columns at a time.
     """
-    drawn: Tensor = scorer(partial(_draw_blocks, scorer, inputs, uniforms, temperature, chunk_tokens))
+    drawn: Tensor = scorer(partial(_draw_blocks, scorer, inputs, uniforms, config, chunk_tokens))
     return drawn
 
 
 @torch.no_grad()
 def _draw_blocks(
-    scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, temperature: float, chunk_tokens: int
+    scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     plan = inputs.plan
 
@@ -176,7 +176,7 @@ def _draw_blocks(
 
     def draw(hidden: Tensor, points: Tensor) -> Tensor:
         parts = zip(hidden.split(chunk_tokens), points.split(chunk_tokens), strict=True)
-        return torch.cat([_invert(scorer.logits(part, temperature), own) for part, own in parts])
+        return torch.cat([_invert(scorer.logits(part, config.temperature), own, config.top_p) for part, own in parts])
 
     documents = slice(0, plan.num_document_tokens)
     cache = DynamicCache()
@@ -191,9 +191,17 @@ def _draw_blocks(
     return torch.stack(steps)
 
 
-def _invert(logits: Tensor, points: Tensor) -> Tensor:
-    """Return the tokens ``[C]`` whose intervals of the cumulative probability contain the points ``[C]``."""
-    ends = logits.double().softmax(1).cumsum(1)  # [C, V]
+def _invert(logits: Tensor, points: Tensor, top_p: float) -> Tensor:
+    """Return the tokens ``[C]`` whose intervals of the cumulative probability contain the points ``[C]``.
+
+    Tokens have an interval if those that are more probable have a probability of less than ``top_p`` together.
+    """
+    probabilities = logits.double().softmax(1)  # [C, V]
+    if top_p < 1:
+        highest, tokens = probabilities.sort(dim=1, descending=True, stable=True)
+        is_left_out = highest.cumsum(1) - highest >= top_p
+        probabilities = probabilities.scatter(1, tokens, highest.masked_fill(is_left_out, 0))
+    ends = probabilities.cumsum(1)
     found = torch.searchsorted(ends, (points.double() * ends[:, -1])[:, None], right=True)[:, 0]
     return found.clamp(max=logits.shape[1] - 1)
 
@@ -267,7 +275,7 @@ class Strided:
                 self._policy.scorer,
                 inputs,
                 self._uniforms(inputs),
-                temperature=self._temperature,
+                config=self._algorithm.ebft.strided,
                 chunk_tokens=self._chunk_tokens,
             )
 

@@ -97,16 +97,19 @@ def test_unknown_whitening_is_refused() -> None:
 
 def test_depths_are_shares_of_the_layers_where_0_is_the_embedding() -> None:
     assert layer_indices([0.0, 0.25, 0.5, 0.75, 1.0], 28) == [0, 7, 14, 21, 28]
-    assert layer_indices([0.25, 0.5, 0.75], 2) == [0, 1, 1]
+    assert layer_indices([0.25, 0.5, 0.75], 2) == [1, 1, 1], "a small share is the first layer"
 
 
-def test_layers_are_normalised_each_by_itself() -> None:
+def test_layers_are_normalised_each_by_itself_or_jointly() -> None:
     layers = [draw(2, 5, 4), 100 * draw(2, 5, 4, seed=1)]
-    joined = join_layers(layers, normalize=True)
+    joined = join_layers(layers, normalize="each")
     for start, layer in zip((0, 4), layers, strict=True):
         expected = [[unit(token) for token in sequence] for sequence in layer.numpy()]
         np.testing.assert_allclose(joined[..., start : start + 4], expected)
-    assert torch.equal(join_layers(layers, normalize=False), torch.cat(layers, dim=-1))
+    plain = torch.cat(layers, dim=-1)
+    assert torch.equal(join_layers(layers, normalize="none"), plain)
+    expected = [[unit(token) for token in sequence] for sequence in plain.numpy()]
+    np.testing.assert_allclose(join_layers(layers, normalize="joint"), expected)
 
 
 LENGTHS = (7, 4, 1)

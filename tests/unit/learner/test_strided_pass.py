@@ -15,7 +15,7 @@ import torch
 from family_cases import FAMILIES, make_family
 from learner_cases import make_document, make_model_config
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, TopPLogitsWarper
 
 from rlpipe.algorithms.strided import StridedRow
 from rlpipe.configs.schema.algorithm_config import StridedConfig
@@ -73,9 +73,12 @@ def make_inputs(lengths: tuple[int, ...], sizes: tuple[int, int, int], num_sampl
     return plan_strided(micro_batch, config, num_samples=num_samples, device=torch.device("cpu"))
 
 
-def draw(scorer: TokenScorer, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0) -> Tensor:
+def draw(
+    scorer: TokenScorer, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0, top_p: float = 1.0
+) -> Tensor:
     uniforms = torch.rand(inputs.plan.num_steps, inputs.plan.num_columns, generator=torch.Generator().manual_seed(seed))
-    return draw_blocks(scorer, inputs, uniforms, temperature=temperature, chunk_tokens=5)
+    config = StridedConfig(temperature=temperature, top_p=top_p)
+    return draw_blocks(scorer, inputs, uniforms, config=config, chunk_tokens=5)
 
 
 def contexts_of(inputs: StridedInputs) -> list[Tensor]:
@@ -226,14 +229,20 @@ def test_the_coldest_draws_are_what_each_block_alone_goes_on_with(name: str) -> 
         assert torch.equal(tokens, expected[len(context) :])
 
 
-def test_draws_follow_the_policys_distribution() -> None:
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_draws_follow_the_policys_distribution(top_p: float) -> None:
     inputs = make_inputs((9,), (8, 8, 1), 20_000)
     with torch.no_grad():
         logits = plain_model("qwen3")(input_ids=inputs.documents[None, :8]).logits[0, -1]
-    probabilities = (logits / 0.3).softmax(0)
-    counts = draw(scorer_of("qwen3"), inputs, temperature=0.3).flatten().bincount(minlength=len(logits))[: len(logits)]
-    deviations = (counts - 20_000 * probabilities) / (20_000 * probabilities).sqrt()
-    assert deviations.square().sum() < 2 * len(logits)  # chi-square, whose mean is the number of tokens less one
+    warped = TopPLogitsWarper(top_p)(None, logits[None] / 0.3)[0] if top_p < 1 else logits / 0.3
+    probabilities = warped.softmax(0)
+    drawn = draw(scorer_of("qwen3"), inputs, temperature=0.3, top_p=top_p)
+    counts = drawn.flatten().bincount(minlength=len(logits))[: len(logits)]
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    expected = 20_000 * probabilities[possible]
+    deviations = (counts[possible] - expected) / expected.sqrt()
+    assert deviations.square().sum() < 2 * possible.sum()  # chi-square, whose mean is the number of tokens less one
 
 
 def test_a_seed_draws_the_same_tokens_again() -> None:
