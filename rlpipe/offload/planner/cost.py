@@ -3,7 +3,7 @@
 The time of a chunk is the longest of its computation, its transfers, the ranks' exchange of it, and the accumulation of
 its gradient on the host. The optimizer's work on the host overlaps with the next forward pass, because exact clipping
 needs the whole backward pass before it. Source: ProTrain, arXiv:2406.08334, which clips in another way and overlaps it
-with the backward pass.
+with the backward pass. Shapes: K plans, S stages, C chunks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import reduce
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlpipe.hardware.device import Link
 
+Floats = NDArray[np.float64]
+Codes = NDArray[np.int8]
 FREE_LINK = Link.at_rate(math.inf)
 
 
@@ -33,6 +37,10 @@ class Mode(StrEnum):
     """Activations are copied to the host and back."""
     OFFLOAD = "offload"
     """Activations stay, except for the weights among them, which are loaded again."""
+
+
+CODES = {mode: code for code, mode in enumerate(Mode)}
+"""Numbers of the modes in arrays."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -280,9 +288,16 @@ def first_cold(profile: Profile, num_persistent: int, num_slots: int) -> int:
 
 def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
     """Predict the cost of knobs for which ``why_impossible`` returns None."""
-    modes = arrange(profile, knobs, rates)
-    persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
-    passes = profile.num_micro_batches
+    modes, first, passes = arrange(profile, knobs, rates), knobs.num_persistent, profile.num_micro_batches
+    persistent, others = profile.chunks[:first], profile.chunks[first:]
+    times = chunk_times(profile, rates, encode(modes))
+    cold, cached = first_cold(profile, first, knobs.num_slots), first_cached(profile, knobs.num_slots)
+    forward_s = [times.forward_stays[:, :first], times.forward_kept[:, first:cold], times.forward_loads[:, cold:]]
+    backward_s = [
+        times.backward_stays[:, :first],
+        times.backward_loads[:, first:cached],
+        times.backward_cached[:, cached:],
+    ]
     return Prediction(
         device_bytes=profile.resident_bytes
         + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
@@ -292,8 +307,8 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
         + staging_bytes(others)
         + update_bytes(others)
         + sum(stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
-        forward_s=passes * sum(_forward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
-        backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
+        forward_s=passes * sum(float(seconds.sum()) for seconds in forward_s),
+        backward_s=passes * sum(float(seconds.sum()) for seconds in backward_s),
         device_adam_s=sum(device_update_s(rates, chunk) for chunk in persistent),
         host_adam_s=sum(host_update_s(rates, chunk) for chunk in others),
         num_micro_batches=passes,
@@ -318,22 +333,37 @@ def update_bytes(chunks: Sequence[ChunkProfile]) -> int:
 
 
 def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> int:
-    """Return the most bytes that activations take at one time.
+    """Return the most bytes that activations take at one time."""
+    return int(activation_peaks(stages, encode(modes))[0])
 
-    Swapped activations leave while later stages run, and come back before the backward pass of those is over.
+
+def activation_peaks(stages: Sequence[StageProfile], codes: Codes) -> Floats:
+    """Return the most bytes that activations take at one time, ``[K]``, for modes as ``codes`` ``[K, S]``."""
+    saved, swapped_bytes = column(stages, "saved_bytes"), column(stages, "swapped_bytes")
+    checkpoints, swaps = codes == CODES[Mode.CHECKPOINT], codes == CODES[Mode.SWAP]
+    kept = np.where(checkpoints, column(stages, "input_bytes"), np.where(swaps, 0, saved))
+    live = np.cumsum(kept, 1) - kept
+    again = column(stages, "forward_peak") + np.where(checkpoints, column(stages, "entering_bytes"), 0)
+    transient = np.maximum(again, column(stages, "backward_peak"))
+    own = np.where(swaps, np.maximum(saved, swapped_bytes), saved)
+    return np.asarray((live + _on_the_way(stages, codes) + own + transient).max(1, initial=0.0))
+
+
+def _on_the_way(stages: Sequence[StageProfile], codes: Codes) -> Floats:
+    """Return the bytes of swapped activations that are in flight during each stage, ``[K, S]``.
+
+    They leave while later stages run, and come back before the backward pass of those is over.
     """
-    on_the_way = [0] * len(stages)
     last_block = max((index for index, stage in enumerate(stages) if stage.is_block), default=0)
-    for swapped, until in swap_spans(modes, last_block):
-        for index in range(swapped + 1, until + 1):
-            on_the_way[index] += stages[swapped].swapped_bytes
-    peak = live = 0
-    for stage, mode, others in zip(stages, modes, on_the_way, strict=True):
-        again = stage.forward_peak + stage.entering_bytes if mode is Mode.CHECKPOINT else stage.forward_peak
-        own = max(stage.saved_bytes, stage.swapped_bytes) if mode is Mode.SWAP else stage.saved_bytes
-        peak = max(peak, live + others + own + max(again, stage.backward_peak))
-        live += {Mode.CHECKPOINT: stage.input_bytes, Mode.SWAP: 0}.get(mode, stage.saved_bytes)
-    return peak
+    found: dict[bytes, Floats] = {}
+    keys = [row.tobytes() for row in codes == CODES[Mode.SWAP]]
+    for key, row in zip(keys, codes, strict=True):
+        if key not in found:
+            here = found[key] = np.zeros(len(stages))
+            modes = [Mode.SWAP if code == CODES[Mode.SWAP] else Mode.KEEP for code in row]
+            for swapped, until in swap_spans(modes, last_block):
+                here[swapped + 1 : until + 1] += stages[swapped].swapped_bytes
+    return np.stack([found[key] for key in keys])
 
 
 def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
@@ -349,36 +379,65 @@ def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _forward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
-    chunk = profile.chunks[index]
-    compute_s = sum(share * profile.stages[stage].forward_s for stage, share in chunk.stages.items())
-    is_kept = not chunk.num_trained and index < first_cold(profile, knobs.num_persistent, knobs.num_slots)
-    is_there = index < knobs.num_persistent or is_kept
-    in_bytes, exchange_s = (0, 0.0) if is_there else (chunk.num_bytes, gather_s(rates, chunk))
-    out_bytes = _swapped(profile, modes, index)
-    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s)
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ChunkTimes:
+    """Seconds of each chunk in a pass of one micro batch, by where it is, ``[K, C]``."""
+
+    forward_stays: Floats
+    """It is persistent."""
+    forward_kept: Floats
+    """The last backward pass has left it on the device; a trained one has changed since, and is loaded."""
+    forward_loads: Floats
+    backward_stays: Floats
+    backward_cached: Floats
+    """The forward pass has left it on the device."""
+    backward_loads: Floats
 
 
-def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
-    chunk = profile.chunks[index]
-    compute_s = 0.0
-    for stage, share in chunk.stages.items():
-        entry = profile.stages[stage]
-        again_s = entry.forward_s if modes[stage] is Mode.CHECKPOINT else 0.0
-        compute_s += share * (entry.backward_s + again_s)
-    stays = index < knobs.num_persistent
-    is_there = stays or index >= first_cached(profile, knobs.num_slots)
-    in_bytes = (0 if is_there else chunk.num_bytes) + _swapped(profile, modes, index)
-    out_bytes = 0 if stays else chunk.gradient_bytes
-    exchange_s = (0.0 if is_there else gather_s(rates, chunk)) + reduce_s(rates, chunk)
-    adding_s = 0.0 if stays else host_adding_s(rates, chunk)
-    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s, adding_s)
+def chunk_times(profile: Profile, rates: Rates, codes: Codes) -> ChunkTimes:
+    """Return the seconds of the chunks, for the stages' modes as ``codes`` ``[K, S]``."""
+    stages, chunks, shares = profile.stages, profile.chunks, stage_shares(profile)
+    forward = column(stages, "forward_s")
+    forward_s = (forward @ shares)[None]  # [1, C]
+    again = (codes == CODES[Mode.CHECKPOINT]) * forward
+    backward_s = (column(stages, "backward_s") @ shares)[None] + again @ shares  # [K, C]
+    swapped = ((codes == CODES[Mode.SWAP]) * column(stages, "swapped_bytes")) @ shares  # [K, C]
+    own, gradient = column(chunks, "num_bytes"), column(chunks, "gradient_bytes")
+    gathering_s = np.array([gather_s(rates, chunk) for chunk in chunks])
+    reducing_s = np.array([reduce_s(rates, chunk) for chunk in chunks])
+    adding_s = np.array([host_adding_s(rates, chunk) for chunk in chunks])
+    changes = column(chunks, "num_trained") > 0
+
+    def longest(compute_s: Floats, in_bytes: Any, out_bytes: Any, *others_s: Floats) -> Floats:
+        return reduce(np.maximum, others_s, np.maximum(compute_s, transfer_s(rates, in_bytes, out_bytes)))
+
+    return ChunkTimes(
+        forward_stays=longest(forward_s, 0, swapped),
+        forward_kept=longest(forward_s, own * changes, swapped, gathering_s * changes),
+        forward_loads=longest(forward_s, own, swapped, gathering_s),
+        backward_stays=longest(backward_s, swapped, 0, reducing_s),
+        backward_cached=longest(backward_s, swapped, gradient, reducing_s, adding_s),
+        backward_loads=longest(backward_s, own + swapped, gradient, gathering_s + reducing_s, adding_s),
+    )
 
 
-def _swapped(profile: Profile, modes: Sequence[Mode], index: int) -> float:
-    """Return the bytes of swapped activations that are transferred along with a chunk."""
-    stages = profile.chunks[index].stages.items()
-    return sum(share * profile.stages[stage].swapped_bytes for stage, share in stages if modes[stage] is Mode.SWAP)
+def stage_shares(profile: Profile) -> Floats:
+    """Return the share of each stage's cost that falls on each chunk ``[S, C]``."""
+    shares = np.zeros((len(profile.stages), len(profile.chunks)))
+    for index, chunk in enumerate(profile.chunks):
+        for stage, share in chunk.stages.items():
+            shares[stage, index] = share
+    return shares
+
+
+def column(entries: Sequence[StageProfile] | Sequence[ChunkProfile], name: str) -> Floats:
+    """Return a number of all stages, or of all chunks."""
+    return np.array([getattr(entry, name) for entry in entries], np.float64)
+
+
+def encode(modes: Sequence[Mode]) -> Codes:
+    """Return one plan's modes as an array ``[1, S]``."""
+    return np.array([[CODES[mode] for mode in modes]], np.int8)
 
 
 def transfer_s(rates: Rates, in_bytes: Any, out_bytes: Any) -> Any:

@@ -10,35 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlpipe.common.formatting import gib
 from rlpipe.offload.planner.cost import (
+    CODES,
     Capacity,
     ChunkProfile,
+    Codes,
+    Floats,
     Knobs,
     Mode,
     Prediction,
     Profile,
     Rates,
+    activation_peaks,
     checkpoints_per_swap,
+    chunk_times,
+    column,
     device_update_s,
-    gather_s,
-    host_adding_s,
     host_update_s,
     interleave,
     predict,
-    reduce_s,
-    swap_spans,
-    transfer_s,
+    stage_shares,
     why_impossible,
 )
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-MODES = {mode: code for code, mode in enumerate(Mode)}
 ROWS = 1024
 """Divisions that are evaluated together, so that their arrays stay small."""
 TIE = 1 + 1e-12
@@ -154,10 +155,10 @@ class _Space:
     def least_seconds(self) -> float:
         """Return a lower bound: the computation, with as many of the cheapest checkpoints as the first division has."""
         profile = self._profile
-        forward = self._of_stages("forward_s")
+        forward = column(self._profile.stages, "forward_s")
         again = np.sort(forward[profile.blocks])[: self.divisions[0][1]].sum()
-        once = forward.sum() + self._of_stages("backward_s").sum() + again
-        used = np.minimum(self._shares().sum(1), 1)  # a stage that no chunk carries is not counted
+        once = forward.sum() + column(self._profile.stages, "backward_s").sum() + again
+        used = np.minimum(stage_shares(self._profile).sum(1), 1)  # a stage that no chunk carries is not counted
         return float(profile.num_micro_batches * once) if (used > 1 - 1e-9).all() else 0.0
 
     def best(self, capacity: Capacity) -> _Candidate | None:
@@ -219,92 +220,52 @@ class _Space:
             seconds[rows] = np.where(fits[rows], self._seconds(slots[rows], rows), np.inf)
         return seconds, base + slots * profile.slot_bytes, slots
 
-    def _arrange(self) -> NDArray[np.int8]:
+    def _arrange(self) -> Codes:
         profile, per_swap = self._profile, checkpoints_per_swap(self._profile, self._rates)
-        modes = np.full((len(self.divisions), len(profile.stages)), MODES[Mode.KEEP], np.int8)
+        modes = np.full((len(self.divisions), len(profile.stages)), CODES[Mode.KEEP], np.int8)
         blocks = np.array(profile.blocks, np.int64)
         early: dict[tuple[int, int], list[int]] = {}
         for row, (swapped, checkpointed, offloaded) in enumerate(self.divisions):
             key = (swapped, checkpointed)
             if key not in early:
-                early[key] = [MODES[mode] for mode in interleave(*key, per_swap)]
-            codes = early[key] + [MODES[Mode.OFFLOAD]] * offloaded
+                early[key] = [CODES[mode] for mode in interleave(*key, per_swap)]
+            codes = early[key] + [CODES[Mode.OFFLOAD]] * offloaded
             modes[row, blocks[: len(codes)]] = codes
         return modes
 
     def _is(self, mode: Mode) -> NDArray[np.bool_]:
-        return np.asarray(self._modes == MODES[mode])
-
-    def _of_stages(self, name: str) -> Floats:
-        return np.array([getattr(stage, name) for stage in self._profile.stages], np.float64)
-
-    def _of_chunks(self, name: str) -> Floats:
-        return np.array([getattr(chunk, name) for chunk in self._profile.chunks], np.float64)
-
-    def _seconds_of_chunks(self, seconds: Callable[[Rates, ChunkProfile], float]) -> Floats:
-        return np.array([seconds(self._rates, chunk) for chunk in self._profile.chunks], np.float64)
+        return np.asarray(self._modes == CODES[mode])
 
     def _held(self, weights: str) -> Floats:
         """Return the bytes of the first n chunks with their states, for every n ``[C + 1]``."""
-        return _prefix(self._of_chunks(weights) + self._of_chunks("state_bytes"))
-
-    def _shares(self) -> Floats:
-        """Return the share of each stage's cost that falls on each chunk ``[S, C]``."""
-        shares = np.zeros((len(self._profile.stages), len(self._profile.chunks)))
-        for index, chunk in enumerate(self._profile.chunks):
-            for stage, share in chunk.stages.items():
-                shares[stage, index] = share
-        return shares
+        return _prefix(column(self._profile.chunks, weights) + column(self._profile.chunks, "state_bytes"))
 
     def _base_bytes(self) -> Floats:
         """Return the bytes on the device without slots ``[K, P]``."""
         held = self._held("gathered_bytes")
         checkpointed = np.array([division[1] > 0 for division in self.divisions])
-        activations = self._activation_peaks() + checkpointed * self._profile.shared_bytes
-        updates = _most(self._of_chunks("update_bytes"))[self.persistent]
+        activations = activation_peaks(self._profile.stages, self._modes) + checkpointed * self._profile.shared_bytes
+        updates = _most(column(self._profile.chunks, "update_bytes"))[self.persistent]
         working = np.maximum(activations[:, None], updates[None])
         return self._profile.resident_bytes + held[self.persistent][None] + working
 
     def _host_bytes(self) -> Floats:
         """Return the bytes on the host ``[K, P]``."""
         held = self._held("num_bytes")
-        swapped = self._is(Mode.SWAP) @ self._of_stages("swapped_bytes")  # [K]
-        passing = sum(_most(self._of_chunks(name)[::-1])[::-1] for name in PASSING)
+        swapped = self._is(Mode.SWAP) @ column(self._profile.stages, "swapped_bytes")  # [K]
+        passing = sum(_most(column(self._profile.chunks, name)[::-1])[::-1] for name in PASSING)
         return (held[-1] - held + passing)[self.persistent][None] + swapped[:, None]
-
-    def _activation_peaks(self) -> Floats:
-        """Return the most bytes of activations, as ``activation_peak`` does, ``[K]``."""
-        saved, entering = self._of_stages("saved_bytes"), self._of_stages("entering_bytes")
-        checkpoints, swaps = self._is(Mode.CHECKPOINT), self._is(Mode.SWAP)
-        kept = np.where(checkpoints, self._of_stages("input_bytes"), np.where(swaps, 0, saved))
-        live = np.cumsum(kept, 1) - kept
-        again = self._of_stages("forward_peak") + np.where(checkpoints, entering, 0)
-        transient = np.maximum(again, self._of_stages("backward_peak"))
-        own = np.where(swaps, np.maximum(saved, self._of_stages("swapped_bytes")), saved)
-        return np.asarray((live + self._on_the_way() + own + transient).max(1, initial=0.0))
-
-    def _on_the_way(self) -> Floats:
-        """Return the bytes of swapped activations that are in flight during each stage, ``[K, S]``."""
-        swapped_bytes = self._of_stages("swapped_bytes")
-        found: dict[tuple[int, int], Floats] = {}
-        for row, (swapped, checkpointed, _) in enumerate(self.divisions):
-            if (swapped, checkpointed) not in found:
-                here = found[swapped, checkpointed] = np.zeros_like(swapped_bytes)
-                codes = [Mode.SWAP if code == MODES[Mode.SWAP] else Mode.KEEP for code in self._modes[row]]
-                for index, until in swap_spans(codes, max(self._profile.blocks, default=0)):
-                    here[index + 1 : until + 1] += swapped_bytes[index]
-        return np.stack([found[swapped, checkpointed] for swapped, checkpointed, _ in self.divisions])
 
     def _slots(self) -> Ints:
         """Return the slots of the first n chunks, for every n ``[C + 1]``."""
-        return _prefix(self._of_chunks("slots")).astype(np.int64)
+        return _prefix(column(self._profile.chunks, "slots")).astype(np.int64)
 
     @cached_property
     def slot_bounds(self) -> tuple[Ints, Ints]:
         """The fewest and the most slots, ``[K, P]``; blocks in mode ``KEEP`` need their weights to stay."""
         count, slots = len(self._profile.chunks), self._slots()
         blocks = np.array([stage.is_block for stage in self._profile.stages])
-        stays = (self._is(Mode.KEEP) & blocks) @ (self._shares() > 0) > 0  # [K, C]
+        stays = (self._is(Mode.KEEP) & blocks) @ (stage_shares(self._profile) > 0) > 0  # [K, C]
         first = np.full((len(self.divisions), count + 1), count)
         for index in reversed(range(count)):
             first[:, index] = np.where(stays[:, index], index, first[:, index + 1])
@@ -314,52 +275,35 @@ class _Space:
 
     def _seconds(self, slots: Ints, rows: Ints) -> Floats:
         """Return the seconds of an update, ``[R, P]``, for R of the divisions."""
-        profile, rates, count = self._profile, self._rates, len(self._profile.chunks)
-        shares = self._shares()
-        checkpoints = self._is(Mode.CHECKPOINT)[rows].astype(np.float64)
-        forward = self._of_stages("forward_s")
-        forward_s = (forward @ shares)[None]  # [1, C]
-        backward_s = (self._of_stages("backward_s") @ shares)[None] + (checkpoints * forward) @ shares  # [K, C]
-        swapped = (self._is(Mode.SWAP)[rows] * self._of_stages("swapped_bytes")) @ shares  # [K, C]
-        own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
-        gathering_s = self._seconds_of_chunks(gather_s)
-        reducing_s = self._seconds_of_chunks(reduce_s)
-        adding_s = self._seconds_of_chunks(host_adding_s)
-        changes = self._of_chunks("num_trained") > 0
-
-        def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, beside_s: Floats) -> Floats:
-            """Return the seconds of the first n chunks, for every n ``[K, C + 1]``."""
-            moved_s = transfer_s(rates, in_bytes, out_bytes)
-            return _prefix(np.maximum(np.maximum(compute_s, moved_s), beside_s))
-
-        none = np.zeros_like(own)
-        forward_stays = chunk_s(forward_s, none, swapped, none)
-        forward_loads = chunk_s(forward_s, own, swapped, gathering_s)
-        forward_kept = chunk_s(forward_s, own * changes, swapped, gathering_s * changes)
-        backward_stays = chunk_s(backward_s, swapped, none, reducing_s)
-        backward_cached = chunk_s(backward_s, swapped, gradient, np.maximum(reducing_s, adding_s))
-        backward_loads = chunk_s(backward_s, own + swapped, gradient, np.maximum(gathering_s + reducing_s, adding_s))
-
-        rows, first = np.arange(len(rows))[:, None], self.persistent[None]
+        profile, count, first = self._profile, len(self._profile.chunks), self.persistent[None]
+        times = chunk_times(profile, self._rates, self._modes[rows])
+        rows = np.arange(len(rows))[:, None]
         prefix = self._slots()
         cached = np.searchsorted(prefix, prefix[-1] - slots)
         cold = np.searchsorted(prefix, prefix[first] + slots, side="right") - 1
-        forward_total = (
-            forward_stays[rows, first]
-            + (forward_kept[rows, cold] - forward_kept[rows, first])
-            + (forward_loads[rows, count] - forward_loads[rows, cold])
+
+        def total(seconds: Floats, begin: Any, end: Any) -> Floats:
+            whole = _prefix(seconds)  # [R, C + 1]
+            return np.asarray(whole[rows, end] - whole[rows, begin])
+
+        forward_s = (
+            total(times.forward_stays, 0, first)
+            + total(times.forward_kept, first, cold)
+            + total(times.forward_loads, cold, count)
         )
-        backward_total = (
-            backward_stays[rows, first]
-            + (backward_loads[rows, cached] - backward_loads[rows, first])
-            + (backward_cached[rows, count] - backward_cached[rows, cached])
+        backward_s = (
+            total(times.backward_stays, 0, first)
+            + total(times.backward_loads, first, cached)
+            + total(times.backward_cached, cached, count)
         )
-        device_adam = _prefix(self._seconds_of_chunks(device_update_s))[self.persistent][None]
-        on_host = _prefix(self._seconds_of_chunks(host_update_s))
-        host_adam = (on_host[-1] - on_host[self.persistent])[None]
-        passes = profile.num_micro_batches
-        exposed = np.maximum(0, host_adam - forward_total)
-        return passes * (forward_total + backward_total) + device_adam + exposed
+        device_adam_s = self._of_first_chunks(device_update_s)[self.persistent][None]
+        on_host_s = self._of_first_chunks(host_update_s)
+        exposed_s = np.maximum(0, (on_host_s[-1] - on_host_s[self.persistent])[None] - forward_s)
+        return profile.num_micro_batches * (forward_s + backward_s) + device_adam_s + exposed_s
+
+    def _of_first_chunks(self, seconds: Callable[[Rates, ChunkProfile], float]) -> Floats:
+        """Return the seconds of the first n chunks, for every n ``[C + 1]``."""
+        return _prefix(np.array([seconds(self._rates, chunk) for chunk in self._profile.chunks], np.float64))
 
 
 def _choices(fixed: int | None, most: int) -> range:

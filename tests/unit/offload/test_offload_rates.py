@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from offload_cases import arrange_all
@@ -20,8 +21,12 @@ from rlpipe.offload.planner.cost import (
     Knobs,
     Mode,
     Profile,
+    Rates,
     StageProfile,
+    activation_peak,
+    chunk_times,
     device_update_s,
+    encode,
     host_adding_s,
     host_update_s,
     predict,
@@ -90,24 +95,68 @@ def test_an_exchange_takes_what_one_of_its_size_does() -> None:
     assert reduce_s(rates, replace(CHUNK, scatter_bytes=0, reduce_bytes=6_000_000)) == pytest.approx(4)
 
 
+def stage_of(**sizes: float) -> StageProfile:
+    names = ("forward_s", "backward_s", "saved_bytes", "swapped_bytes", "input_bytes", "forward_peak", "backward_peak")
+    return StageProfile(**{"is_block": True, **dict.fromkeys(names, 0), **sizes})
+
+
 def test_a_backward_pass_waits_for_the_host_where_that_adds_slowly() -> None:
     """Check that all micro batches wait; copying the first gradients takes as long as adding the others."""
-    stage = StageProfile(
-        is_block=True,
-        forward_s=0.0,
-        backward_s=1e-6,
-        saved_bytes=0,
-        swapped_bytes=0,
-        input_bytes=0,
-        forward_peak=0,
-        backward_peak=0,
-    )
+    stage = stage_of(backward_s=1e-6)
     rates = replace(rates_of(h100()), host_adding={"bfloat16 to float32": 1e9, "float32 to float32": 1e12})
     assert host_adding_s(rates, CHUNK) == pytest.approx(1e6 / 1e9)
     profile = Profile(stages=[stage], chunks=[CHUNK], num_micro_batches=4)
     moving = Knobs(num_persistent=0, num_slots=1)
     assert predict(profile, moving, rates).backward_s == pytest.approx(4 * 1e6 / 1e9)
     assert predict(profile, replace(moving, num_persistent=1, num_slots=0), rates).backward_s < 1e-4  # by the device
+
+
+def test_a_chunk_takes_the_longest_of_computing_transfers_exchange_and_adding() -> None:
+    rates = Rates(
+        host_to_device=10,
+        device_to_host=5,
+        both=5,
+        device_adam={"float32": 1},
+        host_adam={"float32": 1},
+        host_adding={"float32 to float32": 1},
+        device_bandwidth=1,
+        host_bandwidth=1,
+        link=Link(all_gather=Curve.at_rate(2), reduce_scatter=Curve.at_rate(4), all_reduce=Curve.at_rate(4)),
+    )
+    chunk = ChunkProfile(
+        stages={0: 1.0},
+        num_bytes=20,
+        gathered_bytes=20,
+        gather_bytes=6,
+        scatter_bytes=8,
+        gradient_bytes=10,
+        num_trained=4,
+    )
+    profile = Profile(stages=[stage_of(forward_s=1, backward_s=2, swapped_bytes=30)], chunks=[chunk])
+    modes = (Mode.KEEP, Mode.CHECKPOINT, Mode.SWAP)
+    times = chunk_times(profile, rates, np.concatenate([encode([mode]) for mode in modes]))
+    assert times.forward_stays.tolist() == [[1], [1], [6]], "computing, or sending swapped activations"
+    assert times.forward_loads.tolist() == [[3], [3], [6]], "gathering, or both transfers"
+    assert times.forward_kept.tolist() == times.forward_loads.tolist(), "the update has changed it"
+    assert times.backward_stays.tolist() == [[2], [3], [3]], "computing once more, or fetching activations"
+    assert times.backward_cached.tolist() == [[4], [4], [4]], "adding gradients"
+    assert times.backward_loads.tolist() == [[5], [5], [6]], "gathering and reducing, or both transfers"
+    frozen = replace(profile, chunks=[replace(chunk, num_trained=0)])
+    assert chunk_times(frozen, rates, encode([Mode.KEEP])).forward_kept.tolist() == [[1]]
+
+
+def test_swapped_activations_are_in_flight_while_the_next_stage_runs() -> None:
+    stages = [
+        stage_of(is_block=False, saved_bytes=1),
+        stage_of(saved_bytes=10, swapped_bytes=12, forward_peak=2, backward_peak=3),
+        stage_of(saved_bytes=8, input_bytes=2, entering_bytes=1, forward_peak=4, backward_peak=3),
+        stage_of(saved_bytes=6, forward_peak=1, backward_peak=5),
+        stage_of(is_block=False, saved_bytes=2, backward_peak=4),
+    ]
+    keep = [Mode.KEEP] * 3
+    assert activation_peak(stages, [*keep, *keep[:2]]) == 1 + 10 + 8 + 6 + 2 + 4
+    assert activation_peak(stages, [*keep[:2], Mode.CHECKPOINT, *keep[:2]]) == 1 + 10 + 2 + 6 + 2 + 4
+    assert activation_peak(stages, [Mode.KEEP, Mode.SWAP, Mode.CHECKPOINT, *keep[:2]]) == 1 + 12 + 8 + 4 + 1
 
 
 class Layers(nn.Module):
