@@ -102,7 +102,7 @@ def teach(
             config,
             *(f"seed={config.seed}", f"data.path={rows}", "model.prepare=null"),
             *(f"algorithm.num_steps={num_steps}", "algorithm.groups_per_step=64"),
-            *("learner.num_cpus=2", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=10"),
+            *("learner.num_cpus=1", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=10"),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 LARGEST, NUM_GUESSES = 32, 5
-REWARD_PER_BIT = 0.1
+REWARD_PER_BIT, REWARD_OF_RIGHT = 0.15, 0.25
 
 
 async def play(number: int, client: AsyncOpenAI) -> dict[str, float]:
@@ -22,7 +22,7 @@ async def play(number: int, client: AsyncOpenAI) -> dict[str, float]:
         completion = await client.chat.completions.create(model="policy", messages=messages)
         said, size = completion.choices[0].message.content or "", high - low + 1
         if said == str(number):
-            return {**rewards, completion.id: 1.0}
+            return {**rewards, completion.id: REWARD_PER_BIT * math.log2(size) + REWARD_OF_RIGHT}
         if said.isdecimal() and int(said) < number:
             hint, low = "higher", max(low, int(said) + 1)
         elif said.isdecimal():

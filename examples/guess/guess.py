@@ -9,8 +9,10 @@ import rlpipe
 from rlpipe.quickstart import teach
 
 LARGEST, NUM_GUESSES = 32, 5
-REWARD_PER_BIT = 0.1
-"""Reward for halving what is still possible; all of it is worth half a right guess."""
+WORDS = [f"1-{LARGEST}?", "higher", "lower"]
+"""Texts that are one token, which makes games short."""
+REWARD_PER_BIT, REWARD_OF_RIGHT = 0.15, 0.25
+"""Reward for halving what is still possible, and for the right guess besides; a game that is won earns 1 in all."""
 
 
 class Guess(rlpipe.Environment):
@@ -27,7 +29,7 @@ class Guess(rlpipe.Environment):
             return rlpipe.Step("a number", done=not self._left)
         guess, before = int(action), self._high - self._low + 1
         if guess == self._number:
-            return rlpipe.Step("right", reward=1.0, done=True)
+            return rlpipe.Step("right", reward=REWARD_PER_BIT * math.log2(before) + REWARD_OF_RIGHT, done=True)
         if guess < self._number:
             self._low = max(self._low, guess + 1)
         else:
@@ -40,7 +42,7 @@ class Guess(rlpipe.Environment):
 def warm_up(config: rlpipe.Config) -> None:
     """Train a policy on games that were played at random; ``model.prepare`` of the example."""
     rng = random.Random(config.seed)
-    teach(config, (random_game(rng) for _ in range(8000)))
+    teach(config, (random_game(rng) for _ in range(8000)), words=WORDS, num_steps=1000)
 
 
 def random_game(rng: random.Random) -> list[dict[str, str]]:
