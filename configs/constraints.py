@@ -428,6 +428,11 @@ def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]
             "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight "
             "during an update; set replay.max_staleness=1 or more, or wait"
         )
+    if weights.every_steps > replay.max_staleness + 1:
+        yield (
+            f"weights.every_steps: {weights.every_steps} steps between two versions need rollouts that are "
+            f"{weights.every_steps - 1} versions old; set replay.max_staleness={weights.every_steps - 1} or more"
+        )
 
 
 def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:

@@ -65,6 +65,12 @@ class WeightsConfig(Freezable):
         "Running sequences finish on the version they began with, or continue with the new one (vllm).",
         choices=("wait", "inflight"),
     )
+    every_steps: int = option(
+        1,
+        "Steps from one version that the engines get to the next; needs a replay.max_staleness of at least one less.",
+        minimum=1,
+        maximum=MAX_STEPS,
+    )
     bucket_bytes: int = option(256 * 2**20, "Maximum size of a bucket of full weights.", minimum=2**10, maximum=2**40)
     timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0, maximum=MAX_SECONDS)
 

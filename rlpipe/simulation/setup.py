@@ -160,6 +160,8 @@ class Setup:
     max_staleness: int
     num_steps: int
     times: Times
+    publish_every: int = 1
+    """Steps from one published version to the next."""
 
 
 def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, slowdown: float) -> Setup:
@@ -179,6 +181,7 @@ def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, s
         max_staleness=config.replay.max_staleness,
         num_steps=config.algorithm.num_steps,
         times=times,
+        publish_every=config.weights.every_steps,
     )
 
 

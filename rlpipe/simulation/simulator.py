@@ -221,6 +221,8 @@ class Simulation:
         )
         if step == self._last_step:
             self._clock.stop()
+        elif (step + 1) % self._setup.publish_every:
+            self._want(step + 1)
         else:
             self._publish(step + 1)
 

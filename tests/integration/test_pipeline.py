@@ -14,6 +14,7 @@ import torch
 from family_cases import make_family
 from peft import PeftModel
 from run_cases import HOLDS_LOGP_TO, REWARDS_FILE, make_config, read_adapter, read_jsonl, trained_steps
+from signal_cases import assert_accounts_add_up
 from transformers import AutoModelForCausalLM
 
 import rlpipe
@@ -165,6 +166,18 @@ def test_asynchronous_run_on_two_engines(
         for mask, versions in zip(group["masked"], group["versions"], strict=True):
             assert all((version >= 0) == drawn for version, drawn in zip(versions, mask, strict=True))
     assert max(max(versions) for group in groups for versions in group["versions"]) > 0
+
+
+@pytest.mark.slow
+def test_weights_may_be_published_every_few_steps(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    output, options = tmp_path / "run", ("weights.every_steps=3", "replay.max_staleness=2", "algorithm.num_steps=7")
+    rlpipe.train(make_config(tiny_policy, prompts_file, output, *options, "data.held_out={size: 4, every_steps: 2}"))
+    assert [row["staleness/max"] for row in trained_steps(output)] == [0, 1, 2, 0, 1, 2, 0]
+    evaluated = [row["step"] for row in read_jsonl(output / "metrics.jsonl") if "eval/reward" in row]
+    assert evaluated == [0, 3, 6, 7], "of the versions that the engines get"
+    assert_accounts_add_up(output, num_steps=7, groups_per_step=4)
 
 
 @pytest.mark.vllm

@@ -341,6 +341,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ),
         ({"rollout.sampling.extra": {"top_p": 1}}, "rollout.sampling.extra.top_p", "set rollout.sampling.top_p"),
         ({"weights.on_update": "inflight"}, "weights.on_update", "replay.max_staleness=1"),
+        ({"weights.every_steps": 3, "replay.max_staleness": 1}, "weights.every_steps", "replay.max_staleness=2"),
         ({"scoring.rewards": reward("right")}, "scoring.rewards.right.path", "file.py:function"),
         ({"scoring.rewards": reward(weight=0.0)}, "scoring.rewards", "set a weight"),
         (
@@ -436,6 +437,7 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"rollout.num_gpus": 0.5},
         {"replay.reuse_groups": 4, "algorithm.correction.mode": "token_mask"},
         {"weights.on_update": "inflight", "replay.max_staleness": 1},
+        {"weights.every_steps": 3, "replay.max_staleness": 2},
         {"weights.on_update": "inflight", "replay.max_staleness": 1, "rollout.engine": "hf"},
         {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1, "model.adapter.kind": "none"},
         {"algorithm.loss.name": "cispo", "algorithm.loss.clip_high": 4.0, "algorithm.loss.clip_low": 1.0},

@@ -120,9 +120,18 @@ SECONDS = st.sampled_from(["constant:0", "constant:1", "uniform:0,2", "exponenti
     st.integers(1, 6),
     st.integers(1, 5),
     st.booleans(),
+    st.integers(1, 5),
 )
 def test_staleness_never_passes_its_bound(
-    seed: int, generate: str, train: str, sync: str, max_staleness: int, groups_per_step: int, engines: int, holds: bool
+    seed: int,
+    generate: str,
+    train: str,
+    sync: str,
+    max_staleness: int,
+    groups_per_step: int,
+    engines: int,
+    holds: bool,
+    publish_every: int,
 ) -> None:
     setup = make_setup(
         generate,
@@ -135,6 +144,7 @@ def test_staleness_never_passes_its_bound(
         slowdown=2.0,
         holds=holds,
         num_steps=12,
+        publish_every=min(publish_every, max_staleness + 1),
     )
     history = simulate(setup, seed=seed, limit_s=math.inf)
     assert history.num_steps == 12, "the run got stuck"
