@@ -33,7 +33,7 @@ class ReplayConfig(Freezable):
     )
     reroll_after: float | None = option(
         None,
-        "Prompts whose rollouts all had no reward are sampled again after this share of the run.",
+        "From this share of the run on, prompts whose rollouts all had no reward are sampled again.",
         above=0,
         maximum=1,
     )

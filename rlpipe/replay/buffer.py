@@ -154,10 +154,10 @@ class Admission:
 
 
 class Rerolls:
-    """Queue whose prompts come back ``after_steps`` versions after sampling, at most ``per_step`` per version."""
+    """Queue whose prompts come back from ``first_version`` on, at most ``per_step`` per version."""
 
-    def __init__(self, *, after_steps: int, per_step: int) -> None:
-        self._after_steps, self._per_step = after_steps, per_step
+    def __init__(self, *, first_version: int, per_step: int) -> None:
+        self._first_version, self._per_step = first_version, per_step
         self._waiting: deque[GroupTicket] = deque()
         self._version = self._taken = 0
 
@@ -168,12 +168,12 @@ class Rerolls:
         self._waiting.append(zero_reward)
 
     def take(self, version: int, at_most: int) -> list[GroupTicket]:
-        """Remove and return up to ``at_most`` groups that are due at ``version``, the oldest first."""
+        """Remove and return up to ``at_most`` groups of earlier versions than ``version``, the oldest first."""
         if version != self._version:
             self._version, self._taken = version, 0
         due: list[GroupTicket] = []
         while self._waiting and len(due) < at_most and self._taken < self._per_step:
-            if self._waiting[0].version + self._after_steps > version:
+            if version < self._first_version or version <= self._waiting[0].version:
                 break
             due.append(self._waiting.popleft())
             self._taken += 1

@@ -434,7 +434,7 @@ def make_admission(config: Config, resume_state: ResumeState, first_step: int) -
 def make_rerolls(config: Config, resume_state: ResumeState) -> Rerolls:
     """Return the queue of prompts to reroll, filled with those in the ledger."""
     rerolls = Rerolls(
-        after_steps=round((config.replay.reroll_after or 0) * config.algorithm.num_steps),
+        first_version=round((config.replay.reroll_after or 0) * config.algorithm.num_steps),
         per_step=config.replay.rerolls_per_step,
     )
     for group in resume_state.zero_reward:

@@ -41,7 +41,7 @@ class Run:
     def __init__(self, folder: Path, *, num_steps: int = 6, model: str = "org/policy") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._num_steps = folder, num_steps
-        self._rerolls = Rerolls(after_steps=round(REPLAY.reroll_after * num_steps), per_step=1)
+        self._rerolls = Rerolls(first_version=round(REPLAY.reroll_after * num_steps), per_step=1)
         self.store = self._open()
         self._attempts = self.ledger.open_attempts()
         for zero_reward in self.ledger.zero_reward(REPLAY.reroll_below):

@@ -9,16 +9,19 @@ def ids(rerolls: Rerolls, version: int, at_most: int = 9) -> list[int]:
     return [group.group_id for group in rerolls.take(version, at_most)]
 
 
-def test_a_prompt_comes_back_after_so_many_steps() -> None:
-    rerolls = Rerolls(after_steps=5, per_step=3)
+def test_prompts_come_back_once_a_share_of_the_run_is_over() -> None:
+    rerolls = Rerolls(first_version=5, per_step=3)
     rerolls.add(admitted(7, version=2))
+    assert ids(rerolls, 4) == []
+    assert ids(rerolls, 5) == [7]
     assert ids(rerolls, 6) == []
-    assert ids(rerolls, 7) == [7]
-    assert ids(rerolls, 8) == []
+    rerolls.add(admitted(8, version=6))
+    assert ids(rerolls, 6) == [], "the policy is still the same"
+    assert ids(rerolls, 7) == [8]
 
 
 def test_at_most_so_many_come_back_in_a_step() -> None:
-    rerolls = Rerolls(after_steps=0, per_step=2)
+    rerolls = Rerolls(first_version=0, per_step=2)
     for group_id in range(5):
         rerolls.add(admitted(group_id))
     assert ids(rerolls, 1, at_most=1) == [0]
