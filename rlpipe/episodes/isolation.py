@@ -11,7 +11,6 @@ import os
 import pickle
 import socket
 import struct
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +23,8 @@ from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.kinds import EpisodeKind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
 from rlpipe.errors import ConfigError
-from rlpipe.scoring.processes import run_module
+from rlpipe.scoring.processes import run_server
 from rlpipe.scoring.sandbox.confinement import remove_folder
-from rlpipe.scoring.sandbox.sandbox import ONE_THREAD
 
 LENGTH = struct.Struct("!i")
 """Length ahead of a request or answer, as in ``multiprocessing.connection``."""
@@ -132,14 +130,7 @@ class Isolation:
     def _start_host(self) -> dict[str, Any]:
         """Start a host, and return what it says of its start; nothing if it died."""
         self._scratch = tempfile.mkdtemp(prefix="rlpipe-episodes-")
-        self._starts, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._host: subprocess.Popen[bytes] = run_module(
-                "rlpipe.episodes.isolated_host",
-                [str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                environment=ONE_THREAD,
-            )
+        self._host, self._starts = run_server("rlpipe.episodes.isolated_host", kind=socket.SOCK_SEQPACKET)
         setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self._scratch)
         self._starts.settimeout(START_TIMEOUT_S)
         try:

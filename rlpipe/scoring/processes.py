@@ -6,6 +6,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +22,23 @@ END_TIMEOUT_S = 10.0
 SCORING_MARK = "RLPIPE_SCORING_PROCESS"
 """Environment variable that marks the processes that one scoring process started."""
 REAPER_POLL_S = 0.25
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
-def run_module(
+def run_server(
+    name: str, *arguments: str, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a module as a server with few threads, so that it may fork; return it with one end of a pair of sockets.
+
+    Its first argument is the file descriptor of the other end.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    with theirs:
+        given = [str(theirs.fileno()), *arguments]
+        return _run_module(name, given, pass_fds=[theirs.fileno()], environment=ONE_THREAD), ours
+
+
+def _run_module(
     name: str, arguments: Sequence[str], *, pass_fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start another Python process on a module, with this one's import path, in a session of its own."""
@@ -281,7 +296,7 @@ def start_reaper() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     os.environ[SCORING_MARK] = secrets.token_hex(8)
-    run_module("rlpipe.scoring.processes", [str(os.getpid()), os.environ[SCORING_MARK]]).wait()
+    _run_module("rlpipe.scoring.processes", [str(os.getpid()), os.environ[SCORING_MARK]]).wait()
 
 
 def find_survivors(group: int, mark: str) -> set[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import socket
 import subprocess
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
-from rlpipe.scoring.processes import run_module
+from rlpipe.scoring.processes import run_server
 from rlpipe.scoring.sandbox.confinement import remove_folder
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,6 @@ MADE_INSIDE = frozenset({"log_metric", "log_extra"})
 """Arguments that are created in the call's own process."""
 MAX_REASON_CHARS = 400
 MAX_SHOWN_BYTES = 60
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class SandboxFailed(Exception):
@@ -114,14 +112,7 @@ class Sandbox:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="rlpipe-sandbox-")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._server = run_module(
-                "rlpipe.scoring.sandbox.sandbox_server",
-                [str(theirs.fileno()), self._folder],
-                pass_fds=[theirs.fileno()],
-                environment=ONE_THREAD,
-            )
+        self._server, ours = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder)
         self._connection = Connection(ours.detach())
         try:
             with self._killed_after(START_TIMEOUT_S):
