@@ -1,7 +1,7 @@
 """Tic-tac-toe against an opponent that plays at random."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rlpipe
@@ -14,7 +14,7 @@ EMPTY = "." * 9
 class TicTacToe(rlpipe.Environment):
     """Play ``X``, and move first; an action is a field, 1 to 9.
 
-    A win gives 1; a move that is not allowed ends the game and costs 1.
+    A win gives 1; a move that is not allowed ends the game, which the reward function ``illegal`` counts.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
@@ -22,8 +22,8 @@ class TicTacToe(rlpipe.Environment):
         return self._board
 
     def step(self, action: str) -> rlpipe.Step:
-        if action not in "123456789" or len(action) != 1 or self._board[int(action) - 1] != ".":
-            return rlpipe.Step("not allowed", reward=-1.0, done=True)
+        if not is_allowed(action, self._board):
+            return rlpipe.Step("not allowed", done=True)
         self._board = marked(self._board, int(action) - 1, "X")
         if has_won(self._board, "X"):
             return rlpipe.Step(self._board, reward=1.0, done=True)
@@ -31,6 +31,16 @@ class TicTacToe(rlpipe.Environment):
         if free:
             self._board = marked(self._board, self._opponent.choice(free), "O")
         return rlpipe.Step(self._board, done=len(free) < 2 or has_won(self._board, "O"))
+
+
+def is_allowed(action: str, board: str) -> bool:
+    return len(action) == 1 and action in "123456789" and board[int(action) - 1] == "."
+
+
+def illegal(completions: Sequence[Sequence[Mapping[str, Any]]], **_: Any) -> list[float]:
+    """Return 1 for games that ended with a move that is not allowed: the last one, on the board before it."""
+    ends = [[EMPTY, *(str(message["content"]) for message in own)][-2:] for own in completions]
+    return [float(not is_allowed(action, board)) for board, action in ends]
 
 
 def marked(board: str, field: int, mark: str) -> str:
