@@ -34,6 +34,8 @@ def check_strided(config: Config) -> Iterator[str]:
         yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if algorithm.reference.sync_steps:
         yield f"algorithm.reference.sync_steps: the feature network of {KIND} stays the initial policy; set 0"
+    if algorithm.loss.entropy_target is not None:
+        yield f"algorithm.loss.entropy_target: has no effect on {KIND}; set entropy_coef"
     yield from _check_advantage(algorithm)
     yield from check_features(algorithm)
     yield from _check_room(config)
@@ -370,6 +372,8 @@ def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
     for name in ("beta", "entropy_coef"):
         if getattr(algorithm.loss, name):
             yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
+    if algorithm.loss.entropy_target is not None:
+        yield "algorithm.loss.entropy_target: has no effect on the loss dpo; leave it out"
     if algorithm.advantage != AdvantageConfig():
         yield "algorithm.advantage: the loss dpo compares rewards in pairs, without advantages; leave it out"
 

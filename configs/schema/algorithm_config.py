@@ -306,10 +306,23 @@ class LossConfig(Freezable):
     beta: float = option(0.0, "Weight of the KL to the reference.", minimum=0, maximum=MAX_WEIGHT)
     kl: str = option("k3", "Estimator of the KL to the reference.", choices=("k1", "k2", "k3", "abs"))
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
+    entropy_target: float | None = option(
+        None,
+        "Entropy in nats above which there is no bonus; its weight grows by entropy_step with each step below, and "
+        "shrinks with each step above; null: the weight is constant.",
+        above=0,
+        maximum=100,
+    )
+    entropy_step: float = option(0.005, "Change of the entropy bonus's weight.", above=0, maximum=MAX_WEIGHT)
     top_entropy_quantile: float = option(
         1.0, "Share of a micro batch's tokens, those with the highest entropy, that are trained.", minimum=0, maximum=1
     )
     mask_truncated: bool = option(False, "Exclude rollouts that were cut off at the length limit from the loss.")
+
+    @property
+    def trains_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus, at least at times."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
 
 
 @dataclass(kw_only=True)

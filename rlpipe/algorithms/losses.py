@@ -7,6 +7,7 @@ add up to those of the update: sum them over micro batches, and sum (do not aver
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,6 +38,8 @@ class LossInputs:
     ref_logprobs: Tensor | None = None  # [N]
     entropy: Tensor | None = None  # [N], with gradient if entropy_coef is above 0
     shares: Tensor | None = None  # [N], of a token's sequence in its episode's loss tokens; None: all of them
+    entropy_weight: float | None = None
+    """Weight of the entropy bonus; None: ``entropy_coef``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,6 +48,32 @@ class LossOutput:
 
     loss: Tensor
     metrics: MetricSums
+
+
+class EntropyBonus:
+    """The weight of the entropy bonus, which may follow a target as in Skywork-OR1 (arXiv:2505.22312).
+
+    With a target, a coefficient rises by ``entropy_step`` after each step whose entropy is below the target, and falls
+    after any other, to 0 at least. It is the weight of the next step if the entropy is not above the target; else that
+    has no bonus.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        self._config = config
+        self.coef = config.entropy_coef
+        self.is_on = True
+        """Whether the next step has the bonus."""
+
+    @property
+    def weight(self) -> float:
+        return self.coef if self.is_on else 0.0
+
+    def follow(self, entropy: float) -> None:
+        """Take note of the mean entropy of a step's tokens; one that is not finite changes nothing."""
+        target, step = self._config.entropy_target, self._config.entropy_step
+        if target is not None and math.isfinite(entropy):
+            self.coef = max(self.coef + (step if entropy < target else -step), 0.0)
+            self.is_on = entropy <= target
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionConfig | None = None) -> LossOutput:
@@ -75,7 +104,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionCo
         metrics.add_mean("entropy/trained_ratio", trained)
         per_token = per_token * trained
     kl_weights = 1.0 if factors is None else factors.kl
-    per_token = per_token + _regularization(given, config, metrics, kl_weights)
+    entropy_weight = config.entropy_coef if inputs.entropy_weight is None else inputs.entropy_weight
+    per_token = per_token + _regularization(given, config, metrics, kl_weights, entropy_weight)
     return _output(per_token, _token_weights(inputs, config.aggregate), metrics)
 
 
@@ -134,15 +164,15 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
 
 
 def _regularization(
-    inputs: SurrogateInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float
+    inputs: SurrogateInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float, entropy_weight: float
 ) -> Tensor:
-    """Return per token beta times the weighted estimate of the KL minus entropy_coef times the entropy ``[N]``."""
+    """Return per token beta times the weighted estimate of the KL minus the entropy times its weight ``[N]``."""
     penalty = torch.zeros_like(inputs.logprobs)
-    assert inputs.entropy is not None or config.entropy_coef == 0, "entropy_coef needs the entropy"
+    assert inputs.entropy is not None or entropy_weight == 0, "the entropy bonus needs the entropy"
     assert inputs.ref_logprobs is not None or config.beta == 0, "beta needs ref_logprobs"
     if inputs.entropy is not None:
         metrics.add_mean("entropy", inputs.entropy)
-        penalty = penalty - config.entropy_coef * inputs.entropy if config.entropy_coef else penalty
+        penalty = penalty - entropy_weight * inputs.entropy if entropy_weight else penalty
     if inputs.ref_logprobs is not None:
         kl = estimate_kl(inputs.ref_logprobs - inputs.logprobs, config.kl)
         metrics.add_mean("kl", kl)

@@ -251,11 +251,14 @@ class CheckpointStore:
         sharding = learner.policy.sharding
         target = self._folder / f"step_{step:06d}"
         temporary = writing_path(target)
-        bad_steps = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
+        counts = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
+        bonus = {"coef": learner.entropy_bonus.coef, "is_on": learner.entropy_bonus.is_on}
 
         def complete() -> None:
             own = {**extra, **(add(temporary) if add is not None else {})}
-            complete_checkpoint(temporary, target, {"step": step, **bad_steps, "extra": own}, digests)
+            complete_checkpoint(
+                temporary, target, {"step": step, **counts, "entropy_bonus": bonus, "extra": own}, digests
+            )
 
         def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -285,6 +288,9 @@ class CheckpointStore:
         learner.num_steps_done = record["step"]
         learner.num_bad_steps = record["num_bad_steps"]
         learner.bad_steps_in_row = record["bad_steps_in_row"]
+        bonus = record.get("entropy_bonus", {})
+        learner.entropy_bonus.coef = bonus.get("coef", learner.entropy_bonus.coef)
+        learner.entropy_bonus.is_on = bonus.get("is_on", True)
         return Checkpoint(record["step"], record["extra"])
 
 

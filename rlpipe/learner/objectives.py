@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor, nn
 
-from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.losses import EntropyBonus, LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
@@ -300,11 +300,12 @@ class PolicyGradient(PackedRows):
         algorithm: AlgorithmConfig,
         reference: Reference | None,
         *,
+        bonus: EntropyBonus,
         temperature: float,
         max_completion_tokens: int,
     ) -> None:
         super().__init__(policy, learner)
-        self._algorithm, self._reference = algorithm, reference
+        self._algorithm, self._reference, self._bonus = algorithm, reference, bonus
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
         self._truths = Supervised(policy, learner)
 
@@ -333,9 +334,10 @@ class PolicyGradient(PackedRows):
             self._temperature,
             chunk_tokens,
             with_entropy=True,
-            entropy_gradient=bool(self._algorithm.loss.entropy_coef),
+            entropy_gradient=self._algorithm.loss.trains_entropy,
         )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
+        loss_inputs.entropy_weight = self._bonus.weight
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
         self.with_token_counts(output, inputs)
         if not self._algorithm.ebft.reward:

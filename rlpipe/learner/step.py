@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.losses import EntropyBonus
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.preferences import labelled_means
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
@@ -54,6 +55,7 @@ class Learner:
         self.num_steps_done = 0
         self.num_bad_steps = 0
         self.bad_steps_in_row = 0
+        self.entropy_bonus = EntropyBonus(algorithm.loss)
         self._bad_groups: set[int] = set()
         self._config = learner
         self._algorithm = algorithm
@@ -90,6 +92,7 @@ class Learner:
             learner,
             algorithm,
             reference if algorithm.loss.beta else None,
+            bonus=self.entropy_bonus,
             temperature=temperature,
             max_completion_tokens=max_completion_tokens,
         )
@@ -114,8 +117,12 @@ class Learner:
             norms.append(norm)
             sums = _merge(sums, update_sums)
         self._end_step(batch.step, bad=not all(map(math.isfinite, norms)))
+        values = self._values(sums, num_updates=len(updates))
+        if self._algorithm.loss.entropy_target is not None:
+            values["entropy/coef"] = self.entropy_bonus.weight
+            self.entropy_bonus.follow(values.get("entropy", math.nan))
         return {
-            **self._values(sums, num_updates=len(updates)),
+            **values,
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": learning_rate,
             "bad_steps": float(self.num_bad_steps),

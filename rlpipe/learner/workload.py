@@ -58,7 +58,7 @@ def read_workload(config: Config) -> Workload:
         num_micro_batches=pack_full(config)[0],
         temperature=config.rollout.sampling.temperature if is_rl else 1.0,
         with_entropy=is_rl,
-        trains_entropy=is_rl and bool(algorithm.loss.entropy_coef),
+        trains_entropy=is_rl and algorithm.loss.trains_entropy,
         takes_masks=algorithm.kind == "ebft_strided",
         head=head_of(algorithm),
         copied_for=algorithm if needs_copy(config.model, algorithm) else None,

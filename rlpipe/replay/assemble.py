@@ -115,7 +115,7 @@ def _marked(rollout: Rollout, sign: float, rejected: Rollout | None = None) -> R
 
 def _reads_every_rollout(loss: LossConfig) -> bool:
     """Return whether rollouts with advantage 0 matter to the loss, by a gradient or by comparison with others."""
-    has_terms = bool(loss.beta or loss.entropy_coef)
+    has_terms = loss.beta > 0 or loss.trains_entropy
     return has_terms or loss.path is not None or loss.name in OTHER_GRADIENTS or loss.top_entropy_quantile < 1
 
 

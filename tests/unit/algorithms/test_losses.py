@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional
 
-from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.losses import EntropyBonus, LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.compose import config_folder
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
@@ -28,7 +29,7 @@ MAX_COMPLETION_TOKENS = 12
 
 
 def make_inputs(
-    ratios: Sequence[Sequence[float]], advantages: Sequence[float], *, logprob: float = -1.0, **others: Tensor
+    ratios: Sequence[Sequence[float]], advantages: Sequence[float], *, logprob: float = -1.0, **others: Any
 ) -> LossInputs:
     """Return one fully trained sequence with one advantage for each row of ratios to the old policy."""
     lengths = torch.tensor([len(row) for row in ratios])
@@ -139,6 +140,19 @@ def test_entropy_bonus_lowers_the_loss_and_has_a_gradient() -> None:
     (grad,) = torch.autograd.grad(output.loss, entropy)
     assert grad.tolist() == pytest.approx([-0.05, -0.05])
     assert output.metrics.values()["entropy"] == pytest.approx(3.0)
+
+
+def test_the_entropy_bonus_follows_a_target() -> None:
+    bonus = EntropyBonus(LossConfig(entropy_coef=0.01, entropy_target=2.0, entropy_step=0.004))
+    weights = []
+    for entropy in (1.5, 2.0, math.nan, 2.5, 2.5, 2.5, 2.5, 1.0):
+        bonus.follow(entropy)
+        weights.append(bonus.weight)
+    assert weights == pytest.approx([0.014, 0.010, 0.010, 0, 0, 0, 0, 0.004])
+    assert EntropyBonus(LossConfig(entropy_coef=0.01)).weight == 0.01
+    entropy = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    inputs = make_inputs([[1.0, 1.0]], [0.0], entropy=entropy, entropy_weight=0.2)
+    assert policy_loss(inputs, LossConfig(entropy_coef=0.1)).loss.item() == pytest.approx(-0.6)
 
 
 def test_sft_is_the_mean_negative_log_likelihood() -> None:

@@ -44,6 +44,7 @@ from rlpipe.types import WeightsKind
 from rlpipe.weights.buckets import unpack
 
 FULL_WITH_REFERENCE = AlgorithmConfig(loss=LossConfig(beta=0.1), reference=ReferenceConfig(sync_steps=2), num_steps=6)
+WITH_GROWING_ENTROPY_BONUS = AlgorithmConfig(loss=LossConfig(entropy_target=10.0, entropy_step=0.1), num_steps=6)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def dropping_out(path: Path) -> ModelConfig:
 def test_a_resumed_run_ends_bitwise_where_one_that_was_not_stopped_ends(
     tiny: Path, tmp_path: Path, adapter: str
 ) -> None:
-    algorithm = FULL_WITH_REFERENCE if adapter == "none" else None
+    algorithm = FULL_WITH_REFERENCE if adapter == "none" else WITH_GROWING_ENTROPY_BONUS
     model = dropping_out(tiny) if adapter == "lora" else None
 
     def make() -> Learner:

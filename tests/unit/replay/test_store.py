@@ -126,6 +126,7 @@ def test_a_step_without_any_advantage_has_nothing_to_do(tmp_path: Path) -> None:
     [
         (LossConfig(beta=0.1), ReplayConfig()),
         (LossConfig(entropy_coef=0.1), ReplayConfig()),
+        (LossConfig(entropy_target=1.0), ReplayConfig()),
         (LossConfig(name="dro"), ReplayConfig()),
         (LossConfig(name="m2po"), ReplayConfig()),
         (LossConfig(path="mine.py:loss"), ReplayConfig()),
