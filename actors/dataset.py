@@ -12,11 +12,12 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.packing import pack_labelled, pack_step
-from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences, preference_of
+from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences, packing_of
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
 from rlpipe.data.sources.row_source import Cursor
+from rlpipe.learner.policy import pads_sequences
+from rlpipe.learner.workload import takes_pairs
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import MiniBatch, RolloutStatus, TrainBatch
@@ -52,8 +53,7 @@ class DatasetActor(StepServer):
         self._held_out: list[TrainBatch] = []
         """Batches of held-out rows, one per rank; empty if no rows are held out."""
         self._max_tokens = longest_row(setup.algorithm, setup.learner)
-        preference = preference_of(setup.algorithm)
-        self._pack = pack_labelled if preference is not None and preference.rows == "labelled" else pack_step
+        self._pack = packing_of(setup.algorithm)
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[LedgerEvent] = []
@@ -87,6 +87,7 @@ class DatasetActor(StepServer):
                     algorithm=setup.algorithm,
                     learner=setup.learner,
                     seed=setup.seed,
+                    pads_pairs=takes_pairs(setup.algorithm) and pads_sequences(setup.model),
                 )
             if held_out:
                 ranks = setup.learner.num_ranks

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
 
 from rlpipe.configs.data_sources import ROLE_OPTION, all_sources, mixed_sources, read_role_boundaries
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, PreferenceConfig
@@ -24,6 +27,10 @@ PREFERENCE_TAKERS = {
     "undesirable_weight": ("kto",),
 }
 """Losses that an option has an effect on."""
+OF_ROWS = ("preference", "reward_model", "process_reward_model")
+"""Kinds of algorithms with rows of their own; each has a section of its name."""
+OF_ROLLOUTS = ("algorithm.advantage", "algorithm.loss", "algorithm.correction", "algorithm.ebft", "replay")
+"""Sections of options that only rollouts, or blocks of raw text, have a use for."""
 
 
 def check_strided(config: Config) -> Iterator[str]:
@@ -309,8 +316,34 @@ def _check_template(data: DataConfig, at: str) -> Iterator[str]:
             yield f"{option}: rlpipe sets it for each row; leave it out"
 
 
+def check_unused(config: Config) -> Iterator[str]:
+    """Yield the changed options that an algorithm on rows of preferences or labels ignores.
+
+    Those of engines and rewards are not among them, because ``rlpipe eval`` reads them.
+    """
+    kind, usual = config.algorithm.kind, Config()
+    sections = (*OF_ROLLOUTS, *(f"algorithm.{other}" for other in OF_ROWS if other != kind))
+    changed = [name for at in sections for name in _changed(attrgetter(at)(config), attrgetter(at)(usual), at)]
+    if config.algorithm.combine != usual.algorithm.combine:
+        changed.append("algorithm.combine")
+    for name in changed:
+        if kind != "preference" or name != "algorithm.loss.beta":
+            yield f"{name}: has no effect with algorithm.kind={kind}; remove it"
+
+
+def _changed(section: Any, usual: Any, at: str) -> Iterator[str]:
+    """Yield the names of a section's options whose values are not the ``usual`` ones."""
+    for entry in fields(usual):
+        value, default, name = getattr(section, entry.name), getattr(usual, entry.name), f"{at}.{entry.name}"
+        if is_dataclass(default):
+            yield from _changed(value, default, name)
+        elif (list(value) if isinstance(value, tuple) else value) != default:  # a validated list is a tuple
+            yield name
+
+
 def check_preference(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
+    yield from check_unused(config)
     yield from _check_preference_loss(algorithm.preference)
     yield from _check_kto_update(algorithm)
     if algorithm.loss.beta:
@@ -328,6 +361,7 @@ def check_preference(config: Config) -> Iterator[str]:
 
 def check_reward_model(config: Config) -> Iterator[str]:
     model, learner, kind = config.model, config.learner, config.algorithm.kind
+    yield from check_unused(config)
     if learner.strategy != "single" or learner.num_ranks > 1:
         yield f"learner.strategy: {kind} trains on one rank without sharding so far; set single, and num_ranks=1"
     if learner.offload != "none":

@@ -108,8 +108,7 @@ def run_preview(arguments: argparse.Namespace) -> None:
 
 def run_stats(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
-    from rlpipe.data.packing import pack_step
-    from rlpipe.data.prompts import longest_row, open_source
+    from rlpipe.data.prompts import longest_row, open_source, packing_of
     from rlpipe.data.row_view import all_rows, first_rows
     from rlpipe.data.statistics import MicroBatches, Packer, count_rows, describe
 
@@ -119,7 +118,7 @@ def run_stats(arguments: argparse.Namespace) -> None:
     packer = Packer(
         MicroBatches(max_tokens=max_tokens, groups_per_step=config.algorithm.groups_per_step),
         partial(
-            pack_step,
+            packing_of(config.algorithm),
             step=0,
             num_ranks=config.learner.num_ranks,
             max_tokens=max_tokens,

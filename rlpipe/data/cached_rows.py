@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 4
+FORMAT = 5
 """Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""
@@ -236,7 +236,7 @@ class PreparedRow(dict[str, Any]):
         )
         if self["rejected_ids"] is None:
             return first
-        encoded = replace(first.encoded, token_ids=self["rejected_ids"])
+        encoded = Encoded(token_ids=self["rejected_ids"], images=self._values["rejected_images"])
         rejected = replace(first, encoded=encoded, loss_mask=self["rejected_loss_mask"], is_good=False)
         return replace(first, rejected=rejected)
 

@@ -77,23 +77,40 @@ def pack_step(
 def pack_labelled(rollouts: Sequence[Rollout], *, max_tokens: int, **options: Any) -> list[TrainBatch]:
     """Pack completions that are good or bad, with the mismatched ones that KTO estimates the KL from.
 
-    Pairs are taken apart, so that the two of one do not follow each other. Options and errors are those of
-    ``pack_step``.
+    Pairs are taken apart, so that the two of one do not follow each other. The completions of a single row have no
+    mismatched ones. Options and errors are those of ``pack_step``.
     """
     chosen = [replace(rollout, rejected=None) for rollout in rollouts]
     labelled = [*chosen, *(rollout.rejected for rollout in rollouts if rollout.rejected is not None)]
     batches = pack_step(labelled, max_tokens=max_tokens, **options)
-    others = pack_step(_mismatch(labelled, max_tokens), max_tokens=max_tokens, **options)
-    for batch, mismatched in zip(batches, others, strict=True):
-        for mini_batch, other in zip(batch.mini_batches, mismatched.mini_batches, strict=True):
-            mini_batch.mismatched = other
+    mismatched = _mismatch(labelled, max_tokens)
+    if not mismatched:
+        for mini_batch in (mini_batch for batch in batches for mini_batch in batch.mini_batches):
+            mini_batch.mismatched = MiniBatch(micro_batches=[], num_loss_tokens=0, num_sequences=0)
+        return batches
+    others = pack_step(mismatched, max_tokens=max_tokens, **options)
+    for batch, other in zip(batches, others, strict=True):
+        for mini_batch, part in zip(batch.mini_batches, other.mini_batches, strict=True):
+            mini_batch.mismatched = part
     return batches
 
 
+def _with_others(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, Rollout]]:
+    """Yield each rollout with the nearest one of another row before it, where the last one stands before the first.
+
+    Rollouts of a single row have none.
+    """
+    for index, rollout in enumerate(rollouts):
+        before = (rollouts[index - distance] for distance in range(1, len(rollouts)))
+        other = next((one for one in before if one.group_id != rollout.group_id), None)
+        if other is not None:
+            yield rollout, other
+
+
 def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
-    """Return each prompt with the completion of the rollout before it, cut to ``max_tokens`` tokens, or at an image."""
+    """Return each prompt with the completion of another row, cut to ``max_tokens`` tokens, or at an image."""
     found = []
-    for rollout, other in zip(rollouts, [*rollouts[-1:], *rollouts[:-1]], strict=True):
+    for rollout, other in _with_others(rollouts):
         end, start = int(np.argmax(rollout.loss_mask)), int(np.argmax(other.loss_mask))
         stop = min((image.place for image in other.images if image.place >= start), default=None)
         mask = np.concatenate([np.zeros(end, np.bool_), other.loss_mask[start:stop]])[:max_tokens]
@@ -344,12 +361,19 @@ def split_padded(micro_batch: MicroBatch, max_tokens: int, together: int = 1) ->
     """Split a micro batch into parts of at most ``max_tokens`` tokens each, padding included.
 
     Every sequence is padded to the longest of its part. Sequences of similar length share a part, in their old order;
-    ``together`` consecutive ones, such as the two of a pair, always do.
+    ``together`` consecutive ones, such as the two of a pair, always do. Raises ``ConfigError`` if these alone have too
+    many tokens.
     """
     lengths = np.diff(micro_batch.sequence_starts)
     if len(lengths) % together:  # a micro batch without loss, which has a single sequence
         return [micro_batch]
-    parts = padded_parts(lengths.reshape(-1, together).max(axis=1).tolist(), max_tokens // together)
+    longest = lengths.reshape(-1, together).max(axis=1)
+    if together > 1 and (needed := together * int(longest.max())) > max_tokens:
+        raise ConfigError(
+            f"the pair of row {micro_batch.group_ids[together * int(longest.argmax())]} has {needed} tokens, padding "
+            f"included; set learner.max_tokens_per_microbatch, now {max_tokens}, to at least {needed}"
+        )
+    parts = padded_parts(longest.tolist(), max_tokens // together)
     return [micro_batch] if len(parts) == 1 else [_take(micro_batch, _members(part, together)) for part in parts]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +21,14 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
+from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.data.render.pairs import PreferenceRenderer, RewardRenderer, StepRenderer
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.sources.row_source import RowSource
 from rlpipe.errors import ConfigError
-from rlpipe.types import Prompt, Rollout
+from rlpipe.types import Prompt, Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,12 +99,13 @@ def open_sft_rows(
     max_tokens: int,
     processor: ImageProcessor | None = None,
     preference: RowOptions | None = None,
+    pads_pairs: bool = False,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the source of sequences of at most ``max_tokens`` tokens, and the held-out sequences.
 
     They are those of supervised fine-tuning, or with ``preference`` pairs or labelled completions, or rows for a reward
-    model.
+    model; ``pads_pairs`` is that of ``PreferenceRenderer``.
 
     With the same ``data`` and ``seed`` the held-out rows are those of ``open_prompts``. A conversation's prompt is all
     before its first assistant turn, a text's prompt all of it. A row without a renderable prompt can't be held out, and
@@ -111,7 +113,9 @@ def open_sft_rows(
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Rollout]:
-        renderer = sequence_renderer(tokenizer, data, max_tokens=max_tokens, processor=processor, preference=preference)
+        renderer = sequence_renderer(
+            tokenizer, data, max_tokens=max_tokens, processor=processor, preference=preference, pads_pairs=pads_pairs
+        )
 
         def render(row: Row, place: RowLocation) -> Prompt:
             return row.sequence_prompt(place) if isinstance(row, PreparedRow) else renderer.prompt(row, place)
@@ -150,16 +154,22 @@ def sequence_renderer(
     max_tokens: int,
     processor: ImageProcessor | None,
     preference: RowOptions | None,
+    pads_pairs: bool = False,
 ) -> AnyRenderer:
     """Return the renderer of rows that are trained: for fine-tuning, for preferences, or for a reward model."""
     if preference is None:
         return SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
     if isinstance(preference, RewardModelConfig):
-        return RewardRenderer(tokenizer, data, preference, max_tokens=max_tokens)
+        return RewardRenderer(tokenizer, data, preference, max_tokens=max_tokens, pads_pairs=pads_pairs)
     if isinstance(preference, ProcessRewardConfig):
         return StepRenderer(tokenizer, data, preference, max_tokens=max_tokens)
     return PreferenceRenderer(
-        tokenizer, data, takes_pairs=preference.takes_pairs, max_tokens=max_tokens, processor=processor
+        tokenizer,
+        data,
+        takes_pairs=preference.takes_pairs,
+        max_tokens=max_tokens,
+        processor=processor,
+        pads_pairs=pads_pairs,
     )
 
 
@@ -201,6 +211,7 @@ def open_run_sequences(
     algorithm: AlgorithmConfig,
     learner: LearnerConfig,
     seed: int,
+    pads_pairs: bool = False,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the sequences of a run that trains on rows with ``open_sft_rows``."""
@@ -211,6 +222,7 @@ def open_run_sequences(
         max_tokens=longest_row(algorithm, learner),
         processor=processor_of(algorithm, model),
         preference=preference_of(algorithm),
+        pads_pairs=pads_pairs,
         tried=tried,
     )
 
@@ -223,6 +235,12 @@ def preference_of(algorithm: AlgorithmConfig) -> RowOptions | None:
         "process_reward_model": algorithm.process_reward_model,
     }
     return options.get(algorithm.kind)
+
+
+def packing_of(algorithm: AlgorithmConfig) -> Callable[..., list[TrainBatch]]:
+    """Return the function that packs a step's sequences: for KTO ``pack_labelled``, which takes pairs apart."""
+    preference = preference_of(algorithm)
+    return pack_labelled if preference is not None and preference.rows == "labelled" else pack_step
 
 
 def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:

@@ -160,7 +160,7 @@ class _Sequences:
     def render(self, rows: Rows, index: int) -> Record:
         place = RowLocation(row=index, epoch=0, location=rows.location(index))
         record: Record = {}
-        values: dict[str, Any] = {"task": None, "images": (), "prompt_images": ()}
+        values: dict[str, Any] = {"task": None, "images": (), "rejected_images": (), "prompt_images": ()}
         try:
             row = rows[index]
         except UnusableRow as problem:
@@ -171,6 +171,7 @@ class _Sequences:
             values |= {"task": whole.task, "images": whole.encoded.images}
             record |= {"token_ids": whole.encoded.token_ids, "loss_mask": whole.loss_mask, "is_good": whole.is_good}
             if whole.rejected is not None:
+                values["rejected_images"] = _shared(whole.rejected.encoded.images, values["images"])
                 record["rejected_ids"] = whole.rejected.encoded.token_ids
                 record["rejected_loss_mask"] = whole.rejected.loss_mask
         except UnusableRow as problem:

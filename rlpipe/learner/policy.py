@@ -199,6 +199,14 @@ def describe_policy(model: ModelConfig) -> PreTrainedConfig:
     return describe_model(find_source(model.path, "model.path", revision=model.revision), model)
 
 
+def pads_sequences(model: ModelConfig) -> bool:
+    """Return whether the policy runs sequences apart, padded to the longest one; its weights are not read."""
+    described = describe_policy(model)
+    with reading_files(f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError):
+        causal = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
+    return row_plan.find_layout(causal, model.attention) is AttentionLayout.APART
+
+
 def load_copy(model: ModelConfig, algorithm: AlgorithmConfig, device: torch.device | str) -> TokenScorer:
     """Load a copy of the initial model for a reference: what the algorithm reads of it, without gradients."""
     scorer = load_scorer(model, device, frozen=not algorithm.reference.sync_steps)

@@ -46,6 +46,8 @@ class Workload:
 
     def loss_of(self, scorer: TokenScorer, row: Row, chunk_tokens: int) -> Tensor:
         """Compute a loss of the same cost as the run's, with the logits of ``chunk_tokens`` tokens at a time."""
+        if self.head != LM_HEAD:
+            return scorer.head_outputs(row).sum()
         logprobs, entropy = scorer.logprobs(row, self.temperature, chunk_tokens, self.with_entropy, self.trains_entropy)
         if entropy is not None and self.trains_entropy:
             logprobs = logprobs + entropy
@@ -114,7 +116,10 @@ def num_sequences(algorithm: AlgorithmConfig) -> int:
 
 
 def sequences_of_group(algorithm: AlgorithmConfig) -> int:
-    """Return the sequences that belong together: of a prompt, or of a row."""
+    """Return the sequences that belong together: of a prompt, or of a row.
+
+    A row of KTO counts as one, because the config does not say whether rows are pairs, which make two.
+    """
     if takes_pairs(algorithm):
         return 2
     return algorithm.group_size if algorithm.kind == "rl" else 1

@@ -109,12 +109,8 @@ def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, hea
 
     Raises ``ModelError`` for a model that transformers has no such class of, or that takes images.
     """
-    described, (auto_class, classes, num_labels) = describe_model(path, config), CLASSES[head]
-    if type(described) not in classes:
-        raise ModelError(f"transformers has no class for {described.model_type} models in {auto_class.__name__}")
-    if getattr(described, "vision_config", None) is not None:
-        raise ModelError(f"{described.model_type} models take images, which reward models can't be trained on so far")
-    described.num_labels = num_labels
+    described = describe_model(path, config)
+    auto_class = _set_labels(described, head)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = load_complete(
@@ -126,6 +122,29 @@ def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, hea
             dtype=dtype,
             attn_implementation=config.attention,
         )
+    return _with_classifier(model)
+
+
+def outline_reward_model(described: PreTrainedConfig, *, head: str) -> PreTrainedModel:
+    """Create a model with a reward head without weights, on the meta device; raise as ``open_reward_model`` does."""
+    described = deepcopy(described)
+    auto_class = _set_labels(described, head)
+    with torch.device("meta"):
+        return _with_classifier(auto_class.from_config(described))
+
+
+def _set_labels(described: PreTrainedConfig, head: str) -> Any:
+    """Set the number of labels of a reward head, and return its auto class; raise as ``open_reward_model`` does."""
+    auto_class, classes, num_labels = CLASSES[head]
+    if type(described) not in classes:
+        raise ModelError(f"transformers has no class for {described.model_type} models in {auto_class.__name__}")
+    if getattr(described, "vision_config", None) is not None:
+        raise ModelError(f"{described.model_type} models take images, which reward models can't be trained on so far")
+    described.num_labels = num_labels
+    return auto_class
+
+
+def _with_classifier(model: PreTrainedModel) -> PreTrainedModel:
     if not hasattr(model, CLASSIFIER):
         raise ModelError(f"{type(model).__name__} has no linear head named {CLASSIFIER}, which reward models need")
     return model

@@ -21,7 +21,7 @@ from rlpipe.learner.forward import TokenScorer, find_layers
 from rlpipe.learner.policy import outline_copy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows, misses_tower
-from rlpipe.learner.workload import needs_copy, read_workload
+from rlpipe.learner.workload import head_of, needs_copy, read_workload
 from rlpipe.offload.planner.cost import Capacity, Profile
 from rlpipe.offload.planner.fake_trace import traceable_experts
 from rlpipe.offload.planner.planner import Decision
@@ -142,9 +142,10 @@ class TraceCache:
     traces: dict[tuple[object, ...], Trace] = field(default_factory=dict)
 
     def outline(self, config: Config) -> Outline:
-        key = repr(config.model)
+        head = head_of(config.algorithm)
+        key = f"{head} of {config.model!r}"
         if key not in self.outlines:
-            self.outlines[key] = outline_policy(self.described, config.model)
+            self.outlines[key] = outline_policy(self.described, config.model, head=head)
         return self.outlines[key]
 
     def trace(self, config: Config, row: Row, *, is_timed: bool = True) -> Trace:
@@ -163,6 +164,7 @@ class TraceCache:
         )
         key = (
             repr(config.model),
+            head_of(config.algorithm),
             repr(config.algorithm.loss),
             learner.logprob_chunk_tokens,
             dtype,

@@ -27,7 +27,9 @@ from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.strategies.chunked import GIB
 from rlpipe.learner.strategies.fsdp2 import find_fsdp_units
 from rlpipe.learner.strategies.optimizer import BLOCK as MOMENT_BLOCK
+from rlpipe.learner.workload import LM_HEAD
 from rlpipe.models.adapter import read_peft_config
+from rlpipe.models.loading import COMPLETE, outline_reward_model
 from rlpipe.models.nf4 import BLOCK as NF4_BLOCK
 from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.offload.api import SHARE_USED
@@ -155,15 +157,17 @@ class Outline:
         return total
 
 
-def outline_policy(described: PreTrainedConfig, model: ModelConfig, *, frozen: bool = False) -> Outline:
+def outline_policy(
+    described: PreTrainedConfig, model: ModelConfig, *, frozen: bool = False, head: str = LM_HEAD
+) -> Outline:
     """Outline the policy, or with ``frozen`` a copy of the initial model, which has no adapter.
 
-    ``described`` is transformers' config of the model. Raises ``ModelError`` if the model or its adapter can't be
-    outlined, ``ConfigError`` for a dtype that the model can't have.
+    ``described`` is transformers' config of the model, ``head`` the head that is trained. Raises ``ModelError`` if the
+    model or its adapter can't be outlined, ``ConfigError`` for a dtype that the model can't have.
     """
     whole = model.adapter.kind == "none" and not frozen
     compute_dtype: torch.dtype = getattr(torch, model.dtype)
-    causal = _outline(described, model)
+    causal = _outline(described, model, head)
     cast(nn.Module, causal).to(torch.float32 if whole else compute_dtype)
     layout = _set_attention(causal, model.attention)
     quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
@@ -191,7 +195,12 @@ def nf4_bytes(num_elements: int) -> int:
     return -(-num_elements // 2) + scales + 4 * -(-scales // NF4_SCALES)
 
 
-def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
+def _outline(described: PreTrainedConfig, model: ModelConfig, head: str) -> PreTrainedModel:
+    if head != LM_HEAD:
+        with reading_files(
+            f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError
+        ):
+            return outline_reward_model(described, head=head)
     causal = outline_described(described, model)
     if causal.base_model is causal or causal.get_output_embeddings() is None:
         raise ModelError(f"model.path={model.path}: {type(causal).__name__} has no lm_head of its own")

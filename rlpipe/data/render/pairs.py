@@ -190,7 +190,7 @@ class PreferenceRenderer:
     """A renderer of preference rows to a sequence, with its worse sibling in ``rejected`` if the row is a pair.
 
     A sequence has the advantage 1 on its loss tokens, a rejected or bad one -1. Unless pairs are wanted, a pair is
-    rendered, too.
+    rendered, too. With ``pads_pairs`` the model runs both sequences of a pair at the length of the longer one.
     """
 
     def __init__(
@@ -201,8 +201,10 @@ class PreferenceRenderer:
         takes_pairs: bool,
         max_tokens: int,
         processor: ImageProcessor | None = None,
+        pads_pairs: bool = False,
     ) -> None:
         self._form, self._takes_pairs = PreferenceForm(data, takes_pairs=takes_pairs), takes_pairs
+        self._pads_pairs = pads_pairs
         self._column = data.completion_column
         self._max_tokens = max_tokens
         plain = replace(data, source="jsonl", text_column=None)
@@ -248,10 +250,12 @@ class PreferenceRenderer:
             rollout.advantages = -rollout.advantages
         if rendered.rejected is not None:
             rollout.rejected = self.fit(rendered.rejected, place)
-            length = len(rollout.token_ids) + len(rollout.rejected.token_ids)
+            lengths = [len(part.token_ids) for part in rollout.sequences]
+            length = 2 * max(lengths) if self._pads_pairs else sum(lengths)
             if self._takes_pairs and length > self._max_tokens:
                 limit = f"learner.max_tokens_per_microbatch={self._max_tokens}"
-                reason = f"chosen and rejected have {length} tokens together, more than {limit}"
+                padding = ", padding included" if self._pads_pairs else ""
+                reason = f"chosen and rejected have {length} tokens together{padding}, more than {limit}"
                 raise UnusableRow(reason, SkipKind.TOO_LONG)
         return rollout
 
@@ -265,9 +269,15 @@ class RewardRenderer(PreferenceRenderer):
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, config: RewardModelConfig, *, max_tokens: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        config: RewardModelConfig,
+        *,
+        max_tokens: int,
+        pads_pairs: bool = False,
     ) -> None:
-        super().__init__(tokenizer, data, takes_pairs=True, max_tokens=max_tokens)
+        super().__init__(tokenizer, data, takes_pairs=True, max_tokens=max_tokens, pads_pairs=pads_pairs)
         self._margin_column = config.margin_column
         self._is_chat, self._prompt_column = data.chat, data.prompt_column
         self._end, self._padding = tokenizer.eos_token_id, padding_id(tokenizer)
@@ -398,6 +408,12 @@ class StepRenderer:
             if not isinstance(step, str) or not step.strip():
                 raise UnusableRow(
                     f"column {names[0]!r} has the step {step!r:.80}, which is not a string with visible characters"
+                )
+            if self._config.mark in step:
+                option = "step_token" if self._config.step_token else "separator"
+                raise UnusableRow(
+                    f"column {names[0]!r} has the step {step!r:.80}, which contains {self._config.mark!r:.40}, the end "
+                    f"of a step (algorithm.process_reward_model.{option})"
                 )
         return steps, [_truth_value(label, f"column {names[1]!r} has the label") for label in labels]
 

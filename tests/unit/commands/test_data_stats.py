@@ -73,6 +73,17 @@ def test_micro_batches_are_those_that_steps_pack(tmp_path: Path, capsys: pytest.
     assert stats(capsys, *arguments, *options)["micro_batches"]["count"] == 4
 
 
+def test_pairs_of_kto_are_packed_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": "q" * 20, "chosen": "a" * 76, "rejected": "b" * 76},
+        {"prompt": "r", "completion": "a", "label": 1},
+    ]
+    arguments = write_run(tmp_path, rows, TOKENIZER)
+    options = ("learner.max_tokens_per_microbatch=150", "data.max_prompt_tokens=100", "algorithm.groups_per_step=2")
+    found = stats(capsys, *arguments, "algorithm=kto", *options)
+    assert (found["num_used"], found["micro_batches"]["count"]) == (2, 2)
+
+
 def test_windows_of_texts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = write_run(
         tmp_path, [{"text": "x" * length} for length in (10, 100, 200)], TOKENIZER, text_column="text"

@@ -17,6 +17,12 @@ def error_of(*overrides: str) -> str:
     return str(caught.value)
 
 
+def test_options_of_evaluation_are_no_contradiction() -> None:
+    """``rlpipe eval`` samples from the policy of the same config, and scores what it samples."""
+    scoring = "scoring.rewards.a.path=rlpipe.scoring.toolbox:exact_match"
+    assert load_config([*RUN, "algorithm=dpo", "rollout.sampling.max_tokens=9", scoring], need_files=False)
+
+
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "orpo", "simpo", "cpo"])
 def test_presets_are_valid(name: str) -> None:
     assert load_config([*RUN, f"algorithm={name}"], need_files=False).algorithm.preference.loss == name
@@ -38,6 +44,21 @@ def test_presets_are_valid(name: str) -> None:
         (["algorithm=orpo", "algorithm.reference.sync_steps=5", "model=full"], "orpo has no reference"),
         (["algorithm=dpo", "data.text_column=text"], "data.text_column: preferences are between completions"),
         (["algorithm=dpo", "algorithm.stop_loss=0.1"], "algorithm.stop_loss: only has an effect in SFT"),
+        (["algorithm=dpo", "algorithm.advantage.name=rloo"], "algorithm.advantage.name: has no effect with"),
+        (["algorithm=kto", "algorithm.loss.covariance.share=0.1"], "algorithm.loss.covariance.share: has no effect"),
+        (
+            ["algorithm=dpo", "algorithm.correction.cap=3"],
+            "algorithm.correction.cap: has no effect with algorithm.kind",
+        ),
+        (["algorithm=dpo", "algorithm.combine=normalize_then_sum"], "algorithm.combine: has no effect"),
+        (["algorithm=dpo", "algorithm.ebft.features.layers=[0.5]"], "algorithm.ebft.features.layers: has no effect"),
+        (
+            ["algorithm=dpo", "algorithm.reward_model.center_coef=1"],
+            "algorithm.reward_model.center_coef: has no effect",
+        ),
+        (["algorithm=reward_model", "algorithm.loss.beta=1"], "algorithm.loss.beta: has no effect with"),
+        (["algorithm=reward_model", "algorithm.preference.beta=1"], "preference.beta: has no effect with"),
+        (["algorithm=process_reward_model", "replay.max_staleness=1"], "replay.max_staleness: has no effect"),
         ([*ONLINE, "algorithm.preference.loss=kto"], "kto takes no pairs"),
         ([*ONLINE, "algorithm.loss.beta=0.1"], "algorithm.loss.beta: has no effect on the loss dpo"),
         ([*ONLINE, "algorithm.group_size=1"], "set 2 or more"),

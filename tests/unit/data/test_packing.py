@@ -208,6 +208,14 @@ def test_sequences_that_are_filled_up_keep_to_the_budget(lengths: list[int], max
         assert np.array_equal(part.position_ids == 0, np.isin(np.arange(part.num_tokens), part.sequence_starts[:-1]))
 
 
+def test_a_pair_that_padding_takes_over_the_budget_is_named() -> None:
+    pairs = [rollout(index, length) for index, length in enumerate([20, 20, 40, 10])]
+    (micro,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=90)[0].mini_batches[0].micro_batches
+    assert [np.diff(part.sequence_starts).tolist() for part in split_padded(micro, 80, 2)] == [[40, 10], [20, 20]]
+    with pytest.raises(ConfigError, match=r"the pair of row 2 has 80 tokens, padding .* now 79, to at least 80"):
+        split_padded(micro, 79, 2)
+
+
 def test_images_stay_with_their_sequences() -> None:
     """Check images when packed, when split again, and with the blank image that other ranks' images require."""
     rollouts = [rollout(index, length) for index, length in enumerate([9, 5, 7, 4])]

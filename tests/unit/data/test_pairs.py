@@ -1,6 +1,7 @@
 """Tests that rows of preferences, in the formats of common data sets, become pairs and labelled completions."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.algorithm_config import PreferenceConfig
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
+from rlpipe.data.cached_rows import PreparedRow
 from rlpipe.data.packing import pack_labelled, pack_step, split_padded
 from rlpipe.data.prompts import open_sft_rows
 from rlpipe.data.render.pairs import PreferenceRenderer
-from rlpipe.data.render_rows import prepare_rows
+from rlpipe.data.render.processor import Encoded
+from rlpipe.data.render.row_renderer import RenderedRow
+from rlpipe.data.render_rows import _Sequences, prepare_rows
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.models.tiny import make_tokenizer
@@ -262,8 +266,42 @@ def test_a_pair_that_does_not_fit_is_named() -> None:
         pack_step([pair], step=0, num_ranks=1, max_tokens=length - 1)
 
 
+def mismatched_of(rollouts: list[Rollout]) -> list[tuple[str, str]]:
+    """Return the prompt and the completion of each mismatched sequence of a step, in the order of the step."""
+    (batch,) = pack_labelled(rollouts, step=0, num_ranks=1, max_tokens=500)
+    others = batch.mini_batches[0].mismatched
+    assert others is not None
+    found = []
+    for micro in others.micro_batches:
+        for start, stop in pairwise(micro.sequence_starts):
+            first = start + int(np.argmax(micro.loss_mask[start:stop]))
+            found.append(
+                (TOKENIZER.decode(micro.token_ids[start:first]), TOKENIZER.decode(micro.token_ids[first:stop]))
+            )
+    assert others.num_sequences == len(found)
+    return found
+
+
+def test_mismatched_completions_are_those_of_other_rows() -> None:
+    """A labelled row beside pairs once followed or preceded a pair's other completion, or itself."""
+    options: dict[str, Any] = {"takes_pairs": False, "chat": False}
+    pair = pair_of({"prompt": "p", "chosen": "a", "rejected": "b"}, **options)
+    other = replace(pair_of({"prompt": "q", "completion": "c", "label": True}, **options), group_id=9)
+    for rollouts in ([pair, other], [other, pair]):
+        found = mismatched_of(rollouts)
+        assert [prompt for prompt, _ in found].count("p") == 2
+        assert all(("c" in completion) == (prompt == "p") for prompt, completion in found), found
+
+
+def test_a_single_row_has_no_mismatched_completion() -> None:
+    pair = pair_of(PAIR, takes_pairs=False)
+    assert mismatched_of([pair]) == []
+    assert mismatched_of([replace(pair, rejected=None)]) == []
+
+
 def test_mismatched_completions_end_at_an_image() -> None:
     first, second = pair_of(PAIR), pair_of({**PAIR, "prompt": "3+3?"})
+    second.group_id = first.group_id + 1
     start = int(np.argmax(second.loss_mask))
     second.images = (PlacedImage(place=start + 1, num_tokens=1, content=b"x"),)
     (batch,) = pack_labelled([first, second], step=0, num_ranks=1, max_tokens=500)
@@ -292,3 +330,44 @@ def test_prepared_pairs_are_the_same_pairs(tmp_path: Path) -> None:
         for mine, other in zip(first.sequences, second.sequences, strict=True):
             assert mine.token_ids.tolist() == other.token_ids.tolist()
             assert mine.advantages.tolist() == other.advantages.tolist()
+
+
+def test_a_pair_that_is_padded_counts_its_longer_completion_twice() -> None:
+    row = {**PAIR, "rejected": "five" * 5}
+    longest = max(len(part.token_ids) for part in pair_of(row).sequences)
+
+    def fit(max_tokens: int) -> Rollout:
+        data = DataConfig(source="jsonl")
+        renderer = PreferenceRenderer(TOKENIZER, data, takes_pairs=True, max_tokens=max_tokens, pads_pairs=True)
+        return renderer.fit(renderer.whole(row, PLACE), PLACE)
+
+    assert fit(2 * longest).rejected is not None
+    with pytest.raises(UnusableRow, match=f"have {2 * longest} tokens together, padding included") as caught:
+        fit(2 * longest - 1)
+    assert caught.value.kind is SkipKind.TOO_LONG
+
+
+class ImageRenderer:
+    """A renderer of pairs whose completions have different images."""
+
+    def whole(self, row: Any, place: RowLocation) -> RenderedRow:
+        def rendered(content: bytes, at: int) -> RenderedRow:
+            images = (PlacedImage(place=at, num_tokens=1, content=content),)
+            token_ids = np.array([1, 2, 3, 4], np.int32)
+            return RenderedRow(encoded=Encoded(token_ids=token_ids, images=images), loss_mask=np.arange(4) > 2, task={})
+
+        return replace(rendered(b"chosen", 1), rejected=replace(rendered(b"rejected", 2), is_good=False))
+
+
+class OneRow(list[dict[str, Any]]):
+    def location(self, index: int) -> str:
+        return "rows.jsonl, line 1"
+
+
+def test_prepared_completions_keep_their_own_images() -> None:
+    recipe = _Sequences(ImageRenderer(), {"kind": "pairs", "prompts": False})  # type: ignore[arg-type]
+    record = recipe.render(OneRow([{}]), 0)  # type: ignore[arg-type]
+    again = PreparedRow({"kind": None, "reason": None, **record}).sequence()
+    assert again.rejected is not None
+    assert [image.content for image in again.encoded.images] == [b"chosen"]
+    assert [(image.content, image.place) for image in again.rejected.encoded.images] == [(b"rejected", 2)]

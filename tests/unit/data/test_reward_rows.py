@@ -125,12 +125,22 @@ def test_steps_are_read_at_the_ends_of_their_marks(chat: bool, options: dict[str
         ({"completions": ["4", None]}, "has the step None, which is not a string with visible characters"),
         ({"labels": [True, 2]}, "has the label 2, neither true nor false"),
         ({"labels": None}, "column 'labels' is null"),
+        ({"completions": ["4\n\n5", "6"]}, "contains '.*n.*n', the end of a step .*process_reward_model.separator"),
         ({"labels": "good"}, "column 'labels' holds a str, not a list"),
     ],
 )
 def test_unusable_steps_are_skipped_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableRow, match=reason):
         steps_of({**STEPS, **changes})
+
+
+def test_steps_contain_no_step_token_but_may_contain_the_separator() -> None:
+    row = {**STEPS, "completions": ["4\n\n5", "6"]}
+    assert steps_of(row, step_token="<|tool|>").num_loss_tokens == 2
+    with pytest.raises(
+        UnusableRow, match=r"contains '<\|tool\|>', the end of a step .*process_reward_model.step_token"
+    ):
+        steps_of({**row, "completions": ["4<|tool|>", "6"]}, step_token="<|tool|>")
 
 
 def test_missing_columns_of_steps_are_named() -> None:

@@ -4,13 +4,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_cases import make_family
 from learner_cases import load_tiny, make_batches, make_learner, make_rollouts, micro_batch_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.learner.policy import load_policy
+from rlpipe.learner.policy import load_policy, pads_sequences
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import MicroBatch, Rollout
@@ -209,3 +210,13 @@ def test_an_empty_micro_batch_runs(tiny: Path) -> None:
     assert not scores.any()
     assert all(not parameter.grad.any() for parameter in policy.trainable_parameters().values())
     assert entropy is not None
+
+
+@pytest.mark.parametrize(("family", "pads"), [("qwen3", False), ("gemma3", False), ("qwen3.5", True)])
+def test_models_that_pad_their_sequences_are_known_without_their_weights(
+    tmp_path: Path, family: str, pads: bool
+) -> None:
+    path = make_family(family, tmp_path / "model")
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    assert pads_sequences(ModelConfig(path=str(path))) is pads

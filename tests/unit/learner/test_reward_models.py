@@ -219,7 +219,7 @@ def test_a_process_reward_model_learns_labels_that_its_export_reads_at_the_steps
 @pytest.mark.parametrize(("kind", "per_row"), [("reward_model", 2), ("process_reward_model", 1)])
 def test_the_work_of_a_reward_model_has_no_reference(kind: str, per_row: int) -> None:
     options = [f"algorithm={kind}", "data=jsonl", "data.path=rows.jsonl", "model=full", "model.path=tiny"]
-    config = load_config([*options, "algorithm.loss.beta=0.1", "algorithm.groups_per_step=6"], need_files=False)
+    config = load_config([*options, "algorithm.groups_per_step=6"], need_files=False)
     workload = read_workload(config)
     assert workload.head == kind
     assert workload.copied_for is None

@@ -29,6 +29,7 @@ SMALL, QWEN_8B, LLAMA_70B = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llam
 NUM_SMALL, NUM_8B = 596_049_920, 8_190_735_360
 CHUNKED = ("learner.offload=chunked", "model.gradient_checkpointing=false")
 GIB = 2**30
+ROWS = ("learner=single_gpu", "data.source=jsonl", "data.path=rows.jsonl")
 
 
 @cache
@@ -143,6 +144,23 @@ def test_a_copy_that_gives_features_alone_ends_at_the_deepest() -> None:
     without, _ = memory("model=full", "algorithm=ebft_strided")
     layer = 2 * sum(parameter.numel() for parameter in find_layers(drafted_copy()).parameters()) // 28
     assert with_kl.reference - without.reference == 7 * layer, "of 28 layers, 21 are read; the lm_head is tied"
+
+
+@pytest.mark.parametrize(("kind", "num_labels"), [("reward_model", 1), ("process_reward_model", 2)])
+@pytest.mark.parametrize("model", ["full", "lora"])
+def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_labels: int, model: str) -> None:
+    options = [f"algorithm={kind}", f"model={model}", f"model.path={QWEN_8B}", "model.dtype=bfloat16", *ROWS]
+    config = load_config([*options, "learner.max_tokens_per_microbatch=2048"], need_files=False)
+    described = describe_offline(QWEN_8B, config.model)
+    policy, rewards = outline_policy(described, config.model), outline_policy(described, config.model, head=kind)
+    head = [entry for name, entry in rewards.scorer.named_parameters() if ".score." in name and entry.requires_grad]
+    size, lm_head = sum(entry.numel() for entry in head), described.vocab_size * described.hidden_size
+    assert size in (num_labels * described.hidden_size, num_labels * (described.hidden_size + 1))  # may have a bias
+    assert rewards.num_trained - policy.num_trained == (size if model == "lora" else size - lm_head)
+    case = case_of(config)
+    assert case.outline.num_parameters == rewards.num_parameters
+    assert case.memory is not None
+    assert case.memory.device.weights == rewards.stored_bytes()
 
 
 def drafted_copy() -> PreTrainedModel:
