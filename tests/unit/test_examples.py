@@ -1,11 +1,13 @@
 """Tests that the experiments and examples compose, and that the code of the examples does what their pages say."""
 
+import asyncio
 import json
 import random
 import re
 import runpy
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "custom_reward",
         "ebft",
         "ebft_strided",
+        "frozen_lake",
         "gsm8k",
         "guess",
         "images",
@@ -300,6 +303,78 @@ def test_code_passes_the_tests_of_made_rows() -> None:
 def test_code_of_the_warm_up_passes() -> None:
     for row in raw_rows("examples/code/rows.jsonl"):
         exec(f"{row['program']}\n{row['tests']}", {})
+
+
+def play(environment: Any, row: dict[str, Any], actions: list[str]) -> list[Any]:
+    """Return the steps of a game up to its end."""
+    environment.reset(row, seed=0)
+    steps: list[Any] = []
+    for action in actions:
+        steps.append(environment.step(action))
+        if steps[-1].done:
+            break
+    return steps
+
+
+@pytest.mark.parametrize("guesses", [["7"], ["16", "8", "4", "6", "7"], ["31", "1", "40", "a", "7"]])
+def test_a_game_of_guesses_that_is_won_earns_1_in_all(guesses: list[str]) -> None:
+    game = import_object("examples/guess/guess.py:Guess")
+    steps = play(game(), {"number": 7}, guesses)
+    assert len(steps) == len(guesses)
+    assert sum(step.reward for step in steps) == pytest.approx(1)
+    lost = play(game(), {"number": 7}, ["8", "6", "9", "9", "9", "9"])
+    assert (len(lost), sum(step.reward for step in lost)) == (5, pytest.approx(0.75))
+
+
+def test_an_agent_and_an_environment_of_the_guessing_game_give_the_same_rewards() -> None:
+    class Client:
+        def __init__(self, guesses: list[str]) -> None:
+            self.chat = SimpleNamespace(completions=self)
+            self._guesses = enumerate(guesses)
+
+        async def create(self, **_: Any) -> Any:
+            number, guess = next(self._guesses)
+            message = SimpleNamespace(content=guess)
+            return SimpleNamespace(id=str(number), choices=[SimpleNamespace(message=message)])
+
+    solve = import_object("examples/guess/agent.py:play")
+    for guesses in (["16", "8", "4", "6", "7"], ["31", "1", "a", "40", "8"]):
+        steps = play(import_object("examples/guess/guess.py:Guess")(), {"number": 7}, guesses)
+        rewards = asyncio.run(solve(7, Client(guesses)))
+        assert list(rewards.values()) == pytest.approx([step.reward for step in steps])
+
+
+def test_tic_tac_toe_counts_moves_that_are_not_allowed() -> None:
+    illegal = import_object("examples/tictactoe/tictactoe.py:illegal")
+    own, board = {"role": "assistant", "content": "1"}, {"role": "user", "content": "X...O...."}
+    assert illegal([[own], [{**own, "content": "x"}], [own, board, own], [own, board, {**own, "content": "9"}]]) == [
+        *(0.0, 1.0, 1.0, 0.0)
+    ]
+
+
+def test_frozen_lake_is_crossed_by_the_way_of_the_warm_up() -> None:
+    lake = import_object("examples/frozen_lake/lake.py:Lake")
+    distances = import_object("examples/frozen_lake/lake.py:distances")
+    neighbour = import_object("examples/frozen_lake/lake.py:neighbour")
+    for row in raw_rows("examples/frozen_lake/rows.jsonl")[:50]:
+        left, place, actions = distances("".join(row["make"]["desc"])), 0, []
+        while left[place]:
+            ways = {move: neighbour(place, move) for move in ("left", "down", "right", "up")}
+            actions.append(next(move for move, field in ways.items() if left.get(field) == left[place] - 1))
+            place = ways[actions[-1]]
+        steps = play(lake(), row, actions)
+        assert len(steps) == len(actions)
+        assert [step.reward for step in steps] == [*[0.0] * (len(steps) - 1), 1.0]
+
+
+def test_frozen_lake_shows_the_player_and_ends_after_twelve_moves() -> None:
+    row = {"make": {"desc": ["SFFF", "FHFH", "FFFH", "HFFG"]}}
+    lake = import_object("examples/frozen_lake/lake.py:Lake")
+    assert lake().reset(row, seed=0) == "PFFF\nFHFH\nFFFH\nHFFG"
+    steps = play(lake(), row, ["north", "right", *["up"] * 12])
+    assert steps[0].observation.startswith("'north' is not a direction")
+    assert steps[1].observation == "SPFF\nFHFH\nFFFH\nHFFG"
+    assert (len(steps), sum(step.reward for step in steps)) == (1 + 12, 0.0)
 
 
 def test_committed_rows_are_unique() -> None:

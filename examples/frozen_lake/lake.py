@@ -1,0 +1,92 @@
+"""Gymnasium's FrozenLake on random maps of 4×4 fields: the policy sees the map at each turn, and names a direction."""
+
+import json
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import rlpipe
+from rlpipe.quickstart import teach
+
+SIZE, MOST_MOVES = 4, 12
+MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
+"""Gymnasium's number of each direction."""
+SHARE_OF_ICE = 0.7
+STRAY = 0.5
+"""Share of the moves in the warm-up that are drawn at random."""
+NUM_WALKS = 1500
+
+
+def show(env: Any, place: int) -> str:
+    """Return the map, on which the player is ``P``."""
+    fields = [field.decode() for field in env.unwrapped.desc.flat]
+    fields[int(place)] = "P"
+    return "\n".join("".join(fields[start : start + SIZE]) for start in range(0, SIZE * SIZE, SIZE))
+
+
+def read(text: str, space: Any) -> int:
+    """Return the number of the direction that the policy names."""
+    if text not in MOVES:
+        raise ValueError(f"{text[:10]!r} is not a direction")
+    return MOVES[text]
+
+
+Lake = rlpipe.from_gymnasium(
+    "FrozenLake-v1", show=show, read=read, is_slippery=False, max_episode_steps=MOST_MOVES, disable_env_checker=True
+)
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """Train a policy on walks that often stray, over other maps; ``model.prepare`` of the example."""
+    rng = random.Random(config.seed)
+    rows = Path(str(config.data.path)).read_text().splitlines()
+    known = {"".join(json.loads(row)["make"]["desc"]) for row in rows}
+    maps = (desc for desc in iter(lambda: random_map(rng), None) if "".join(desc) not in known)
+    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=100)
+
+
+def random_map(rng: random.Random) -> list[str]:
+    """Return a map from whose start a way leads to the goal."""
+    while True:
+        fields = ["F" if rng.random() < SHARE_OF_ICE else "H" for _ in range(SIZE * SIZE)]
+        fields[0], fields[-1] = "S", "G"
+        if 0 in distances(fields):
+            return ["".join(fields[start : start + SIZE]) for start in range(0, SIZE * SIZE, SIZE)]
+
+
+def stray_walk(desc: list[str], rng: random.Random) -> list[dict[str, str]]:
+    """Return the messages of a walk to the goal, on which some moves are drawn at random."""
+    lake, left, place = Lake(), distances("".join(desc)), 0
+    messages = [{"role": "user", "content": str(lake.reset({"make": {"desc": desc}}, seed=0))}]
+    while True:
+        ways = {move: neighbour(place, move) for move in MOVES}
+        best = [move for move, field in ways.items() if left.get(field, SIZE * SIZE) < left[place]]
+        move = rng.choice([*MOVES] if rng.random() < STRAY else best)
+        step = lake.step(move)
+        messages.append({"role": "assistant", "content": move})
+        if step.done:
+            return messages
+        messages.append({"role": "user", "content": str(step.observation)})
+        place = ways[move]
+
+
+def distances(fields: list[str] | str) -> dict[int, int]:
+    """Return the number of moves to the goal from each field that leads there."""
+    goal = SIZE * SIZE - 1
+    found, waiting = {goal: 0}, deque([goal])
+    while waiting:
+        place = waiting.popleft()
+        for field in (neighbour(place, move) for move in MOVES):
+            if field not in found and fields[field] != "H":
+                found[field] = found[place] + 1
+                waiting.append(field)
+    return found
+
+
+def neighbour(place: int, move: str) -> int:
+    """Return the field that a move leads to: the same one at the border."""
+    row, column = divmod(place, SIZE)
+    row = min(max(row + {"down": 1, "up": -1}.get(move, 0), 0), SIZE - 1)
+    column = min(max(column + {"right": 1, "left": -1}.get(move, 0), 0), SIZE - 1)
+    return row * SIZE + column
