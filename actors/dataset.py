@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlpipe.actors.step_server import RunUpdates, StepServer
@@ -13,6 +13,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences, packing_of
+from rlpipe.data.reference_cache import ReferenceCache, reference_folder
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
 from rlpipe.data.sources.row_source import Cursor
@@ -20,8 +21,10 @@ from rlpipe.learner.policy import pads_sequences
 from rlpipe.learner.workload import takes_pairs
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.types import MiniBatch, RolloutStatus, TrainBatch
+from rlpipe.types import FloatArray, MiniBatch, Rollout, RolloutStatus, TrainBatch
 
+HELD_OUT = -1
+"""Stands for the held-out rows among the steps whose log-probs are precomputed."""
 SEEN_WITHIN_S = 30.0
 """Seconds that ``complete_step`` waits for the driver to fetch the report; the driver polls continually."""
 
@@ -53,6 +56,10 @@ class DatasetActor(StepServer):
         self._held_out: list[TrainBatch] = []
         """Batches of held-out rows, one per rank; empty if no rows are held out."""
         self._max_tokens = longest_row(setup.algorithm, setup.learner)
+        self._reference: ReferenceCache | None = None
+        """The reference's log-probs, if they are precomputed."""
+        self._due: dict[int, bool] = {}
+        """Whether log-probs of a step are computed before the first one."""
         self._pack = packing_of(setup.algorithm)
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
@@ -89,10 +96,52 @@ class DatasetActor(StepServer):
                     seed=setup.seed,
                     pads_pairs=takes_pairs(setup.algorithm) and pads_sequences(setup.model),
                 )
+            if setup.algorithm.kind == "preference" and setup.algorithm.preference.precompute_ref_log_probs:
+                self._reference = ReferenceCache(reference_folder(setup.data, setup.model))
             if held_out:
                 ranks = setup.learner.num_ranks
                 self._held_out = self._pack(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)
         return self._source
+
+    async def learner_died(self, cause: str) -> None:
+        """Count a death of the learner group, which begins anew with the log-probs that are missing."""
+        self._due.clear()
+        if self._reference is not None:
+            self._reference.forget_due()
+        await super().learner_died(cause)
+
+    async def reference_steps(self) -> list[int]:
+        """Return the steps that ``reference_share`` is to be called for, in order."""
+        held_out = [HELD_OUT] if self._open() and self._held_out else []
+        return [*held_out, *range(self._setup.first_step, self._setup.algorithm.num_steps)]
+
+    async def reference_share(self, step: int, rank: int) -> list[MiniBatch]:
+        """Return a rank's share of a step, or of held-out rows, if the reference's log-probs of some row are missing.
+
+        Otherwise it is empty, on all ranks.
+        """
+        self._open()
+        assert self._reference is not None, "only asked for if log-probs are precomputed"
+        if self._due.get(step) is False:
+            return []
+        batches = self._held_out if step == HELD_OUT else self._pack_step(step, self._rows(step))
+        is_due = self._due.setdefault(step, self._reference.is_due(batches))
+        return batches[rank].mini_batches if is_due else []
+
+    async def add_reference(self, logprobs: Mapping[bytes, FloatArray]) -> None:
+        """Keep the reference's log-probs of some sequences."""
+        self._open()
+        assert self._reference is not None, "only asked for if log-probs are precomputed"
+        self._reference.add(logprobs)
+
+    def _with_reference(self, batches: Sequence[TrainBatch]) -> None:
+        """Give batches the log-probs of the reference, all of which are known, if they are precomputed."""
+        if self._reference is None:
+            return
+        if num_written := self._reference.flush():
+            text = f"reference log-probs of {num_written:,} sequences are stored in {self._reference.folder}"
+            self._report_once(text)
+        self._reference.fill(batches)
 
     def _report_once(self, message: str) -> None:
         """Report a message to the driver's user, who does not see this process's log; each message only once."""
@@ -103,16 +152,22 @@ class DatasetActor(StepServer):
     async def held_out(self, rank: int) -> list[MiniBatch]:
         """Return a rank's share of the held-out rows, or an empty list if no rows are held out."""
         self._open()
+        self._with_reference(self._held_out)
         return self._held_out[rank].mini_batches if self._held_out else []
 
-    def _batches(self, step: int) -> list[TrainBatch]:
-        setup, source = self._setup, self._open()
-        started = time.perf_counter()
+    def _rows(self, step: int) -> list[Rollout]:
+        """Return the rows of a step, and keep the place where the next one begins."""
+        source = self._open()
         with forward_logs(self._report_once, warnings=True):
             self._go_to(source, step)
-            sequences = source.take(setup.algorithm.groups_per_step)
-        batches = self._pack(
-            sequences,
+            rows = source.take(self._setup.algorithm.groups_per_step)
+        self._cursors[step + 1] = source.cursor
+        return rows
+
+    def _pack_step(self, step: int, rows: Sequence[Rollout]) -> list[TrainBatch]:
+        setup = self._setup
+        return self._pack(
+            rows,
             step=step,
             num_ranks=setup.learner.num_ranks,
             max_tokens=self._max_tokens,
@@ -120,7 +175,14 @@ class DatasetActor(StepServer):
             num_epochs=setup.algorithm.num_epochs_per_step,
             seed=setup.seed + step,
         )
-        place = self._cursors[step + 1] = source.cursor
+
+    def _batches(self, step: int) -> list[TrainBatch]:
+        source = self._open()
+        started = time.perf_counter()
+        sequences = self._rows(step)
+        batches = self._pack_step(step, sequences)
+        self._with_reference(batches)
+        place = self._cursors[step + 1]
         trained = [sequence for row in sequences for sequence in row.sequences]
         metrics = {
             "num_tokens": float(sum(len(sequence.token_ids) for sequence in trained)),

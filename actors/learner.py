@@ -313,6 +313,8 @@ class LearnerLoop:
 
     def run(self) -> None:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
+        if setup.algorithm.kind == "preference" and setup.algorithm.preference.precompute_ref_log_probs:
+            self._precompute_reference()
         checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         if self._rank == 0:
@@ -356,6 +358,16 @@ class LearnerLoop:
         self._score_the_rest()
         self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
+
+    def _precompute_reference(self) -> None:
+        """Compute the reference's log-probs that the cache lacks, while the policy has its initial weights."""
+        batches = self._setup.batches
+        for step in self._calls.get(batches.reference_steps.remote(), "the steps to compute log-probs of"):
+            call: Any = batches.reference_share.remote(step, self._rank)
+            share = self._calls.get(call, f"the rows of step {step}", more_s=self._setup.start_timeout_s)
+            if share:
+                found = self._learner.reference_logprobs(share)
+                self._calls.get(batches.add_reference.remote(found), "a receipt for the reference's log-probs")
 
     def _post_messages(self) -> None:
         """Post, from the first rank, the notes on the policy that are new since the last call."""

@@ -20,6 +20,7 @@ from rlpipe.errors import ConfigError
 
 KIND = "algorithm.kind=ebft_strided"
 PREFERENCE = "algorithm.preference"
+PRECOMPUTE = f"{PREFERENCE}.precompute_ref_log_probs"
 PREFERENCE_TAKERS = {
     "label_smoothing": ("dpo", "robust", "exo", "simpo", "cpo"),
     "margin": ("simpo",),
@@ -352,11 +353,24 @@ def check_preference(config: Config) -> Iterator[str]:
         yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
         yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
+    yield from _check_precomputed(config)
     yield from _check_preference_rows(config)
     if algorithm.preference.loss == "kto":
         for name, value in (("loss_mask", "all"), ("train_on_inputs", True)):
             if any(getattr(source.data, name) == value for source in all_sources(config.data)):
                 yield f"data.{name}: kto trains only completions, so prompts can't count; remove it"
+
+
+def _check_precomputed(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if not algorithm.preference.precompute_ref_log_probs:
+        return
+    if not algorithm.preference.needs_reference:
+        yield f"{PRECOMPUTE}: {algorithm.preference.loss} has no reference; remove it"
+    if algorithm.reference.sync_steps:
+        yield f"{PRECOMPUTE}: log-probs of a reference that moves can't be computed before; set reference.sync_steps=0"
+    if any(source.data.streaming for source in all_sources(config.data)):
+        yield f"{PRECOMPUTE}: the rows of a stream would be read twice; set data.streaming=false, or remove it"
 
 
 def check_reward_model(config: Config) -> Iterator[str]:
@@ -397,6 +411,8 @@ def _check_preference_rows(config: Config) -> Iterator[str]:
 def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield contradictions of ``algorithm.loss.name=dpo``, which compares rollouts of a group."""
     yield from _check_preference_loss(algorithm.preference)
+    if algorithm.preference.precompute_ref_log_probs:
+        yield f"{PRECOMPUTE}: rollouts are not known before they are sampled; remove it"
     if not algorithm.preference.takes_pairs:
         yield f"{PREFERENCE}.loss: kto takes no pairs; set dpo, ipo or another loss of pairs"
     if algorithm.ebft.reward:

@@ -47,9 +47,20 @@ class PreferenceConfig(Freezable):
     desirable_weight: float = option(1.0, "Weight of good completions (kto).", minimum=0, maximum=MAX_WEIGHT)
     undesirable_weight: float = option(1.0, "Weight of bad completions (kto).", minimum=0, maximum=MAX_WEIGHT)
 
+    precompute_ref_log_probs: bool = option(
+        False,
+        "Compute the reference's log-probs of all rows once, before the first step, and keep them in data.cache; no "
+        "reference is in memory while training.",
+    )
+
     @property
     def needs_reference(self) -> bool:
         return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether the reference runs in each step."""
+        return self.needs_reference and not self.precompute_ref_log_probs
 
     @property
     def takes_pairs(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ the tokenizer, its chat template, or the transform's file has changed.
 examples:
   rlpipe data prepare my_run.yaml
   rlpipe data prepare my_run.yaml --workers 16 data.cache=/shared/rows
+  rlpipe data prepare my_run.yaml algorithm.preference.precompute_ref_log_probs=true
 """
 
 
@@ -143,12 +145,61 @@ def run_prepare(arguments: argparse.Namespace) -> None:
         rows = prepared.rows
         skipped = f", {rows.num_skipped:,} of them skipped" if rows.num_skipped else ""
         print(f"{verb} {len(rows):,} rows of {rows.name}{skipped}: {prepared.file}", flush=True)
+    if config.algorithm.kind == "preference" and config.algorithm.preference.precompute_ref_log_probs:
+        count, folder = precompute_reference(config, tokenizer)
+        verb = f"computed the reference's log-probs of {count:,} sequences" if count else "already computed"
+        print(f"{verb}: {folder}", flush=True)
 
 
-def show_progress(num_done: int, num_rows: int) -> None:
+def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, Path]:
+    """Compute the reference's log-probs of a run's rows that the cache lacks; return their number and the folder.
+
+    One process computes them, on a GPU if the learner has one, whatever the learner's strategy.
+    """
+    import torch
+
+    from rlpipe.configs.schema.learner_config import LearnerConfig
+    from rlpipe.data.prompts import open_run_sequences, packing_of
+    from rlpipe.data.reference_cache import ReferenceCache, reference_folder
+    from rlpipe.learner.policy import load_policy, pads_sequences
+    from rlpipe.learner.step import Learner
+    from rlpipe.learner.workload import takes_pairs
+    from rlpipe.models.loading import own_device, with_dtype
+    from rlpipe.models.model_files import model_folder
+
+    algorithm, options = config.algorithm, config.learner
+    device = own_device() if options.num_gpus else torch.device("cpu")
+    model = with_dtype(replace(config.model, path=model_folder(config.model.path)), device)
+    cache = ReferenceCache(reference_folder(config.data, model))
+    num_known = len(cache)
+    pads = takes_pairs(algorithm) and pads_sequences(model)
+    source, held_out = open_run_sequences(
+        config.data, model, tokenizer, algorithm=algorithm, learner=options, seed=config.seed, pads_pairs=pads
+    )
+    limits = {name: getattr(options, name) for name in ("max_tokens_per_microbatch", "logprob_chunk_tokens")}
+    learner: Learner | None = None
+    for step in range(-1, algorithm.num_steps):
+        rows = held_out if step < 0 else source.take(algorithm.groups_per_step)
+        batches = (
+            packing_of(algorithm)(rows, step=step, num_ranks=1, max_tokens=options.max_tokens_per_microbatch)
+            if rows
+            else []
+        )
+        if cache.is_due(batches):
+            if learner is None:
+                learner = Learner(
+                    load_policy(model, LearnerConfig(**limits), device), LearnerConfig(**limits), algorithm
+                )
+            cache.add(learner.reference_logprobs(batches[0].mini_batches))
+        show_progress(step + 1, algorithm.num_steps, "steps")
+    cache.flush()
+    return len(cache) - num_known, cache.folder
+
+
+def show_progress(num_done: int, num_rows: int, what: str = "rows") -> None:
     """Show the progress in one line of the terminal, which is erased at the end."""
     if sys.stderr.isatty():
-        text = f"{num_done:,} of {num_rows:,} rows" if num_done < num_rows else ""
+        text = f"{num_done:,} of {num_rows:,} {what}" if num_done < num_rows else ""
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 

@@ -233,10 +233,14 @@ class PackedRows:
         """Do nothing; these losses are those of the current weights alone."""
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
+        return [prepare(self._policy, micro) for micro in self.micro_batches(mini_batch)]
+
+    def micro_batches(self, mini_batch: MiniBatch) -> list[MicroBatch]:
+        """Return the micro batches as they are run, equally many on all ranks."""
         micro_batches = self._cut(list(mini_batch.micro_batches))
         if self._policy.has_vision and self._policy.sharding.num_ranks > 1:
             micro_batches = self._with_images(micro_batches)
-        return [prepare(self._policy, micro) for micro in micro_batches]
+        return micro_batches
 
     def with_token_counts(self, output: LossOutput, inputs: LearnerInputs) -> LossOutput:
         """Add the tokens that the pass ran, and those that it did not because sequences share them, to the metrics."""

@@ -5,7 +5,11 @@ Shapes: K loss tokens of a micro batch, S sequences and P pairs of it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import numpy as np
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from rlpipe.algorithms.corrections import LOGPROB_DIFFERENCE
@@ -22,12 +26,13 @@ from rlpipe.algorithms.preferences import (
 )
 from rlpipe.configs.schema.algorithm_config import PreferenceConfig, RewardModelConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.data.reference_cache import keyed_sequences
 from rlpipe.errors import ModelError
-from rlpipe.learner.objectives import LearnerInputs, PackedRows, Reference
+from rlpipe.learner.objectives import LearnerInputs, PackedRows, Reference, prepare
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.strategies.sharding import Reduce
-from rlpipe.types import MiniBatch
+from rlpipe.types import FloatArray, MiniBatch
 
 
 class Preferences(PackedRows):
@@ -56,13 +61,25 @@ class Preferences(PackedRows):
 
     def _ref_logprobs(self, inputs: LearnerInputs) -> Tensor | None:
         """Return the reference's log-prob of each completion ``[S]``, or None without a reference."""
-        if self._reference is None:
-            return None
         if inputs.ref_logprobs is None:
+            if self._reference is None:
+                return None
             inputs.ref_logprobs = self._reference.logprobs(
                 inputs.row, temperature=self._temperature, chunk_tokens=self._config.logprob_chunk_tokens
             )
         return _sum_by_sequence(inputs.ref_logprobs, inputs)
+
+    def reference_logprobs(self, mini_batch: MiniBatch) -> dict[bytes, FloatArray]:
+        """Return the log-probs of the loss tokens by the policy without its adapter, by the keys of the sequences."""
+        policy, found = self._policy, dict[bytes, FloatArray]()
+        for micro_batch in self.micro_batches(mini_batch):
+            without_adapter = policy.adapter_off() if isinstance(policy.model, PeftModel) else nullcontext()
+            with without_adapter, policy.inference():
+                logprobs = self._token_logprobs(prepare(policy, micro_batch))
+            values = np.zeros(micro_batch.num_tokens, np.float32)
+            values[micro_batch.loss_mask] = logprobs.float().cpu().numpy()
+            found |= {key: values[at][micro_batch.loss_mask[at]] for key, at in keyed_sequences(micro_batch)}
+        return found
 
 
 class Pairs(Preferences):

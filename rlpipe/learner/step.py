@@ -20,13 +20,13 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, RewardPairs
+from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, Preferences, RewardPairs
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
 from rlpipe.learner.workload import REWARD_HEADS, num_sequences
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, describe_small_update
-from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
+from rlpipe.types import NO_GROUP, FloatArray, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss", "preference/cross_entropy")
 """Metrics that are totals of an update; a step reports their mean over its updates."""
@@ -128,6 +128,20 @@ class Learner:
             "bad_steps": float(self.num_bad_steps),
             "time/train": time.perf_counter() - started,
         }
+
+    def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:
+        """Return the reference's log-probs of all loss tokens by the keys of their sequences (``keyed_sequences``).
+
+        The reference is the policy without its adapter, and without one the policy itself, before any step. All ranks
+        must have equally many mini batches.
+        """
+        assert isinstance(self._objective, Preferences), "only preferences have precomputed log-probs"
+        found: dict[bytes, FloatArray] = {}
+        for mini_batch in mini_batches:
+            found |= self._objective.reference_logprobs(mini_batch)
+            if mini_batch.mismatched is not None:
+                found |= self._objective.reference_logprobs(mini_batch.mismatched)
+        return found
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """Return the loss and the differences to the sampling log-probs with the current weights, without training."""

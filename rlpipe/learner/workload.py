@@ -81,7 +81,7 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 def reads_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss reads log-probs of the reference, and not its hidden states alone."""
     if algorithm.kind == "preference" or algorithm.samples_pairs:
-        return algorithm.preference.needs_reference
+        return algorithm.preference.runs_reference
     return algorithm.kind not in ("sft", *REWARD_HEADS) and algorithm.loss.beta > 0
 
 

@@ -110,7 +110,8 @@ def _reference_passes(algorithm: AlgorithmConfig) -> int:
     Preferences have one for their rows, and KTO another one for its mismatches.
     """
     if algorithm.kind == "preference":
-        return int(algorithm.preference.needs_reference) + int(not algorithm.preference.takes_pairs)
+        runs = algorithm.preference.runs_reference
+        return int(runs) + int(runs and not algorithm.preference.takes_pairs)
     if algorithm.samples_pairs:
         return int(algorithm.preference.needs_reference)
     if algorithm.kind != "rl":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from learner_cases import assert_close, make_learner, parameters_of
 from preference_cases import algorithm_of, make_pairs
 from rank_cases import Ranks
+from torch import Tensor
 
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_labelled, pack_step
@@ -89,3 +90,33 @@ def test_preferences_train_as_on_one_rank(
         for mine, theirs in zip(expected_metrics, metrics, strict=True):
             for name in mine.keys() - {"time/train", "tokens/run", "tokens/shared_ratio"}:  # other micro batches
                 assert theirs[name] == pytest.approx(mine[name], abs=1e-5), name
+
+
+def save_reference(tiny: Path, folder: Path, loss: str, adapter: str, strategy: str) -> None:
+    learner = make(tiny, loss, adapter, STRATEGIES[strategy], NUM_RANKS)
+    torch.save(reference_of(learner, loss), folder / f"rank{dist.get_rank()}.pt")
+
+
+def reference_of(learner: Learner, loss: str) -> dict[bytes, Tensor]:
+    """Return the reference's log-probs of a rank's sequences by the policy itself, and train on them."""
+    sharding, pack = learner.policy.sharding, pack_labelled if loss == "kto" else pack_step
+    batch = pack(make_pairs(), step=0, num_ranks=sharding.num_ranks, max_tokens=40)[sharding.rank]
+    found = learner.reference_logprobs(batch.mini_batches)
+    learner.train_step(batch)
+    return {key: torch.from_numpy(values) for key, values in found.items()}
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("adapter", LEARNING_RATES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reference_log_probs_are_computed_as_on_one_rank(
+    ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
+) -> None:
+    expected = reference_of(make(tiny, loss, adapter, {}, 1), loss)
+    if strategy == "chunked":
+        found = reference_of(make(tiny, loss, adapter, STRATEGIES[strategy], 1), loss)
+    else:
+        ranks.run(save_reference, tiny, tmp_path, loss, adapter, strategy)
+        parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+        found = {key: values for part in parts for key, values in part.items()}
+    assert_close({str(key): values for key, values in expected.items()}, {str(k): v for k, v in found.items()}, 1e-5)

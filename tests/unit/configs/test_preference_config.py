@@ -10,6 +10,8 @@ from rlpipe.errors import ConfigError
 RUN = ["data.source=jsonl", "data.path=rows.jsonl", "model.path=tiny"]
 ONLINE = ["algorithm=online_dpo", "scoring.rewards.a.path=rlpipe.scoring.toolbox:exact_match"]
 
+PRECOMPUTE = "algorithm.preference.precompute_ref_log_probs"
+
 
 def error_of(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -44,6 +46,13 @@ def test_presets_are_valid(name: str) -> None:
         (["algorithm=orpo", "algorithm.reference.sync_steps=5", "model=full"], "orpo has no reference"),
         (["algorithm=dpo", "data.text_column=text"], "data.text_column: preferences are between completions"),
         (["algorithm=dpo", "algorithm.stop_loss=0.1"], "algorithm.stop_loss: only has an effect in SFT"),
+        (["algorithm=simpo", f"{PRECOMPUTE}=true"], "ref_log_probs: simpo has no reference"),
+        (["algorithm=dpo", f"{PRECOMPUTE}=true", "data.streaming=true"], "the rows of a stream would be read twice"),
+        (
+            ["algorithm=dpo", "model=full", f"{PRECOMPUTE}=true", "algorithm.reference.sync_steps=5"],
+            "a reference that moves can't be computed before",
+        ),
+        ([*ONLINE, f"{PRECOMPUTE}=true"], "rollouts are not known before they are sampled"),
         (["algorithm=dpo", "algorithm.advantage.name=rloo"], "algorithm.advantage.name: has no effect with"),
         (["algorithm=kto", "algorithm.loss.covariance.share=0.1"], "algorithm.loss.covariance.share: has no effect"),
         (

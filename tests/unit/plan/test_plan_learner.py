@@ -139,6 +139,16 @@ def test_a_frozen_copy_is_held_for_the_kl_of_full_training_alone() -> None:
     assert found.time.logprob_s == found.time.forward_s
 
 
+def test_precomputed_log_probs_need_no_reference() -> None:
+    options = ["algorithm=dpo", "model=full", f"model.path={SMALL}", "model.dtype=bfloat16", *ROWS]
+    for precompute, copied in (("false", 2 * NUM_SMALL), ("true", 0)):
+        extra = [f"algorithm.preference.precompute_ref_log_probs={precompute}"]
+        case = case_of(load_config([*options, *extra], need_files=False))
+        assert case.memory is not None
+        assert case.memory.device.reference == copied
+        assert case.work.num_reference_passes == bool(copied)
+
+
 def test_a_copy_that_gives_features_alone_ends_at_the_deepest() -> None:
     with_kl, _ = memory("model=full", "algorithm=ebft_strided", "algorithm.loss.beta=0.1")
     without, _ = memory("model=full", "algorithm=ebft_strided")

@@ -1,0 +1,177 @@
+"""Cache of a reference's log-probs on disk, by the model that they are of and by the sequence.
+
+A sequence is known by its tokens, its loss mask and its images, so that rows keep their log-probs in whatever order,
+split or mix they are read, and a change of the data costs the log-probs of the rows that are new.
+
+Shapes: N tokens of a micro batch, K loss tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b, sha256
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from rlpipe.common.atomic_io import writing_path
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.cached_rows import cache_root
+from rlpipe.data.render.images import file_state
+from rlpipe.errors import RunError
+from rlpipe.types import FloatArray, MicroBatch, MiniBatch, TrainBatch
+
+FORMAT = 1
+"""Version of the file format."""
+KEY_BYTES = 16
+FLUSH_BYTES = 64 * 2**20
+"""Bytes of log-probs that are kept in memory until they are written."""
+SCHEMA = pa.schema({"key": pa.binary(KEY_BYTES), "logprobs": pa.list_(pa.float32())})
+WEIGHTS = ("*.json", "*.safetensors", "*.bin", "*.py")
+"""Files of a folder that determine a model."""
+READ = ("revision", "dtype", "attention", "images", "trust_remote_code", "normalize_weight_scales")
+"""Options of ``model`` that log-probs of the base model depend on."""
+
+
+def reference_folder(data: DataConfig, model: ModelConfig) -> Path:
+    """Return the folder of the log-probs of a model, whose ``dtype`` is settled.
+
+    Its name depends on the model, its files or its revision, its dtype, the adapter that it begins from, and whether it
+    is quantized. Raises ``ConfigError`` if ``data.cache`` can't be a folder.
+    """
+    parts = {
+        "format": FORMAT,
+        "path": _absolute(model.path),
+        "model": {name: value for name, value in dataclasses.asdict(model).items() if name in READ},
+        "files": _state(model.path, model.revision),
+        "quantized": model.adapter.kind == "qlora",
+        "adapter": [_absolute(model.adapter.path), _state(model.adapter.path, None)],
+        "libraries": {name: version(name) for name in ("transformers", "torch")},
+    }
+    return cache_root(data) / "reference" / sha256(json.dumps(parts, default=repr).encode()).hexdigest()[:32]
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or not Path(path).expanduser().exists() else str(Path(path).expanduser().absolute())
+
+
+def _state(path: str | None, revision: str | None) -> Any:
+    """Return sizes and times of a folder's files, or the commit of a hub model in the hub's cache."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    if folder.is_dir():
+        return [file_state(str(file)) for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
+    try:
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def keyed_sequences(micro_batch: MicroBatch) -> Iterator[tuple[bytes, slice]]:
+    """Yield the key and the place of each sequence that has loss tokens."""
+    for start, stop in pairwise(micro_batch.sequence_starts.tolist()):
+        mask = micro_batch.loss_mask[start:stop]
+        if not mask.any():
+            continue
+        digest = blake2b(digest_size=KEY_BYTES)
+        digest.update(micro_batch.token_ids[start:stop].astype(np.int32).tobytes())
+        digest.update(mask.tobytes())
+        for image in micro_batch.images:
+            if start <= image.place < stop:
+                digest.update(f"{image.place - start} {image.num_tokens} {len(image.content)} ".encode())
+                digest.update(image.content)
+        yield digest.digest(), slice(start, stop)
+
+
+def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro batches of mini batches, and those of their mismatched completions."""
+    for mini_batch in mini_batches:
+        yield from mini_batch.micro_batches
+        if mini_batch.mismatched is not None:
+            yield from mini_batch.mismatched.micro_batches
+
+
+class ReferenceCache:
+    """The log-probs ``[K]`` of sequences, in memory and in the files of a folder.
+
+    Raises ``RunError`` if the files can't be written; files that can't be read are ignored.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[bytes, FloatArray] = {}
+        self._new: dict[bytes, FloatArray] = {}
+        self._promised: set[bytes] = set()
+        for file in sorted(folder.glob("*.arrow")):
+            self._known |= _read(file)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def is_due(self, batches: Sequence[TrainBatch]) -> bool:
+        """Return whether a sequence is neither known nor part of batches that were due before; such are due once."""
+        mini_batches = (mini_batch for batch in batches for mini_batch in batch.mini_batches)
+        keys = {key for micro in all_micro_batches(mini_batches) for key, _ in keyed_sequences(micro)}
+        is_due = any(key not in self._known and key not in self._promised for key in keys)
+        if is_due:
+            self._promised |= keys
+        return is_due
+
+    def forget_due(self) -> None:
+        """Forget which batches were due, because nobody computes them any more."""
+        self._promised.clear()
+
+    def add(self, logprobs: Mapping[bytes, FloatArray]) -> None:
+        """Keep log-probs by the keys of their sequences, and write them once there are many."""
+        new = {key: values for key, values in logprobs.items() if key not in self._known}
+        self._known |= new
+        self._new |= new
+        if sum(values.nbytes for values in self._new.values()) >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> int:
+        """Write the new log-probs to a file, and return their number."""
+        if not self._new:
+            return 0
+        count, table = len(self._new), {"key": [*self._new], "logprobs": [*self._new.values()]}
+        file = self.folder / f"{sha256(b''.join(self._new)).hexdigest()[:32]}.arrow"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with pa.ipc.new_file(str(writing_path(file)), SCHEMA) as writer:
+                writer.write_batch(pa.RecordBatch.from_pydict(table, SCHEMA))
+            writing_path(file).replace(file)
+        except OSError as error:
+            with suppress(OSError):
+                writing_path(file).unlink(missing_ok=True)
+            raise RunError(f"log-probs can't be written to {self.folder} ({error}); set data.cache") from None
+        self._new = {}
+        return count
+
+    def fill(self, batches: Iterable[TrainBatch]) -> None:
+        """Set the ``ref_logprobs`` ``[N]`` of all micro batches, whose sequences must be known."""
+        for micro_batch in all_micro_batches(mini for batch in batches for mini in batch.mini_batches):
+            micro_batch.ref_logprobs = np.zeros(micro_batch.num_tokens, np.float32)
+            for key, place in keyed_sequences(micro_batch):
+                micro_batch.ref_logprobs[place][micro_batch.loss_mask[place]] = self._known[key]
+
+
+def _read(file: Path) -> dict[bytes, FloatArray]:
+    try:
+        with pa.ipc.open_file(pa.memory_map(str(file))) as reader:
+            table = reader.read_all()
+    except (OSError, pa.ArrowException):
+        return {}
+    values = (np.array(entry.values.to_numpy(zero_copy_only=False)) for entry in table.column("logprobs"))
+    return dict(zip(table.column("key").to_pylist(), values, strict=True))
