@@ -1,51 +1,15 @@
-"""Programs that multiply with a tool, written for OpenAI's interface; they know nothing of who answers.
-
-The row is read as JSON from standard input, the framework from the command line; the last line is the reward.
-"""
+"""The agents of the example ``agent_frameworks``, and further ones: with the Responses API, and with streams."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 from typing import Any
 
-SYSTEM = "Use the tool."
+from rlpipe.examples.agent_frameworks.agent import PROGRAMS, SYSTEM, main, multiply
 
 
-def multiply(a: int, b: int) -> int:
-    """Multiplies two numbers.
-
-    Args:
-        a: the first number
-        b: the second number
-    """
-    return a * b
-
-
-def with_openai(question: str) -> str:
-    from openai import OpenAI
-
-    number = {"type": "integer"}
-    schema = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
-    tool: Any = {
-        "type": "function",
-        "function": {"name": "multiply", "description": "Multiplies.", "parameters": schema},
-    }
-    client = OpenAI()
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    while True:
-        message = client.chat.completions.create(model="any", messages=messages, tools=[tool]).choices[0].message
-        if not message.tool_calls:
-            return message.content or ""
-        messages.append(message)
-        for call in message.tool_calls:
-            result = multiply(**json.loads(call.function.arguments))  # type: ignore[union-attr]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-
-
-def with_responses(question: str) -> str:
+def with_responses(question: str, endpoint: Any) -> str:
     from openai import OpenAI
 
     client, answer, given = OpenAI(), None, [{"role": "user", "content": question}]
@@ -69,15 +33,7 @@ def with_responses(question: str) -> str:
         ]
 
 
-def with_langgraph(question: str) -> str:
-    from langchain_openai import ChatOpenAI
-    from langgraph.prebuilt import create_react_agent
-
-    agent = create_react_agent(ChatOpenAI(model="any"), [multiply], prompt=SYSTEM)
-    return str(agent.invoke({"messages": [("user", question)]})["messages"][-1].content)
-
-
-def with_langgraph_responses(question: str) -> str:
+def with_langgraph_responses(question: str, endpoint: Any) -> str:
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
 
@@ -85,33 +41,17 @@ def with_langgraph_responses(question: str) -> str:
     return str(agent.invoke({"messages": [("user", question)]})["messages"][-1].text)
 
 
-def with_openai_agents(question: str) -> str:
-    from agents import OpenAIChatCompletionsModel
-    from openai import AsyncOpenAI
+def with_openai_agents_responses(question: str, endpoint: Any) -> str:
+    from agents import Runner
 
-    return _with_openai_agents(question, OpenAIChatCompletionsModel(model="any", openai_client=AsyncOpenAI()))
-
-
-def with_openai_agents_responses(question: str) -> str:
-    return _with_openai_agents(question, "any")  # its own default
+    return str(asyncio.run(Runner.run(_agent(), question)).final_output)
 
 
-def _with_openai_agents(question: str, model: Any) -> str:
-    from agents import Agent, Runner, function_tool, set_tracing_disabled
-
-    set_tracing_disabled(True)
-    agent = Agent(name="calculator", instructions=SYSTEM, tools=[function_tool(multiply)], model=model)
-    return str(asyncio.run(Runner.run(agent, question)).final_output)
-
-
-def with_openai_agents_stream(question: str) -> str:
-    from agents import Agent, Runner, function_tool, set_tracing_disabled
-
-    set_tracing_disabled(True)
-    agent = Agent(name="calculator", instructions=SYSTEM, tools=[function_tool(multiply)], model="any")
+def with_openai_agents_stream(question: str, endpoint: Any) -> str:
+    from agents import Runner
 
     async def run() -> str:
-        running = Runner.run_streamed(agent, question)
+        running = Runner.run_streamed(_agent(), question)
         async for _ in running.stream_events():
             pass
         return str(running.final_output)
@@ -119,28 +59,21 @@ def with_openai_agents_stream(question: str) -> str:
     return asyncio.run(run())
 
 
-def with_smolagents(question: str) -> str:
-    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+def _agent() -> Any:
+    """Return an agent of openai-agents whose model is the package's own default."""
+    from agents import Agent, function_tool, set_tracing_disabled
 
-    model = OpenAIServerModel(
-        model_id="any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
-    )
-    agent = ToolCallingAgent(tools=[tool(multiply)], model=model, verbosity_level=0, max_steps=4)
-    return str(agent.run(question))
+    set_tracing_disabled(True)
+    return Agent(name="calculator", instructions=SYSTEM, tools=[function_tool(multiply)], model="any")
 
-
-PROGRAMS = {
-    "openai": with_openai,
-    "responses": with_responses,
-    "langgraph": with_langgraph,
-    "langgraph-responses": with_langgraph_responses,
-    "openai-agents": with_openai_agents,
-    "openai-agents-responses": with_openai_agents_responses,
-    "openai-agents-stream": with_openai_agents_stream,
-    "smolagents": with_smolagents,
-}
 
 if __name__ == "__main__":
-    row = json.load(sys.stdin)
-    answer = PROGRAMS[sys.argv[1]](row["question"])
-    print(float(str(row["answer"]) in answer))
+    main(
+        {
+            **PROGRAMS,
+            "responses": with_responses,
+            "langgraph-responses": with_langgraph_responses,
+            "openai-agents-responses": with_openai_agents_responses,
+            "openai-agents-stream": with_openai_agents_stream,
+        }
+    )

@@ -18,15 +18,15 @@ from rlpipe.models.tiny import make_tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+ROOT = Path(__file__).parents[2]
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE, NUM_TURNS = 3, 1, 4, 3
 MAX_TOKENS = 16_384
-"""Tokens of a conversation: the tiny policy has one for each character, and smolagents' instructions are long."""
+"""Tokens of a conversation: the tiny policy has one for each character."""
 OPTIONS = (
     "environment.num_cpus=0.1",
     "environment.timeout_s=300",
     "environment.concurrency=4",
-    f"environment.parser={HELPERS / 'environment_cases.py'}:multiply_twice",
+    f"environment.parser={ROOT / 'tests' / 'helpers' / 'environment_cases.py'}:multiply_twice",
     f"algorithm.num_steps={NUM_STEPS}",
     f"algorithm.groups_per_step={GROUPS_PER_STEP}",
     f"algorithm.group_size={GROUP_SIZE}",
@@ -53,7 +53,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(framework: str, policy: Path, rows: Path, output: Path) -> tuple[list[dict[str, Any]], list[rlpipe.Rollout]]:
     """Train on a framework's episodes, and return the metrics of the steps and the rollouts in the ledger."""
-    command = json.dumps([sys.executable, str(HELPERS / "agent_programs.py"), framework])
+    command = json.dumps([sys.executable, str(ROOT / "examples" / "agent_frameworks" / "agent.py"), framework])
     agent = f"environment.agent={{command: {command}}}"
     summary = rlpipe.train(make_config(policy, rows, output, *OPTIONS, agent))
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO

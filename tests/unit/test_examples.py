@@ -24,6 +24,7 @@ from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmCon
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
+from rlpipe.episodes.kinds import import_kind
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.scoring.code_execution import passes_tests
 from rlpipe.scoring.rewards import load_reward, missing_columns
@@ -66,6 +67,7 @@ def test_every_file_of_the_examples_is_valid_and_its_columns_are_there(file: str
 def test_there_is_an_example_in_every_folder() -> None:
     folders = {path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert {folder.name for folder in folders} == {
+        "agent_frameworks",
         "calculator",
         "code",
         "custom_reward",
@@ -375,6 +377,13 @@ def test_frozen_lake_shows_the_player_and_ends_after_twelve_moves() -> None:
     assert steps[0].observation.startswith("'north' is not a direction")
     assert steps[1].observation == "SPFF\nFHFH\nFFFH\nHFFG"
     assert (len(steps), sum(step.reward for step in steps)) == (1 + 12, 0.0)
+
+
+@pytest.mark.parametrize("framework", ["openai", "langgraph", "openai_agents", "smolagents"])
+def test_the_agents_of_the_frameworks_are_functions(framework: str) -> None:
+    override = f"environment.agent=examples/agent_frameworks/agent.py:{framework}"
+    config = load_config([override], file="examples/agent_frameworks/run.yaml")
+    assert import_kind(config.environment).agent is not None
 
 
 def test_committed_rows_are_unique() -> None:
