@@ -21,7 +21,7 @@ def answer(request: GroupRequest) -> RolloutGroup:
         token_ids=np.arange(3, dtype=np.int32),
         loss_mask=np.array([False, True, True]),
         logprobs=np.zeros(3, np.float32),
-        policy_versions=np.zeros(3, np.int32),
+        policy_versions=np.array([-1, 7, 8], np.int32),
     )
     return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[rollout])
 
@@ -51,6 +51,7 @@ def test_accuracy_counts_every_prompt() -> None:
     assert metrics["eval/num_failed"] == 1
     assert metrics["eval/reward"] == pytest.approx((1.0 + 0.95 + 0.5) / 3)
     assert metrics["eval/completions/mean_length"] == 2
+    assert metrics["eval/policy_version"] == 7.5
 
 
 def test_one_reward_may_say_what_is_correct() -> None:
