@@ -78,7 +78,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_loss(config.algorithm)
         yield from check_strided(config)
     yield from check_updates(config.weights, config.replay)
-    yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward)
+    yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward or config.environment.takes_rows)
     yield from check_tracking(config.tracking)
 
 

@@ -446,6 +446,7 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"algorithm.kind": "sft", "model.adapter.use_dora": True, "model.adapter.merge": False},
         {"weights.transport": "nccl", "model.adapter.merge": True},
         {**FEATURES, "scoring.rewards": reward(weight=0.0)},
+        {"environment.path": "mine:Game", "scoring.rewards": reward(weight=0.0)},
         LEARNERS,
         MENDED,
         {"learner.strategy": "fsdp2", "learner.fsdp.wrap": ("Qwen3MLP",)},
