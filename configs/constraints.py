@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, OwnFunction
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
 from rlpipe.configs.schema.rollout_config import (
@@ -232,7 +232,7 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from check_function(advantage, "algorithm.advantage")
 
 
-def check_function(config: AdvantageConfig | LossConfig, section: str) -> Iterator[str]:
+def check_function(config: OwnFunction, section: str) -> Iterator[str]:
     """Yield contradictions of a function of the user's own; its import is checked when a run begins."""
     if config.path is not None and ":" not in config.path:
         yield (
@@ -273,7 +273,11 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
-    correction = algorithm.correction
+    correction, usual = algorithm.correction, CorrectionConfig()
+    yield from check_function(correction, "algorithm.correction")
+    for option in ("mode", "cap", "floor", "off_policy_threshold") if correction.path is not None else ():
+        if getattr(correction, option) != getattr(usual, option):
+            yield f"algorithm.correction.{option}: has no effect on the function of path; remove it, or set path=null"
     name = "algorithm.correction.bias_corrected_kl"
     if correction.bias_corrected_kl and algorithm.loss.beta == 0:
         yield f"{name}: there is no KL to weight; set algorithm.loss.beta above 0, or false here"
@@ -283,6 +287,9 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def check_replay(config: Config) -> Iterator[str]:
     replay, advantage = config.replay, config.algorithm.advantage.name
+    yield from check_function(config.algorithm.replay, "algorithm.replay")
+    if config.algorithm.replay.path is not None and not replay.reuse_groups:
+        yield "algorithm.replay.path: no groups are kept to choose from; set replay.reuse_groups above 0, or path=null"
     if advantage in ("reinforce", "reinforce_plus_plus") and replay.refill_attempts:
         yield (
             f"replay.refill_attempts: with algorithm.advantage.name={advantage}, a group whose rewards are all the "

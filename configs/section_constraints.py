@@ -30,7 +30,14 @@ PREFERENCE_TAKERS = {
 """Losses that an option has an effect on."""
 OF_ROWS = ("preference", "reward_model", "process_reward_model")
 """Kinds of algorithms with rows of their own; each has a section of its name."""
-OF_ROLLOUTS = ("algorithm.advantage", "algorithm.loss", "algorithm.correction", "algorithm.ebft", "replay")
+OF_ROLLOUTS = (
+    "algorithm.advantage",
+    "algorithm.loss",
+    "algorithm.correction",
+    "algorithm.replay",
+    "algorithm.ebft",
+    "replay",
+)
 """Sections of options that only rollouts, or blocks of raw text, have a use for."""
 
 

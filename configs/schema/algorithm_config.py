@@ -359,6 +359,26 @@ class CorrectionConfig(Freezable):
         maximum=MAX_WEIGHT,
     )
     bias_corrected_kl: bool = option(False, "Also weight the KL to the reference by w.")
+    path: str | None = option(
+        None, "Your own correction, as file.py:function or package.module:function; null: the one that mode selects."
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
+    digest: str | None = option(None, DIGEST)
+
+
+@dataclass(kw_only=True)
+class ReplayPolicyConfig(Freezable):
+    path: str | None = option(
+        None,
+        "Your own choice of the kept groups that are trained again, as file.py:function or package.module:function; "
+        "null: the newest ones.",
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
+    digest: str | None = option(None, DIGEST)
+
+
+OwnFunction = AdvantageConfig | LossConfig | CorrectionConfig | ReplayPolicyConfig
+"""Sections that may name a function of the user's own."""
 
 
 @dataclass(kw_only=True)
@@ -396,6 +416,7 @@ class AlgorithmConfig(Freezable):
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    replay: ReplayPolicyConfig = field(default_factory=ReplayPolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

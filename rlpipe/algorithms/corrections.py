@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.plugins import CORRECTION, call_function, load_function, own_error
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 LOGPROB_DIFFERENCE = "sampling/logp_difference/max"
@@ -38,6 +39,60 @@ class Correction:
         return self.weights.masked_fill(~self.kept, 0)
 
 
+@dataclass(kw_only=True, slots=True)
+class CorrectionInputs:
+    """One micro batch, as a correction sees it; 0 where ``mask`` is False."""
+
+    log_ratios: Tensor  # [N], p - b, without gradient; 0 where b is not known
+    advantages: Tensor  # [N]
+    mask: Tensor  # [N] bool, loss tokens
+    sequence_ids: Tensor  # [N]
+    config: CorrectionConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class CorrectionOutput:
+    """Factors on each token's share of the loss, and which tokens have any."""
+
+    weights: Tensor  # [N]
+    kept: Tensor | None = None  # [N] bool; None: all tokens
+
+
+def own_correction(inputs: CorrectionInputs) -> CorrectionOutput:
+    """Return what the user's function returns; raise ``RunError`` if it is not one finite factor for each token."""
+    config = inputs.config
+    found = call_function(load_function(config, CORRECTION), config, CORRECTION, inputs)
+    output = CorrectionOutput(weights=found) if isinstance(found, Tensor) else found
+    if not isinstance(output, CorrectionOutput):
+        problem = f"returned {type(found).__name__}, not a tensor [N] or a CorrectionOutput"
+        raise own_error(config, CORRECTION, problem)
+    for name, values in (("weights", output.weights), ("kept", output.kept)):
+        if values is None and name == "kept":
+            continue
+        if not isinstance(values, Tensor):
+            raise own_error(config, CORRECTION, f"returned {name} of type {type(values).__name__}, not a tensor")
+        if values.shape != inputs.mask.shape:
+            shapes = f"{list(values.shape)}, not {list(inputs.mask.shape)}"
+            raise own_error(config, CORRECTION, f"returned {name} of shape {shapes}, one value for each token")
+    if output.kept is not None and output.kept.dtype != torch.bool:
+        raise own_error(config, CORRECTION, f"returned kept of type {output.kept.dtype}, not torch.bool")
+    num_bad = int((inputs.mask & ~output.weights.isfinite()).sum())
+    if num_bad and bool(inputs.log_ratios[inputs.mask].isfinite().all()):
+        total = int(inputs.mask.sum())
+        raise own_error(config, CORRECTION, f"returned NaN or infinity for {num_bad} of {total} loss tokens")
+    return output
+
+
+def _correct_by_own(inputs: CorrectionInputs, metrics: MetricSums) -> Correction:
+    mask, output = inputs.mask, own_correction(inputs)
+    weights = torch.where(mask, output.weights.detach().to(inputs.log_ratios.dtype), 1)
+    kept = torch.ones_like(mask) if output.kept is None else output.kept | ~mask
+    _add_metrics(metrics, inputs.log_ratios, mask)
+    metrics.add_mean("sampling/dropped_ratio", mask & (~kept | (weights == 0)))
+    kl_weights = weights if inputs.config.bias_corrected_kl else torch.ones_like(weights)
+    return Correction(weights=weights, kept=kept, kl=kl_weights)
+
+
 def correct(
     log_weights: Tensor,  # [N], p - b, 0 where unmasked
     advantages: Tensor,  # [N], 0 where unmasked
@@ -48,6 +103,11 @@ def correct(
 ) -> Correction:
     """Return the weights of a micro batch; add how far p is from b, and the share of changed tokens, to ``metrics``."""
     log_weights = log_weights.detach()
+    if config.path is not None:
+        inputs = CorrectionInputs(
+            log_ratios=log_weights, advantages=advantages, mask=loss_mask, sequence_ids=sequence_ids, config=config
+        )
+        return _correct_by_own(inputs, metrics)
     level = sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
     raw = level.clamp(max=MAX_LOG_RATIO).exp()
     floor = 1 / config.cap if config.floor is None else config.floor

@@ -1,4 +1,4 @@
-"""Advantages and losses of the user's own: their import, the record of their code, and errors in one line.
+"""Functions of the user's own in an algorithm: their import, the record of their code, and errors in one line.
 
 A function is named by ``path``, gets ``kwargs`` as keyword arguments, and is checked before a run begins. The SHA-256
 of its file is stored with the run's config, so that a run never continues with other code without notice.
@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.imports import describe_error, import_object
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, OwnFunction
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 
 ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
+CORRECTION, REPLAY = "algorithm.correction", "algorithm.replay"
 """Sections that may name a function."""
 
 
@@ -48,10 +49,12 @@ def record_code(algorithm: AlgorithmConfig) -> AlgorithmConfig:
         algorithm,
         advantage=_record(algorithm.advantage, ADVANTAGE, num_arguments=2),
         loss=_record(algorithm.loss, LOSS, num_arguments=1),
+        correction=_record(algorithm.correction, CORRECTION, num_arguments=1),
+        replay=_record(algorithm.replay, REPLAY, num_arguments=2),
     )
 
 
-def load_function(config: AdvantageConfig | LossConfig, section: str) -> Callable[..., Any]:
+def load_function(config: OwnFunction, section: str) -> Callable[..., Any]:
     """Return the function at ``path``; raise ``ConfigError`` if its file is not the one of ``digest``."""
     assert config.path is not None
     return _load(config.path, config.digest, section)
@@ -70,9 +73,7 @@ def _load(path: str, expected: str | None, section: str) -> Callable[..., Any]:
     return function
 
 
-def call_function(
-    function: Callable[..., Any], config: AdvantageConfig | LossConfig, section: str, *inputs: Any
-) -> Any:
+def call_function(function: Callable[..., Any], config: OwnFunction, section: str, *inputs: Any) -> Any:
     """Return what the user's function returns; raise ``RunError`` in one line, with the line of code, if it raises."""
     try:
         return function(*inputs, **config.kwargs)
@@ -82,7 +83,7 @@ def call_function(
         raise own_error(config, section, f"raised {describe_error(error)}{_place(error, function)}") from None
 
 
-def own_error(config: AdvantageConfig | LossConfig, section: str, problem: str) -> RunError:
+def own_error(config: OwnFunction, section: str, problem: str) -> RunError:
     """Return the error for a problem of the user's function."""
     return RunError(f"{section}.path: {config.path} {problem}; fix the function, or set {section}.path=null")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import numpy as np
@@ -16,7 +16,8 @@ from rlpipe.algorithms.advantages import (
     own_advantages,
     turn_advantages,
 )
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
+from rlpipe.algorithms.plugins import REPLAY, call_function, load_function, own_error
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
@@ -317,11 +318,39 @@ def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, f
     }
 
 
-class ReplayCache:
-    """Cache of the newest ``limit`` groups with differing rewards; each is handed out once, the newest first."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ReplayInputs:
+    """The step that kept groups are chosen for."""
 
-    def __init__(self, *, limit: int, combine: str) -> None:
-        self._combine = combine
+    groups: Sequence[RolloutGroup]
+    """The new groups of the step."""
+    num_wanted: int
+    """Number of them whose rewards are all equal, each of which a kept group may replace."""
+    config: ReplayPolicyConfig
+
+
+def own_choice(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
+    """Return the groups that the user's function chooses; raise ``RunError`` if they are not some of the kept ones."""
+    config = inputs.config
+    found = call_function(load_function(config, REPLAY), config, REPLAY, list(kept), inputs)
+    if not isinstance(found, list | tuple) or not all(isinstance(group, RolloutGroup) for group in found):
+        raise own_error(config, REPLAY, f"returned {found!r:.80}, not a list of kept groups")
+    ids, known = [group.group_id for group in found], {group.group_id: group for group in kept}
+    if not {*ids} <= known.keys() or len({*ids}) < len(ids):
+        raise own_error(config, REPLAY, f"returned the groups {ids}, which are not different ones of the kept groups")
+    if len(ids) > inputs.num_wanted:
+        raise own_error(config, REPLAY, f"returned {len(ids)} groups, and inputs.num_wanted is {inputs.num_wanted}")
+    return [known[group_id] for group_id in ids]
+
+
+class ReplayCache:
+    """Cache of the newest ``limit`` groups with differing rewards; each is handed out once.
+
+    Those are the newest ones, or the ones that the function at ``policy.path`` chooses.
+    """
+
+    def __init__(self, *, limit: int, combine: str, policy: ReplayPolicyConfig) -> None:
+        self._combine, self._policy = combine, policy
         self._groups: deque[RolloutGroup] = deque(maxlen=limit)
 
     @property
@@ -342,4 +371,10 @@ class ReplayCache:
     def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
         wanted = sum(not has_signal(group, self._combine) for group in groups)
-        return [self._groups.pop() for _ in range(min(wanted, len(self._groups)))]
+        if self._policy.path is None or not wanted or not self._groups:
+            return [self._groups.pop() for _ in range(min(wanted, len(self._groups)))]
+        inputs = ReplayInputs(groups=groups, num_wanted=wanted, config=self._policy)
+        found = own_choice(tuple(self._groups), inputs)
+        ids = {group.group_id for group in found}
+        self._groups = deque((group for group in self._groups if group.group_id not in ids), self._groups.maxlen)
+        return found

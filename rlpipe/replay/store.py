@@ -101,7 +101,7 @@ class ReplayStore:
         self._algorithm, self._learner, self._replay, self._rewards = algorithm, learner, replay, rewards
         self._seed, self._num_samples = seed, num_samples
         self._buffer = ReplayBuffer(groups_per_step=algorithm.groups_per_step, max_staleness=replay.max_staleness)
-        self._kept = ReplayCache(limit=replay.reuse_groups, combine=algorithm.combine)
+        self._kept = ReplayCache(limit=replay.reuse_groups, combine=algorithm.combine, policy=algorithm.replay)
         self._generated: dict[int, RolloutGroup] = {}
         self._entries: dict[int, GroupTicket] = {}
         self._samples: dict[int, list[RolloutGroup]] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
@@ -67,11 +67,14 @@ def open_store(
     keep_steps: int = 10,
     fail: str = "skip_group",
     replay: ReplayConfig | None = None,
+    policy: ReplayPolicyConfig | None = None,
 ) -> ReplayStore:
     """Open a store on the ledger in ``folder``, which is created if it is missing."""
     return ReplayStore(
         Ledger(folder / NAME, keep_steps=keep_steps),
-        algorithm=AlgorithmConfig(groups_per_step=groups_per_step, num_steps=num_steps),
+        algorithm=AlgorithmConfig(
+            groups_per_step=groups_per_step, num_steps=num_steps, replay=policy or ReplayPolicyConfig()
+        ),
         learner=LearnerConfig(max_tokens_per_microbatch=64),
         replay=replay or ReplayConfig(max_staleness=max_staleness),
         rewards={REWARD: RewardConfig(path="none", fail=fail)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from rlpipe.algorithms.advantages import AdvantageInputs, own_advantages
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, CorrectionConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    LossConfig,
+    ReplayPolicyConfig,
+)
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, RunError
 
@@ -79,10 +86,41 @@ def undefined(rewards, inputs):
 def raising(rewards, inputs):
     return 1 / 0
 """
+CORRECTIONS = """
+import torch
+from rlpipe.algorithms.corrections import CorrectionOutput
+
+def squared(inputs, *, power=2.0):
+    return (power * inputs.log_ratios).exp()
+
+def gains(inputs):
+    ones = torch.ones_like(inputs.log_ratios)
+    return CorrectionOutput(weights=ones, kept=inputs.advantages < 2)
+
+def by_sequence(inputs):
+    assert inputs.sequence_ids.shape == inputs.mask.shape
+    return squared(inputs).sum()
+
+def nothing(inputs):
+    pass
+
+def listed(inputs):
+    return CorrectionOutput(weights=[1.0])
+
+def counted(inputs):
+    return CorrectionOutput(weights=squared(inputs), kept=inputs.advantages)
+
+def undefined(inputs):
+    return squared(inputs) / 0
+
+def raising(inputs):
+    raise KeyError("w")
+"""
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
+    (tmp_path / "corrections.py").write_text(CORRECTIONS)
     (tmp_path / "losses.py").write_text(LOSSES)
     (tmp_path / "advantages.py").write_text(ADVANTAGES)
     return tmp_path
@@ -166,6 +204,68 @@ def test_an_own_loss_is_not_blamed_for_log_probs_that_are_not_finite(files: Path
     inputs = make_inputs()
     inputs.logprobs = torch.tensor([float("nan"), -2.0, -3.0], requires_grad=True)
     assert policy_loss(inputs, LossConfig(path=f"{files}/losses.py:plain")).loss.isnan()
+
+
+def corrected(files: Path, name: str, **options: Any) -> LossOutput:
+    inputs = make_inputs()
+    inputs.sampling_logprobs = torch.tensor([-1.5, -2.0, 0.0])
+    correction = CorrectionConfig(path=f"{files}/corrections.py:{name}", **options)
+    return policy_loss(inputs, LossConfig(name="reinforce"), correction)
+
+
+def test_an_own_correction_returns_the_factor_of_each_token(files: Path) -> None:
+    output = corrected(files, "squared", kwargs={"power": 2.0})
+    assert output.loss.item() == pytest.approx((2 * math.exp(2 * 0.5) * 1 + 1 * 2) / 2)
+    values = output.metrics.values()
+    assert values["sampling/dropped_ratio"] == 0
+    assert values["sampling/importance_ratio/max"] == pytest.approx(math.exp(0.5))
+
+
+def test_an_own_correction_may_drop_tokens(files: Path) -> None:
+    output = corrected(files, "gains")
+    assert output.loss.item() == 1 * 2 / 2
+    assert output.metrics.values()["sampling/dropped_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("by_sequence", "returned weights of shape [], not [3], one value for each token"),
+        ("nothing", "returned NoneType, not a tensor [N] or a CorrectionOutput"),
+        ("listed", "returned weights of type list, not a tensor"),
+        ("counted", "returned kept of type torch.float32, not torch.bool"),
+        ("undefined", "returned NaN or infinity for 2 of 2 loss tokens"),
+        ("raising", "raised KeyError: 'w' (corrections.py, line 29)"),
+    ],
+)
+def test_problems_of_an_own_correction_are_one_line(files: Path, name: str, problem: str) -> None:
+    with pytest.raises(RunError) as error:
+        corrected(files, name)
+    fix = "; fix the function, or set algorithm.correction.path=null"
+    assert message(error) == f"algorithm.correction.path: {files}/corrections.py:{name} {problem}{fix}"
+
+
+def test_own_corrections_and_replay_policies_are_recorded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    (files / "replays.py").write_text("def choose(kept, inputs, *, power=1):\n    return []\n")
+    given = AlgorithmConfig(
+        correction=CorrectionConfig(path="corrections.py:squared"), replay=ReplayPolicyConfig(path="replays.py:choose")
+    )
+    recorded, text = record_code(given), to_yaml(Config(algorithm=record_code(given)))
+    for section, name in ((recorded.correction, "corrections.py"), (recorded.replay, "replays.py")):
+        assert section.path is not None
+        assert section.path.startswith(f"{files}/{name}:")
+        assert section.digest == hashlib.sha256((files / name).read_bytes()).hexdigest()
+        assert section.digest in text
+    for changed, option in (
+        (
+            AlgorithmConfig(replay=ReplayPolicyConfig(path="replays.py:choose", kwargs={"p": 1})),
+            "algorithm.replay.kwargs",
+        ),
+        (AlgorithmConfig(correction=CorrectionConfig(path="corrections.py:wrong")), "algorithm.correction.path"),
+    ):
+        with pytest.raises(ConfigError, match=option):
+            record_code(changed)
 
 
 def test_own_advantages_are_one_for_each_rollout(files: Path) -> None:

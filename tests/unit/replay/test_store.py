@@ -1,15 +1,17 @@
 """The decisions of the replay store, feature by feature, and their effects on the accounts."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from replay_cases import REWARD, admit, bring, group, open_store, score
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.errors import RunError
 from rlpipe.replay.assemble import assemble_step
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState
 from rlpipe.replay.store import FailuresInARow, Outcome, ReplayStore
@@ -227,6 +229,67 @@ def test_a_group_is_replayed_once_and_the_oldest_are_forgotten(tmp_path: Path) -
     assert metric(run_step(store, 1, {3: FLAT, 4: FLAT, 5: FLAT}), "groups/replayed") == 2
     assert metric(run_step(store, 2, {6: FLAT, 7: FLAT, 8: FLAT}), "groups/replayed") == 0
     assert store.ledger.rows("SELECT group_id FROM replays ORDER BY 1") == [(1,), (2,)]
+
+
+POLICIES = """
+def oldest(kept, inputs, *, most=10):
+    assert [group.group_id for group in inputs.groups] == [2, 3], "the fresh groups"
+    return kept[: min(most, inputs.num_wanted)]
+
+def all_of(kept, inputs):
+    return kept
+
+def twice(kept, inputs):
+    return [kept[0], kept[0]]
+
+def fresh(kept, inputs):
+    return inputs.groups[:1]
+
+def ids(kept, inputs):
+    return [group.group_id for group in kept]
+
+def raising(kept, inputs):
+    return kept[99]
+"""
+
+
+def replay_by(folder: Path, name: str, **kwargs: Any) -> ReplayStore:
+    (folder / "policies.py").write_text(POLICIES)
+    policy = ReplayPolicyConfig(path=f"{folder}/policies.py:{name}", kwargs=kwargs)
+    store = open_store(folder, replay=ReplayConfig(reuse_groups=2), policy=policy)
+    run_step(store, 0, {0: MIXED, 1: MIXED})
+    return store
+
+
+def test_an_own_policy_chooses_the_groups_that_are_replayed(tmp_path: Path) -> None:
+    store = replay_by(tmp_path, "oldest")
+    assert metric(run_step(store, 1, {2: FLAT, 3: MIXED}), "groups/replayed") == 1
+    assert store.ledger.rows("SELECT * FROM replays") == [(0, 1)]
+    assert store._kept.ids == [1, 3], "a replayed group is not kept any longer"
+
+
+def test_an_own_policy_may_choose_none(tmp_path: Path) -> None:
+    store = replay_by(tmp_path, "oldest", most=0)
+    assert metric(run_step(store, 1, {2: FLAT, 3: MIXED}), "groups/replayed") == 0
+    assert store._kept.ids == [1, 3], "the newest two"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("all_of", "returned 2 groups, and inputs.num_wanted is 1"),
+        ("twice", "returned the groups [0, 0], which are not different ones of the kept groups"),
+        ("fresh", "returned the groups [2], which are not different ones of the kept groups"),
+        ("ids", "returned [0, 1], not a list of kept groups"),
+        ("raising", "raised IndexError: list index out of range (policies.py, line 19)"),
+    ],
+)
+def test_problems_of_an_own_policy_are_one_line(tmp_path: Path, name: str, problem: str) -> None:
+    store = replay_by(tmp_path, name)
+    with pytest.raises(RunError) as error:
+        run_step(store, 1, {2: FLAT, 3: MIXED})
+    fix = "; fix the function, or set algorithm.replay.path=null"
+    assert str(error.value) == f"algorithm.replay.path: {tmp_path}/policies.py:{name} {problem}{fix}"
 
 
 def test_after_a_restart_the_newest_groups_with_signal_are_kept(tmp_path: Path) -> None:
