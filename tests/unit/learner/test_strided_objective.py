@@ -32,7 +32,7 @@ from rlpipe.types import MiniBatch, TrainBatch
 
 TEMPERATURE = 0.6
 SAMPLES = 3
-FRACTIONS = [0.25, 0.5, 1.0]
+FRACTIONS = [0.0, 0.5, 1.0]
 DEPTHS = [0, 1, 2]
 """The depths of hidden states in the tests' models, which have two layers."""
 
