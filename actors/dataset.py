@@ -96,7 +96,7 @@ class DatasetActor(StepServer):
                     seed=setup.seed,
                     pads_pairs=takes_pairs(setup.algorithm) and pads_sequences(setup.model),
                 )
-            if setup.algorithm.kind == "preference" and setup.algorithm.preference.precompute_ref_log_probs:
+            if setup.algorithm.precomputes_reference:
                 self._reference = ReferenceCache(reference_folder(setup.data, setup.model))
             if held_out:
                 ranks = setup.learner.num_ranks

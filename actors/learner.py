@@ -313,7 +313,7 @@ class LearnerLoop:
 
     def run(self) -> None:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
-        if setup.algorithm.kind == "preference" and setup.algorithm.preference.precompute_ref_log_probs:
+        if setup.algorithm.precomputes_reference:
             self._precompute_reference()
         checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step

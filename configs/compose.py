@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -30,6 +29,7 @@ from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
 from rlpipe.configs.foreign_names import foreign_name
 from rlpipe.configs.options import (
+    default_tree,
     describe_type,
     element_section,
     find_out_of_range,
@@ -156,7 +156,7 @@ def compose_tree(
     for override in parsed:
         if chooses_group(override, groups):
             choices[override.key_or_group] = group_choice(override)
-    tree = deepcopy(default_tree())
+    tree = default_tree(Config)
     for layer in group_layers(config_folder(), tuple(choices.values())):
         merge(tree, layer)
     merge(tree, Layer(content=file_tree, source=str(file)))
@@ -169,12 +169,6 @@ def compose_tree(
         for problem in problems_of(apply_override, tree, override)
     )
     return tree
-
-
-@cache
-def default_tree() -> DictConfig:
-    """Return the options' defaults as a tree, which callers copy: Building it takes five times as long as a copy."""
-    return OmegaConf.structured(Config)  # type: ignore[no-any-return]
 
 
 def problems_of(step: Callable[..., None], *arguments: Any) -> Iterator[ConfigError]:

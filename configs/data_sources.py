@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpipe.configs.options import describe_type
+from rlpipe.configs.options import default_tree, describe_type
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.option import NAME
@@ -186,7 +184,7 @@ def _check_key(option: str, key: str) -> None:
 
 
 def _typed(option: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    tree = deepcopy(_default_tree())
+    tree = default_tree(DataConfig)
     for key, value in values.items():
         try:
             OmegaConf.update(tree, key, value, merge=True, force_add=True)
@@ -195,11 +193,6 @@ def _typed(option: str, values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{option}.{key}: {shown} is not {describe_type(expected)}") from error
     container = OmegaConf.to_container(tree, throw_on_missing=False)
     return {key: container[key] for key in values}  # type: ignore[call-overload,index]
-
-
-@cache
-def _default_tree() -> DictConfig:
-    return OmegaConf.structured(DataConfig)  # type: ignore[no-any-return]
 
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

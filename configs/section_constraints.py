@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
-from operator import attrgetter
-from typing import Any
 
 from rlpipe.configs.data_sources import ROLE_OPTION, all_sources, mixed_sources, read_role_boundaries
+from rlpipe.configs.options import leaves, to_tree
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, PreferenceConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
@@ -36,9 +34,10 @@ OF_ROLLOUTS = (
     "algorithm.correction",
     "algorithm.replay",
     "algorithm.ebft",
+    "algorithm.combine",
     "replay",
 )
-"""Sections of options that only rollouts, or blocks of raw text, have a use for."""
+"""Options, and sections of them, that only rollouts, or blocks of raw text, have a use for."""
 
 
 def check_strided(config: Config) -> Iterator[str]:
@@ -329,24 +328,13 @@ def check_unused(config: Config) -> Iterator[str]:
 
     Those of engines and rewards are not among them, because ``rlpipe eval`` reads them.
     """
-    kind, usual = config.algorithm.kind, Config()
-    sections = (*OF_ROLLOUTS, *(f"algorithm.{other}" for other in OF_ROWS if other != kind))
-    changed = [name for at in sections for name in _changed(attrgetter(at)(config), attrgetter(at)(usual), at)]
-    if config.algorithm.combine != usual.algorithm.combine:
-        changed.append("algorithm.combine")
-    for name in changed:
-        if kind != "preference" or name != "algorithm.loss.beta":
+    kind, usual = config.algorithm.kind, dict(leaves(to_tree(Config())))
+    unused = (*OF_ROLLOUTS, *(f"algorithm.{other}" for other in OF_ROWS if other != kind))
+    for name, value in leaves(to_tree(config)):
+        is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
+        has_own_check = kind == "preference" and name == "algorithm.loss.beta"
+        if is_unused and not has_own_check and (name, value) not in usual.items():
             yield f"{name}: has no effect with algorithm.kind={kind}; remove it"
-
-
-def _changed(section: Any, usual: Any, at: str) -> Iterator[str]:
-    """Yield the names of a section's options whose values are not the ``usual`` ones."""
-    for entry in fields(usual):
-        value, default, name = getattr(section, entry.name), getattr(usual, entry.name), f"{at}.{entry.name}"
-        if is_dataclass(default):
-            yield from _changed(value, default, name)
-        elif (list(value) if isinstance(value, tuple) else value) != default:  # a validated list is a tuple
-            yield name
 
 
 def check_preference(config: Config) -> Iterator[str]:

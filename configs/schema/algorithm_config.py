@@ -429,6 +429,11 @@ class AlgorithmConfig(Freezable):
         return self.kind == "rl" and self.loss.name == PAIRS and self.loss.path is None
 
     @property
+    def precomputes_reference(self) -> bool:
+        """Whether the reference's log-probs of all rows are computed before the first step."""
+        return self.kind == "preference" and self.preference.precompute_ref_log_probs
+
+    @property
     def compares_pairs(self) -> bool:
         """Whether the loss compares completions in pairs, sampled or from rows."""
         return self.samples_pairs or (self.kind == "preference" and self.preference.takes_pairs)

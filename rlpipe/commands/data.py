@@ -145,7 +145,7 @@ def run_prepare(arguments: argparse.Namespace) -> None:
         rows = prepared.rows
         skipped = f", {rows.num_skipped:,} of them skipped" if rows.num_skipped else ""
         print(f"{verb} {len(rows):,} rows of {rows.name}{skipped}: {prepared.file}", flush=True)
-    if config.algorithm.kind == "preference" and config.algorithm.preference.precompute_ref_log_probs:
+    if config.algorithm.precomputes_reference:
         count, folder = precompute_reference(config, tokenizer)
         verb = f"computed the reference's log-probs of {count:,} sequences" if count else "already computed"
         print(f"{verb}: {folder}", flush=True)
