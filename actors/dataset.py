@@ -17,7 +17,6 @@ from rlpipe.data.reference_cache import ReferenceCache, reference_folder
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.learner.policy import pads_sequences
 from rlpipe.learner.workload import takes_pairs
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport
@@ -44,6 +43,12 @@ class DatasetSetup:
     folder: str
     first_step: int
     cursor: Cursor
+
+
+def _pads_sequences(model: ModelConfig) -> bool:
+    from rlpipe.learner.policy import pads_sequences  # takes seconds, which only pairs are worth
+
+    return pads_sequences(model)
 
 
 class DatasetActor(StepServer):
@@ -94,7 +99,7 @@ class DatasetActor(StepServer):
                     algorithm=setup.algorithm,
                     learner=setup.learner,
                     seed=setup.seed,
-                    pads_pairs=takes_pairs(setup.algorithm) and pads_sequences(setup.model),
+                    pads_pairs=takes_pairs(setup.algorithm) and _pads_sequences(setup.model),
                 )
             if setup.algorithm.precomputes_reference:
                 self._reference = ReferenceCache(reference_folder(setup.data, setup.model))

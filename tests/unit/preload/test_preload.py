@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -139,3 +140,11 @@ def test_processes_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -
     os.kill(preloading._server.pid, signal.SIGSTOP)
     preloading.end()
     assert preloading._server.poll() == -signal.SIGKILL
+
+
+def test_actors_without_weights_start_without_torch() -> None:
+    code = (
+        "import sys, rlpipe.actors.dataset, rlpipe.actors.replay; print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
