@@ -5,26 +5,44 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import yaml
 
 from rlpipe.configs.compose import ManyProblems, load_config
-from rlpipe.configs.foreign_files import Computed, ForeignRun, Setting
-from rlpipe.configs.foreign_names import foreign_name
-from rlpipe.configs.foreign_rules import OFF_TOPIC, RULES, WIRED, Chooses, Made
-from rlpipe.configs.foreign_values import ALGORITHMS, ForeignValues
-from rlpipe.configs.options import all_names
+from rlpipe.configs.foreign_axolotl import AXOLOTL, AXOLOTL_BELOW
+from rlpipe.configs.foreign_data import describe_entry, entry_of, translate_data
+from rlpipe.configs.foreign_hf import TRL, TRL_BELOW
+from rlpipe.configs.foreign_losses import NO_EFFECT
+from rlpipe.configs.foreign_openrlhf import OPENRLHF, OPENRLHF_BELOW
+from rlpipe.configs.foreign_rules import OFF, Made, PartOf, Rule, Table
+from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign_values import ALGORITHMS, GROUPS, ForeignValues, canonical
+from rlpipe.configs.foreign_verl import VERL, VERL_BELOW
+from rlpipe.configs.options import all_names, options
 from rlpipe.errors import ConfigError, InputError
 
+TABLES: Mapping[str, tuple[Table, Mapping[str, str]]] = {
+    "axolotl": (AXOLOTL, AXOLOTL_BELOW),
+    "openrlhf": (OPENRLHF, OPENRLHF_BELOW),
+    "trl": (TRL, TRL_BELOW),
+    "verl": (VERL, VERL_BELOW),
+}
 UNKNOWN = "no equivalent is known"
 EMPTY = "it has no value"
 COMPUTED = "the file computes it: set {} yourself"
-VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+FROM_ENVIRONMENT = "a variable that the file does not set: set {} yourself"
+NO_REWARDS = ("scoring.rewards", "the run needs rewards: see scoring.rewards.<name>.path, and docs/rewards.md")
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
 MISSING = "???"
 MAX_COMMENT = 120
+PROMPT, COMPLETION = ("data.max_prompt_tokens", 1024), ("rollout.sampling.max_tokens", 256)
+MICRO_BATCH, ROOM = "learner.max_tokens_per_microbatch", 8192
+"""Options of lengths, with their defaults."""
 PLACEHOLDER = "unset"
-"""Stands for a required option that the file does not give, while the rest is validated."""
+"""Stands for a required option that the file does not give, and for variables, while the rest is validated."""
 
 
 @dataclass
@@ -33,20 +51,24 @@ class Translation:
 
     choices: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, list[str]] = field(default_factory=dict)
+    """Settings by the option, or by the group, that follows from them."""
     notes: list[tuple[str, str]] = field(default_factory=list)
-    chosen_by: dict[str, list[str]] = field(default_factory=dict)
-    """Settings by the group in which they are part of what is chosen."""
 
-    def take(self, made: Mapping[str, Any], origin: str) -> None:
+    def take(self, made: Mapping[str, Any], setting: Setting) -> None:
+        """Take the options of a setting; one that has another value already keeps it."""
         for option, value in made.items():
+            if option in self.options and self.options[option] != value:
+                if not setting.default_of:
+                    self.notes.append((str(setting), f"{option} is set by {', '.join(self.origins[option])}"))
+                continue
             self.options[option] = value
-            self.origins.setdefault(option, origin)
+            self.origins.setdefault(option, []).append(str(setting))
 
     def drop(self, option: str, reason: str) -> None:
         """Turn an option into a comment."""
-        value = self.options.pop(option)
-        self.notes.append((f"{option}: {value} ({self.origins.pop(option)})", reason))
+        origins = ", ".join(self.origins.pop(option, []))
+        self.notes.append((f"{option}: {self.options.pop(option)}" + (f" ({origins})" if origins else ""), reason))
 
 
 def translate(run: ForeignRun) -> Translation:
@@ -54,48 +76,119 @@ def translate(run: ForeignRun) -> Translation:
     values = ForeignValues(run)
     if values.algorithm is None:
         raise ConfigError(f"there is no algorithm {run.method} here; there are {', '.join(ALGORITHMS)}")
-    data = dict(values.data)
+    data = translate_data(values)
     choices = {"algorithm": values.algorithm, "data": data.pop("data"), "model": values.model, "learner": "single_gpu"}
     translation = Translation(choices | ({"rollout": "vllm_gpu"} if values.samples else {}))
-    translation.take({name: _with_variables(value) for name, value in data.items()}, "the data set")
-    translation.take(values.batch, values.batch_origin)
-    for setting in run.settings:
-        made = _translate(values, setting)
-        if isinstance(made, str):
-            translation.notes.append((str(setting), made))
-        elif isinstance(made, Chooses):
-            translation.chosen_by.setdefault(made.group, []).append(str(setting))
-        else:
-            translation.take({name: _with_variables(value) for name, value in made.items()}, str(setting))
+    for name, value in data.items():
+        known = _with_variables(values, value)
+        translation.options[name] = MISSING if known is None else known
+    translation.options |= values.batch
+    if run.num_processes is not None and run.system == "trl":
+        translation.origins[GROUPS] = [f"{run.num_processes} processes"]
+    for setting in [*run.settings, *values.defaults]:
+        _place(translation, values, setting)
     translation.options.setdefault("model.path", MISSING)
+    _make_room(translation)
+    if values.samples and values.algorithm != "ebft" and not any(".rewards." in name for name in translation.options):
+        translation.notes.append(NO_REWARDS)
     _leave_out_what_is_refused(translation)
+    translation.notes += run.notes
     return translation
+
+
+def _make_room(translation: Translation) -> None:
+    """Raise the size of micro batches to that of the longest rollout, which they must hold."""
+    lengths = [translation.options.get(option, default) for option, default in (PROMPT, COMPLETION)]
+    longest = sum(length for length in lengths if type(length) is int)
+    room = translation.options.get(MICRO_BATCH, ROOM)
+    if "rollout" in translation.choices and type(room) is int and longest > room:
+        if MICRO_BATCH in translation.options:
+            translation.drop(MICRO_BATCH, "fewer tokens than a prompt and a completion have together")
+        translation.options[MICRO_BATCH] = longest
+        translation.origins[MICRO_BATCH] = [f"{PROMPT[0]} + {COMPLETION[0]}"]
+
+
+def _place(translation: Translation, values: ForeignValues, setting: Setting) -> None:
+    """Keep what a setting makes; a reason why a default makes nothing is worth a comment if it has an effect."""
+    made = _translate(values, setting)
+    if isinstance(made, PartOf):
+        translation.origins.setdefault(made.of, []).append(str(setting))
+    elif isinstance(made, str):
+        if not (setting.default_of and made in (OFF, NO_EFFECT)):
+            translation.notes.append((str(setting), made))
+    else:
+        known = {}
+        for option, value in made.items():
+            known_value = _with_variables(values, value)
+            if known_value is None:
+                translation.notes.append((str(setting), COMPUTED.format(option)))
+            elif REFERENCE.search(str(known_value)) and option not in _texts():
+                translation.notes.append((str(setting), FROM_ENVIRONMENT.format(option)))
+            else:
+                known[option] = known_value
+        translation.take(known, setting)
+
+
+@cache
+def _texts() -> frozenset[str]:
+    """Return the options that are texts, whose values may come from the environment."""
+    return frozenset(option.name for option in options() if option.type.startswith("a string"))
 
 
 def _translate(values: ForeignValues, setting: Setting) -> Made:
     """Return the options that a setting makes, or the reason why it makes none."""
-    name = setting.name.replace("-", "_")
+    name = canonical(values.run.system, setting.name)
+    table, below = TABLES[values.run.system]
+    key = entry_of(name)
+    rule: Rule | str | None = _of_entry if key is not None else table.get(name)
+    section = None if rule is not None else _section_of(name, below)
+    if section is not None and " " not in below[section]:
+        rule = f"{below[section]}.{name[len(section) + 1 :]}"
+    elif section is not None:
+        return below[section]
+    if setting.value in (None, "") and rule is not None:
+        return EMPTY
+    if isinstance(rule, str) and " " in rule:
+        return rule
+    if isinstance(setting.value, Computed):
+        return _computed(rule)
+    if rule is None:
+        return UNKNOWN if setting.value is not None else f"{EMPTY}, and {UNKNOWN}"
+    if key == "step_separator" and values.run.method == "process_reward_model":
+        return {"algorithm.process_reward_model.separator": setting.value}
+    if key is not None:
+        return describe_entry(key, setting.value) or PartOf("data")
+    return {rule: setting.value} if isinstance(rule, str) else rule(values, setting.value)
+
+
+def _of_entry(values: ForeignValues, value: Any) -> Made:
+    return PartOf("data")
+
+
+def _computed(rule: Rule | str | None) -> str:
+    return COMPUTED.format(rule if isinstance(rule, str) and rule in all_names() else "the option")
+
+
+def _section_of(name: str, below: Mapping[str, str]) -> str | None:
+    """Return the longest beginning of a dotted name that has a rule for all below it."""
     parts = name.split(".")
-    off_topic = next((OFF_TOPIC[part] for part in parts if part in OFF_TOPIC), None)
-    if off_topic is not None or setting.value in (None, ""):
-        return off_topic or EMPTY
-    ends = [".".join(parts[index:]) for index in range(len(parts))]
-    rule = next((RULES[end] for end in ends if end in RULES), None)
-    known = foreign_name(name)
-    if isinstance(setting.value, Computed) and name not in WIRED:
-        return COMPUTED.format(known) if known in all_names() else known or COMPUTED.format("it")
-    if rule is not None:
-        return rule(values, setting.value)
-    if known is None:
-        return UNKNOWN
-    return {known: setting.value} if known in all_names() else known
+    beginnings = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((beginning for beginning in beginnings if beginning in below), None)
 
 
-def _with_variables(value: Any) -> Any:
-    """Return a value with references to the environment where a shell's variables are left."""
+def _with_variables(values: ForeignValues, value: Any) -> Any:
+    """Return a value with references to the environment where a shell's variables are left; None if others are."""
     if isinstance(value, dict):
-        return {name: _with_variables(each) for name, each in value.items()}
-    return VARIABLE.sub(r"${oc.env:\1}", value) if isinstance(value, str) else value
+        known = {name: _with_variables(values, each) for name, each in value.items()}
+        return None if None in known.values() else known
+    if isinstance(value, list):
+        listed = [_with_variables(values, each) for each in value]
+        return None if None in listed else listed
+    if not isinstance(value, str):
+        return value
+    if values.run.is_shell:
+        value = VARIABLE.sub(lambda name: f"${{oc.env:{name[1] or name[2]}}}", value)
+    return None if "${" in REFERENCE.sub("", value) else value
 
 
 def _leave_out_what_is_refused(translation: Translation) -> None:
@@ -127,42 +220,65 @@ def _chosen(translation: Translation) -> list[str]:
 
 
 def as_tree(translation: Translation, missing: str = MISSING) -> dict[str, Any]:
-    """Return the options as a tree, with ``missing`` for those that the file does not give."""
+    """Return the options as a tree, with ``missing`` for those that the file does not give, and for variables."""
     tree: dict[str, Any] = {}
     for option, value in translation.options.items():
         *sections, last = option.split(".")
         inside = tree
         for section in sections:
             inside = inside.setdefault(section, {})
-        inside[last] = missing if value == MISSING else value
+        inside[last] = value if missing == MISSING else _without_variables(value, missing)
     return tree
+
+
+def _without_variables(value: Any, missing: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_variables(each, missing) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_variables(each, missing) for each in value]
+    return REFERENCE.sub(missing, value.replace(MISSING, missing)) if isinstance(value, str) else value
 
 
 def write(translation: Translation, source: str) -> str:
     """Return the config as YAML, with the settings that each option comes from, and those without one at the end."""
-    lines = [f"# Made from {source} by rlpipe import; what has no equivalent here is at the end.", "defaults:"]
+    lines = [
+        f"# Made from {_one_line(source)} by rlpipe import; what has no equivalent here is at the end.",
+        "defaults:",
+    ]
     for group, choice in translation.choices.items():
-        lines.append(f"  - {group}: {choice}" + _comment(", ".join(translation.chosen_by.get(group, []))))
-    lines += ["", *_lines(as_tree(translation), translation.origins)]
+        lines += _commented(f"  - {group}: {choice}", translation.origins.get(group, []))
+    lines += ["", *_lines(as_tree(translation), translation)]
     if translation.notes:
         lines += ["", "# Without an equivalent:"]
-    for setting, reason in translation.notes:
-        lines += [f"# {' '.join(setting.split())}", f"#     {reason}"]
+    for setting, reason in dict.fromkeys(translation.notes):
+        lines += [f"# {_one_line(setting)}", f"#     {_one_line(reason)}"]
     return "\n".join(lines) + "\n"
 
 
-def _lines(tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+def _lines(tree: Mapping[str, Any], translation: Translation, prefix: str = "") -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, value in tree.items():
         option = f"{prefix}{name}"
-        if option in origins or not isinstance(value, dict):
+        if option in translation.options or not isinstance(value, dict):
             shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-            yield f"{indent}{name}: {shown.removesuffix('...' + chr(10)).strip()}" + _comment(origins.get(option, ""))
+            line = f"{indent}{name}: {shown.removesuffix('...' + chr(10)).strip()}"
+            yield from _commented(line, translation.origins.get(option, []))
         else:
             yield f"{indent}{name}:"
-            yield from _lines(value, origins, f"{option}.")
+            yield from _lines(value, translation, f"{option}.")
 
 
-def _comment(text: str) -> str:
-    """Return the text as the end of a line, shortened."""
-    return f"  # {' '.join(text.split())[:MAX_COMMENT]}" if text else ""
+def _commented(line: str, origins: list[str]) -> Iterator[str]:
+    """Yield a line with the settings that it comes from: after it, or above it if there are too many."""
+    settings = [_one_line(origin) for origin in dict.fromkeys(origins)]
+    together = ", ".join(settings)
+    if len(together) > MAX_COMMENT:
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from (f"{indent}# {setting}" for setting in settings)
+        yield line
+    else:
+        yield f"{line}  # {together}" if together else line
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

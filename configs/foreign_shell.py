@@ -1,159 +1,262 @@
-"""Reads the commands of a shell script without running it: variables, arrays, arithmetic, and simple conditions."""
+"""Splits a shell script into statements of words, in one pass, without running or expanding anything."""
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-ASSIGNMENT = re.compile(
-    r"\s*(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL
-)
-WHOLE_ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
-CONDITION = re.compile(r"\[\[?\s+(.*?)\s+(==|=|!=)\s+(.*?)\s+\]\]?")
-ENDS = re.compile(r"\|\|?|&&?|;|[0-9]*[<>]{1,2}&?[\w./-]*")
-"""Words after which a command's arguments are over."""
-MAX_DEPTH = 8
-OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+from rlpipe.errors import ConfigError
+
+MAX_NESTING = 40
+PLAIN = re.compile(r"[^\s\\'\"$`#;&|()<>]+")
+UNQUOTED = re.compile(r"[^\"\\$`]+")
+ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+REDIRECTION = re.compile(r"<<<|<<-?|[<>]&|<>|>>|>\||[<>]")
+DELIMITER = re.compile(r"[ \t]*(\\?)(['\"]?)([\w.+-]+)\2")
+SEPARATOR = re.compile(r";;&?|;&|;|&&|&|\|\||\|&?|\)|\n")
 
 
-def read_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, with variables replaced by what the script assigns to them.
+@dataclass(kw_only=True, frozen=True)
+class ArrayWord:
+    """An assignment ``name=(item ...)``, whose items are words with their quotes."""
 
-    Variables that it does not assign stay as they are, such as ``$HOME``. Branches of conditions that can't be
-    evaluated count as taken; their ``else`` does not.
-    """
-    variables: dict[str, str] = {}
-    branches: list[bool | None] = []
-    """Whether each open ``if`` is in a branch that runs; None if an earlier branch of it has run."""
-    for line in logical_lines(text):
-        word = line.split(maxsplit=1)[0].rstrip(";") if line.split() else ""
-        if word == "if":
-            branches.append(_holds(line, variables))
-        elif word in ("elif", "else") and branches:
-            is_over = branches[-1] is not False
-            branches[-1] = None if is_over else word == "else" or _holds(line, variables)
-        elif word == "fi" and branches:
-            branches.pop()
-        elif all(branches):
-            if (found := ASSIGNMENT.fullmatch(line)) is not None and not _has_command(found[3]):
-                _assign(variables, found[1], bool(found[2]), found[3].strip())
-            else:
-                yield _words(expand(line, variables))
+    name: str
+    appends: bool
+    items: tuple[str, ...]
 
 
-def logical_lines(text: str) -> Iterator[str]:
-    """Yield the lines without comments, joined where a backslash, quotes or an array's parentheses go on."""
-    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    joined = ""
-    for line in lines:
-        joined += line
-        if joined.endswith("\\"):
-            joined = joined[:-1] + " "
-        elif _is_open(joined):
-            joined += "\n"
+Word = str | ArrayWord
+
+
+@dataclass(kw_only=True, frozen=True)
+class Statement:
+    """The words of a command, with their quotes, what ended it, and the text of its here-document."""
+
+    words: tuple[Word, ...]
+    end: str
+    heredoc: str | None = None
+
+
+def end_of_quotes(text: str, at: int, depth: int = 0) -> int:
+    """Return the place after double quotes that begin at ``at``."""
+    start, at = at, at + 1
+    while at < len(text):
+        if (plain := UNQUOTED.match(text, at)) is not None:
+            at = plain.end()
+        elif text[at] == '"':
+            return at + 1
+        elif text[at] == "\\":
+            at += 2
         else:
-            yield joined
-            joined = ""
-    if joined.strip():
-        yield joined
+            at = end_of_parameter(text, at, depth + 1)
+    raise unfinished(text, start, 'the quote "')
 
 
-def _is_open(text: str) -> bool:
-    """Return whether quotes, or an array's parentheses, are still open."""
-    try:
-        shlex.split(text, comments=True)
-    except ValueError:
-        return True
-    found = ASSIGNMENT.fullmatch(text)
-    return found is not None and found[3].lstrip().startswith("(") and not found[3].rstrip().endswith(")")
+def end_of_single(text: str, at: int) -> int:
+    """Return the place after single quotes that begin at ``at``."""
+    end = text.find("'", at + 1)
+    if end < 0:
+        raise unfinished(text, at, "the quote '")
+    return end + 1
 
 
-def _has_command(value: str) -> bool:
-    """Return whether words follow an assignment's value, as in ``NAME=value command``."""
-    if value.lstrip().startswith(("(", "$((", '"$((')):
-        return False
-    try:
-        return len(shlex.split(value, comments=True)) > 1
-    except ValueError:
-        return False
+def end_of_parameter(text: str, at: int, depth: int = 0) -> int:
+    """Return the place after ``${...}``, ``$(...)`` or backquotes that begin at ``at``; after ``$`` if none do."""
+    if depth > MAX_NESTING:
+        raise ConfigError(f"line {_line(text, at)}: nested more than {MAX_NESTING} levels deep; simplify it")
+    if text[at] == "`":
+        end = text.find("`", at + 1)
+        if end < 0:
+            raise unfinished(text, at, "the backquote `")
+        return end + 1
+    if text.startswith("$(", at):
+        return _end_of_parentheses(text, at + 1, depth)
+    return _end_of_braces(text, at + 1, depth) if text.startswith("${", at) else at + 1
 
 
-def _assign(variables: dict[str, str], name: str, appends: bool, value: str) -> None:
-    is_array = value.startswith("(") and value.endswith(")")
-    if is_array:
-        value = expand(value[1:-1], variables)
-    else:
-        try:
-            value = " ".join(shlex.split(expand(value, variables), comments=True))
-        except ValueError:
-            return
-    variables[name] = f"{variables.get(name, '')} {value}" if appends else value
+def _end_of_braces(text: str, at: int, depth: int) -> int:
+    start, at = at, at + 1
+    while at < len(text):
+        if text[at] == "}":
+            return at + 1
+        if text[at] == '"':
+            at = end_of_quotes(text, at, depth + 1)
+        elif text[at] in "$`":
+            at = end_of_parameter(text, at, depth + 1)
+        else:
+            at += 2 if text[at] == "\\" else 1
+    raise unfinished(text, start, "${")
 
 
-def expand(text: str, variables: Mapping[str, str], depth: int = 0) -> str:
-    """Replace variables and arithmetic, except between single quotes."""
-    if depth == MAX_DEPTH:
-        return text
-    parts = re.split(r"('[^']*')", WHOLE_ARRAY.sub(lambda found: variables.get(found[1], found[0]), text))
-    return "".join(part if part.startswith("'") else _expand(part, variables) for part in parts)
+def _end_of_parentheses(text: str, at: int, depth: int) -> int:
+    start, opened = at, 0
+    while at < len(text):
+        char = text[at]
+        if char in "()":
+            opened += 1 if char == "(" else -1
+            at += 1
+            if not opened:
+                return at
+        elif char == "'":
+            at = end_of_single(text, at)
+        elif char == '"':
+            at = end_of_quotes(text, at, depth + 1)
+        elif char in "$`":
+            at = end_of_parameter(text, at, depth + 1)
+        elif char == "#" and text[at - 1].isspace():
+            at = _end_of_line(text, at)
+        elif text.startswith("<<", at) and (named := DELIMITER.match(text, at + 2)) is not None:
+            _, at = read_heredoc(text, _end_of_line(text, at) + 1, named[3])
+        else:
+            at += 2 if char == "\\" else 1
+    raise unfinished(text, start, "the parenthesis (")
 
 
-def _expand(text: str, variables: Mapping[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        name, default = found[1] or found[3], found[2]
-        return variables.get(name, found[0] if default is None else expand(default, variables))
-
-    def compute(found: re.Match[str]) -> str:
-        # Names in arithmetic need no dollar.
-        named = VARIABLE.sub(lambda name: name[1] or name[3], found[1])
-        number = _compute(re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), named))
-        return found[0] if number is None else str(number)
-
-    return VARIABLE.sub(value, ARITHMETIC.sub(compute, text))
+def read_heredoc(text: str, at: int, delimiter: str) -> tuple[str, int]:
+    """Return a here-document that begins at ``at``, and the place after it."""
+    end = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(text, at)
+    return (text[at:], len(text)) if end is None else (text[at : end.start()], min(end.end() + 1, len(text)))
 
 
-def _compute(text: str) -> int | None:
-    try:
-        return _number(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def unfinished(text: str, at: int, what: str) -> ConfigError:
+    return ConfigError(f"line {_line(text, at)}: {what} that opens here is never closed; close it")
+
+
+def read_statements(text: str) -> Iterator[Statement]:
+    """Yield the statements of a script; raise ``ConfigError`` with the line of a quote that is never closed."""
+    return Scanner(text.replace("\r\n", "\n")).scan()
+
+
+class Scanner:
+    """The place in a script, and the word and the statement that have begun there."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._parts: list[str] = []
+        self._words: list[Word] = []
+        self._delimiters: list[str] = []
+        self._drops_word = False
+        """Whether the next word is the target of a redirection."""
+        self._continues = False
+        """Whether there was only space since a backslash at the end of a line."""
+
+    def scan(self) -> Iterator[Statement]:
+        while self._at < len(self._text):
+            if (plain := PLAIN.match(self._text, self._at)) is not None:
+                self._add(plain.end())
+            elif (found := self._step()) is not None:
+                yield found
+        self._end_word()
+        if self._words:
+            yield Statement(words=tuple(self._words), end="\n")
+
+    def _step(self) -> Statement | None:
+        """Go past a special character; return the statement that it ends."""
+        text, at = self._text, self._at
+        char = text[at]
+        if text.startswith("\\\n", at):
+            self._at, self._continues = at + 2, True
+        elif char == "\\":
+            self._add(at + 2)
+        elif char == "'":
+            self._add(end_of_single(text, at))
+        elif char == '"':
+            self._add(end_of_quotes(text, at))
+        elif char in "$`":
+            self._add(end_of_parameter(text, at))
+        elif char == "#":
+            self._skip_comment()
+        elif char in " \t\r\f\v":
+            self._at = at + 1
+            self._end_word()
+        elif char == "(":
+            return self._open_parenthesis()
+        elif char in "<>" or text.startswith("&>", at):
+            self._skip_redirection()
+        elif (separator := SEPARATOR.match(text, at)) is not None:
+            self._at = separator.end()
+            return self._end_statement(separator[0])
+        else:  # a space of another alphabet
+            self._add(at + 1)
         return None
 
+    def _add(self, end: int) -> None:
+        self._parts.append(self._text[self._at : end])
+        self._at, self._continues = end, False
 
-def _number(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_number(left), _number(right))
-    raise ValueError(ast.dump(node))
+    def _skip_comment(self) -> None:
+        """Skip a comment; one between lines that a backslash joins does not end the command, as its author meant."""
+        if self._parts:
+            self._add(self._at + 1)
+            return
+        self._at = _end_of_line(self._text, self._at)
+        if self._continues:
+            self._at += 1
 
+    def _skip_redirection(self) -> None:
+        if "".join(self._parts).isdigit():
+            self._parts = []
+        self._end_word()
+        at = self._at + (self._text[self._at] == "&")
+        operator = REDIRECTION.match(self._text, at)
+        assert operator is not None
+        self._at = operator.end()
+        named = DELIMITER.match(self._text, self._at) if operator[0] in ("<<", "<<-") else None
+        if named is not None:
+            self._delimiters.append(named[3])
+            self._at = named.end()
+        elif self._text.startswith("(", self._at):
+            self._at = _end_of_parentheses(self._text, self._at, 0)
+        else:
+            self._drops_word = True
 
-def _holds(line: str, variables: Mapping[str, str]) -> bool:
-    """Return whether a condition is true; one that is no comparison of texts counts as true."""
-    found = CONDITION.search(expand(line, variables))
-    if found is None:
-        return True
-    left, right = (text.strip("\"'") for text in (found[1], found[3]))
-    return (left == right) == (found[2] != "!=")
+    def _open_parenthesis(self) -> Statement | None:
+        """Read an array, an arithmetic command, or the parentheses of a function or a subshell."""
+        name = ARRAY.fullmatch("".join(self._parts))
+        if name is not None:
+            self._read_array(name)
+        elif not self._parts and self._text.startswith("((", self._at):
+            self._add(_end_of_parentheses(self._text, self._at, 0))
+        elif self._parts and self._text.startswith("()", self._at):
+            self._at += 2
+            return self._end_statement("()")
+        else:
+            self._at += 1
+            return self._end_statement("(")
+        return None
 
+    def _read_array(self, name: re.Match[str]) -> None:
+        end = _end_of_parentheses(self._text, self._at, 0)
+        inside = read_statements(self._text[self._at + 1 : end - 1])
+        items = tuple(word for statement in inside for word in statement.words if isinstance(word, str))
+        self._words.append(ArrayWord(name=name[1], appends=bool(name[2]), items=items))
+        self._at, self._parts = end, []
 
-def _words(text: str) -> list[str]:
-    """Return the words of a command up to a pipe, a redirection or the next command."""
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError:
-        return []
-    ends = (index for index, word in enumerate(words) if ENDS.fullmatch(word))
-    return words[: next(ends, len(words))]
+    def _end_word(self) -> None:
+        if not self._parts:
+            return
+        if not self._drops_word:
+            self._words.append("".join(self._parts))
+        self._parts, self._drops_word = [], False
+
+    def _end_statement(self, end: str) -> Statement | None:
+        self._end_word()
+        self._continues = False
+        heredoc = None
+        if end == "\n":
+            for delimiter in self._delimiters:
+                heredoc, self._at = read_heredoc(self._text, self._at, delimiter)
+            self._delimiters = []
+        words, self._words = tuple(self._words), []
+        return Statement(words=words, end=end, heredoc=heredoc) if words or end not in ("\n", ";", "(") else None

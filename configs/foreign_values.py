@@ -1,18 +1,19 @@
-"""Looks up settings of another system's run, and what follows from several of them: the batch, the data, the model."""
+"""Looks up the settings of another system's run, and what follows from several of them: the model and the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any
 
-from rlpipe.configs.foreign_files import Computed, ForeignRun
+from rlpipe.configs.foreign_defaults import default_settings
+from rlpipe.configs.foreign_names import DOTTED
+from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
 
 ALGORITHMS = {
     "rl": "grpo",
-    "gdpo": "grpo",
+    "ebft": "ebft",
+    "ebft_strided": "ebft_strided",
     "rloo": "rloo",
     "sft": "sft",
     "dpo": "dpo",
@@ -26,51 +27,56 @@ ALGORITHMS = {
     "process_reward_model": "process_reward_model",
 }
 """Choices of rlpipe's group ``algorithm`` by method."""
-ONLINE = ("rl", "rloo", "online_dpo")
-RANKS = ("lora_r", "lora_rank", "r")
-BATCH_NAMES = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "micro_batch_size"),
-    *("num_generations", "train_batch_size", "ppo_mini_batch_size", "rollout_batch_size"),
-    *("n_samples_per_prompt", "rollout.n"),
-)
-TRL_ROWS, TRL_GROUP = 8, 8
-"""TRL's defaults of ``per_device_train_batch_size`` and ``num_generations``."""
+ONLINE = ("rl", "rloo", "online_dpo", "ebft")
+GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "algorithm.num_minibatches"
 
 
 def is_on(value: Any) -> bool:
     """Return whether a switch is on, as YAML, shells and Python write it."""
-    return str(value).lower() in ("true", "1", "yes", "on", "auto", "full")
+    return str(value).lower() in ("true", "1", "yes", "on", "auto", "full", "enable")
+
+
+def canonical(system: str, name: str) -> str:
+    """Return the name that the tables have: without the part that all options of a system have, and in its old form."""
+    plain = name.replace("-", "_")
+    if system == "axolotl":
+        return plain.removeprefix("trl.")
+    if system == "verl":
+        return plain.removeprefix("actor_rollout_ref.")
+    return DOTTED.get(plain, plain) if system == "openrlhf" else plain
 
 
 @dataclass
 class ForeignValues:
-    """The settings of a run of another system, by name."""
+    """The settings of a run of another system, by their names in the tables, with the defaults of those it lacks."""
 
     run: ForeignRun
 
     @cached_property
-    def _by_end(self) -> dict[str, Any]:
-        """Values by every end of their dotted names; the first setting of several with one end counts."""
-        found: dict[str, Any] = {}
-        for setting in self.run.settings:
-            parts = setting.name.replace("-", "_").split(".")
-            for index in range(len(parts)):
-                found.setdefault(".".join(parts[index:]), setting.value)
-        return found
+    def _by_name(self) -> dict[str, Any]:
+        """Values by name; the last setting of several counts, as it does for the other systems."""
+        every = [*self.defaults, *self.run.settings]
+        return {canonical(self.run.system, setting.name): setting.value for setting in every}
+
+    @cached_property
+    def defaults(self) -> list[Setting]:
+        """Defaults of the system that differ from those of rlpipe, for settings that the file does not have."""
+        names = {canonical(self.run.system, setting.name) for setting in self.run.settings}
+        return default_settings(self.run.system, self.run.method, names)
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first of the names that has one; names may be the ends of dotted ones."""
-        values = (self._by_end.get(name) for name in names)
+        """Return the value of the first of the names that has one which is known."""
+        values = (self._by_name.get(name) for name in names)
         return next((value for value in values if value is not None and not isinstance(value, Computed)), None)
 
-    def number(self, *names: str, default: int | None = None) -> int | None:
-        """Return a whole number above 0, or the default."""
+    def number(self, *names: str) -> int | None:
+        """Return a whole number above 0; None if there is none."""
         value = self.get(*names)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+        return value if type(value) is int and value > 0 else None
 
     @property
     def samples(self) -> bool:
-        """Whether the policy samples what it is trained on."""
+        """Whether the policy samples what it is trained on, with engines."""
         return self.run.method in ONLINE
 
     @property
@@ -83,107 +89,77 @@ class ForeignValues:
     @property
     def model(self) -> str:
         """The choice of the group ``model``."""
-        adapter = str(self.get("adapter") or "")
-        has_rank = any(self.number(name) for name in RANKS)
-        if not (has_rank or adapter in ("lora", "qlora") or is_on(self.get("use_peft"))):
+        kind = str(self.get("adapter") or "")
+        by_rank = self.run.system in ("verl", "openrlhf") and self.number(
+            "lora_rank", "model.lora_rank", "model.lora.rank"
+        )
+        if not (by_rank or kind in ("lora", "qlora") or is_on(self.get("use_peft")) or self.get("LoraConfig")):
             return "full"
-        is_quantized = is_on(self.get("load_in_4bit")) or is_on(self.get("load_in_8bit"))
-        return "qlora" if is_quantized or adapter == "qlora" else "lora"
+        return "qlora" if kind == "qlora" or is_on(self.get("load_in_4bit")) else "lora"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row of a batch is a sequence of several rows of the data."""
+        return (
+            self.run.method == "sft"
+            and self.run.system in ("trl", "axolotl")
+            and is_on(self.get("packing", "sample_packing"))
+        )
+
+    @cached_property
+    def updates_per_step(self) -> int:
+        """Updates of the policy in a step of rlpipe, for systems that count updates."""
+        if self.run.system in ("verl", "openrlhf"):
+            return 1
+        passes = self.number("num_iterations") if self.samples else None
+        return self.batch.get(UPDATES, 1) * (passes or 1)
 
     @property
     def num_steps(self) -> int | None:
-        return self.number("max_steps", "total_training_steps")
-
-    @property
-    def batch_origin(self) -> str:
-        """The settings that the batch follows from."""
-        given = [f"{name}: {self.get(name)}" for name in BATCH_NAMES if self.get(name) is not None]
-        return ", ".join(given) or f"defaults of {self.run.system}"
+        number = self.number("max_steps", "trainer.total_training_steps", "actor.optim.total_training_steps")
+        return None if number is None else -(-number // self.updates_per_step)
 
     @cached_property
     def batch(self) -> dict[str, int]:
-        """Options of the number of prompts, completions and updates of a step, for one process of TRL or axolotl."""
+        """Options of the number of prompts, completions and updates of a step."""
         make = {"verl": self._verl_batch, "openrlhf": self._openrlhf_batch}.get(self.run.system, self._row_batch)
         return {name: number for name, number in make().items() if number}
 
     def _verl_batch(self) -> dict[str, int | None]:
-        prompts, update = self.number("train_batch_size"), self.number("ppo_mini_batch_size")
+        prompts = self.number("data.train_batch_size")
+        if not self.samples:
+            return {GROUPS: prompts}
         return {
-            "algorithm.groups_per_step": prompts,
-            "algorithm.group_size": self.number("rollout.n") if self.samples else None,
-            "algorithm.num_minibatches": _share(prompts, update),
+            GROUPS: prompts,
+            SIZE: self.number("rollout.n"),
+            UPDATES: _share(prompts, self.number("actor.ppo_mini_batch_size")),
         }
 
     def _openrlhf_batch(self) -> dict[str, int | None]:
         if not self.samples:
-            return {"algorithm.groups_per_step": self.number("train_batch_size")}
-        prompts, group = self.number("rollout_batch_size"), self.number("n_samples_per_prompt", default=1)
-        return {
-            "algorithm.groups_per_step": prompts,
-            "algorithm.group_size": group,
-            "algorithm.num_minibatches": _share((prompts or 0) * (group or 1), self.number("train_batch_size")),
-        }
+            return {GROUPS: self.number("train_batch_size")}
+        prompts, group = self.number("rollout_batch_size"), self.number("n_samples_per_prompt")
+        completions = prompts * group if prompts and group else None
+        return {GROUPS: prompts, SIZE: group, UPDATES: _share(completions, self.number("train_batch_size"))}
 
     def _row_batch(self) -> dict[str, int | None]:
         """Return the batch of systems that count rows of a process, and their accumulation."""
-        rows = self.number("per_device_train_batch_size", "micro_batch_size", default=TRL_ROWS)
-        accumulated = self.number("gradient_accumulation_steps", default=1)
-        assert rows is not None
-        assert accumulated is not None
+        rows = self.number("micro_batch_size" if self.run.system == "axolotl" else "per_device_train_batch_size")
+        accumulated = self.number("gradient_accumulation_steps")
+        if rows is None or accumulated is None or self.is_packed:
+            return {}
+        together = rows * (self.run.num_processes or 1)
         if not self.samples:
-            return {"algorithm.groups_per_step": rows * accumulated}
-        group = self.number("num_generations", default=TRL_GROUP)
-        updates = self.number("steps_per_generation", default=accumulated)
-        assert group is not None
-        assert updates is not None
-        return {
-            "algorithm.groups_per_step": max(rows * updates // group, 1),
-            "algorithm.group_size": group,
-            "algorithm.num_minibatches": max(updates // accumulated, 1),
-        }
-
-    @cached_property
-    def data(self) -> dict[str, Any]:
-        """Options of the data, with the choice of the group under ``data``."""
-        sources = [source for source in map(_source, self._entries()) if source]
-        if len(sources) > 1:
-            named = {f"set_{index}": source for index, source in enumerate(sources, start=1)}
-            return {"data": "mix", "data.sources": named}
-        if not sources:
-            return {"data": "jsonl", "data.path": "???"}
-        return {"data": sources[0].pop("source"), **{f"data.{name}": value for name, value in sources[0].items()}}
-
-    def _entries(self) -> list[Any]:
-        """Return the data sets as the system names them: paths, or mappings with a path."""
-        found = self.get("datasets", "train_files", "prompt_data", "dataset_name", "dataset")
-        if isinstance(found, str) and self.run.system == "openrlhf":
-            return found.split(",")
-        entries = found if isinstance(found, list) else [] if found is None else [found]
-        name, split = self.get("dataset_config", "dataset_config_name"), self.get("dataset_train_split", "split")
-        extra = {key: value for key, value in (("name", name), ("split", split)) if isinstance(value, str)}
-        return [{"path": entry, **extra} if isinstance(entry, str) else entry for entry in entries]
-
-
-COLUMNS = {"field_messages": "messages_column", "field": "text_column", "split": "split", "name": "name"}
-"""Options of ``data`` by the names of a data set's entries."""
-
-
-def _source(entry: Any) -> dict[str, Any]:
-    """Return the options of a data set, with its ``source``."""
-    given: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {"path": entry}
-    path = given.get("path")
-    if not isinstance(path, str):
-        return {}
-    kinds = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
-    source = kinds.get(PurePath(path).suffix, "datasets")
-    options = {ours: given[theirs] for theirs, ours in COLUMNS.items() if isinstance(given.get(theirs), str)}
-    if "messages_column" not in options and str(given.get("type", "")).startswith(
-        ("sharegpt", "chat_template.argilla")
-    ):
-        options["messages_column"] = "conversations"
-    if source != "datasets":
-        options = {name: value for name, value in options.items() if name not in ("split", "name")}
-    return {"source": source, "path": path, **options}
+            return {GROUPS: together * accumulated}
+        if self.run.method == "online_dpo":
+            return {GROUPS: together * accumulated, SIZE: 2}
+        group, generated = self.number("num_generations"), self.number("generation_batch_size")
+        if group is None:
+            return {}
+        # Batches of completions per generation; with fewer than an update takes, several generations make one step.
+        sampled = generated // together if generated else self.number("steps_per_generation") or accumulated
+        sampled = max(sampled, accumulated)
+        return {GROUPS: max(together * sampled // group, 1), SIZE: group, UPDATES: _share(sampled, accumulated) or 1}
 
 
 def _share(whole: int | None, part: int | None) -> int | None:
