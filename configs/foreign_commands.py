@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
 from rlpipe.configs.foreign_script import Script, ShellCommand
@@ -100,12 +100,11 @@ def read_shell(text: str, what: str) -> ForeignRun:
         if command.words[0] not in SILENT
     ]
     notes += [(hide_secret(exported), EXPORTED) for exported in script.exported]
-    names = {exported.partition("=")[0] for exported in script.exported} | script.variables.used
-    notes += [
-        (hide_secret(f"{name}={' '.join(values)}"), UNUSED)
-        for name, values in script.variables.values.items()
-        if name not in names
+    exported_names = {exported.partition("=")[0] for exported in script.exported}
+    unused = [
+        (name, " ".join(script.variables.values[name])) for name in sorted(script.variables.unused - exported_names)
     ]
+    notes += [(hide_secret(f"{name}={value}"), UNUSED) for name, value in [*script.variables.replaced, *unused]]
     return as_run(taken[1], notes)
 
 
@@ -144,9 +143,11 @@ def find_program(words: Sequence[str], depth: int = 0) -> Found | None:
     """Return the program of a command that trains; None if it trains nothing."""
     for index, word in enumerate(words):
         if index and words[index - 1] == "-c" and " " in word and depth < MAX_DEPTH:
-            inside = (find_program(command.words, depth + 1) for command in _commands_of(word))
-            if (found := next(filter(None, inside), None)) is not None:
-                return found
+            before = list(words[:index])
+            for command in _commands_of(word):
+                if (found := find_program(command.words, depth + 1)) is not None:
+                    return replace(found, launcher=[*before, *found.launcher])
+                before += [*command.words, "&&"]
         if word == "axolotl" and index + 1 < len(words) and words[index + 1] in ("train", "preprocess"):
             file = next((after for after in words[index + 2 :] if after.endswith((".yml", ".yaml"))), "its YAML file")
             raise ConfigError(f"it runs axolotl with {file}; import that file")

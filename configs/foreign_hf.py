@@ -16,6 +16,7 @@ from rlpipe.configs.foreign_losses import (
     trl_upper_bound,
 )
 from rlpipe.configs.foreign_names import COLOCATED, LENGTH, STEPS, STRATEGY
+from rlpipe.configs.foreign_python import WIRED
 from rlpipe.configs.foreign_rules import (
     OFF,
     OPTIMIZERS,
@@ -61,7 +62,7 @@ UPLOAD = "nothing is uploaded: rlpipe export writes a folder for transformers, P
 EPOCHS = "epochs are not counted: set the number of steps"
 PACKING = "rows are packed up to learner.max_tokens_per_microbatch"
 COLUMNS = "columns that rendering does not read go to the rewards"
-WIRED = "it is read where the script makes it"
+PASSED_ON = "it is read where the script makes it"
 FOUND = "found from the model's files"
 MICRO = "what is computed at one time is bounded by learner.max_tokens_per_microbatch"
 WHOLE = (
@@ -272,12 +273,11 @@ TRL: Table = {
     "chat_template_path": chat_template,
     **dict.fromkeys(("eos_token", "pad_token"), "the tokenizer's own special tokens are used"),
     "config": "its settings are not read: import that file, too",
-    **dict.fromkeys(("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "tokenizer"), WIRED),
-    "quantization_config": WIRED,
+    **dict.fromkeys(WIRED, PASSED_ON),
 }
 TRL_BELOW = {
     "chat_template_kwargs": "data.chat_template_kwargs",
     "generation_kwargs": "see rollout.sampling, and rollout.sampling.extra for other arguments of the engine",
-    "quantization_config": WIRED,
+    "quantization_config": PASSED_ON,
 }
 """Options, or reasons, for all settings below a name."""

@@ -68,8 +68,7 @@ def trl_loss(values: ForeignValues, value: Any) -> Made:
     if values.run.method in ("rl", "ebft"):
         return dict(TRL_LOSSES.get(str(value), {})) or f"there is no loss {value}; see algorithm.loss.name"
     if values.run.method in ("cpo", "kto"):
-        own = {"simpo": "algorithm", "sigmoid": "algorithm", "kto": "algorithm"}
-        return PartOf(own[value]) if value in own else f"there is no loss {value} here"
+        return PartOf("algorithm") if value in ("simpo", "sigmoid", "kto") else f"there is no loss {value} here"
     if values.run.method == "sft":
         return "it is the loss here" if value in ("nll", "chunked_nll") else f"there is no loss {value} here"
     if len(names) != 1:
@@ -221,9 +220,9 @@ def verl_correction(values: ForeignValues, value: Any) -> Made:
     modes = {"token": "token_truncate", "sequence": "sequence_truncate"}
     if str(value) in ("none", "False"):
         return {MODE: "none"}
-    if value not in modes:
+    if str(value) not in modes:
         return f"{MODE} is one of none, {', '.join(CORRECTIONS)}"
-    return {MODE: modes[value], CAP: 2.0 if cap is None else cap, FLOOR: 0}
+    return {MODE: modes[str(value)], CAP: 2.0 if cap is None else cap, FLOOR: 0}
 
 
 def verl_correction_cap(values: ForeignValues, value: Any) -> Made:
@@ -285,8 +284,8 @@ def openrlhf_correction(values: ForeignValues, value: Any) -> Made:
     """Translate the correction and its bounds, of which older versions have one."""
     if not is_on(value):
         return {MODE: "none"}
-    kind = values.get("vllm_is_correction_type")
-    modes = {None: "token_truncate", "tis": "token_truncate", "icepop": "token_mask"}
+    kind = str(values.get("vllm_is_correction_type"))
+    modes = {"None": "token_truncate", "tis": "token_truncate", "icepop": "token_mask"}
     if kind not in modes:
         return f"{MODE} is one of none, {', '.join(CORRECTIONS)}"
     is_masked = is_on(values.get("use_icepop"))

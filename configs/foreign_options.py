@@ -110,7 +110,7 @@ def _make_room(translation: Translation) -> None:
 
 def _place(translation: Translation, values: ForeignValues, setting: Setting) -> None:
     """Keep what a setting makes; a reason why a default makes nothing is worth a comment if it has an effect."""
-    made = _translate(values, setting)
+    made = translate_setting(values, setting)
     if isinstance(made, PartOf):
         translation.origins.setdefault(made.of, []).append(str(setting))
     elif isinstance(made, str):
@@ -135,7 +135,7 @@ def _texts() -> frozenset[str]:
     return frozenset(option.name for option in options() if option.type.startswith("a string"))
 
 
-def _translate(values: ForeignValues, setting: Setting) -> Made:
+def translate_setting(values: ForeignValues, setting: Setting) -> Made:
     """Return the options that a setting makes, or the reason why it makes none."""
     name = canonical(values.run.system, setting.name)
     table, below = TABLES[values.run.system]
@@ -151,7 +151,7 @@ def _translate(values: ForeignValues, setting: Setting) -> Made:
     if isinstance(rule, str) and " " in rule:
         return rule
     if isinstance(setting.value, Computed):
-        return _computed(rule)
+        return COMPUTED.format(_option_of(values, rule))
     if rule is None:
         return UNKNOWN if setting.value is not None else f"{EMPTY}, and {UNKNOWN}"
     if key == "step_separator" and values.run.method == "process_reward_model":
@@ -165,8 +165,11 @@ def _of_entry(values: ForeignValues, value: Any) -> Made:
     return PartOf("data")
 
 
-def _computed(rule: Rule | str | None) -> str:
-    return COMPUTED.format(rule if isinstance(rule, str) and rule in all_names() else "the option")
+def _option_of(values: ForeignValues, rule: Rule | str | None) -> str:
+    """Return the option that a rule sets, as it does for a text."""
+    made = {rule: ""} if isinstance(rule, str) else {} if rule is None else rule(values, "")
+    known = [option for option in made if option in all_names()] if isinstance(made, dict) else []
+    return known[0] if known else "the option"
 
 
 def _section_of(name: str, below: Mapping[str, str]) -> str | None:

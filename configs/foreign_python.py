@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.configs.foreign_commands import as_run, find_program, show, trl_method
+from rlpipe.configs.foreign_commands import Found, as_run, find_program, show, trl_method
 from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting, flatten
 from rlpipe.configs.foreign_script import Script
 from rlpipe.errors import ConfigError
@@ -19,6 +19,11 @@ PASSED_ON = re.compile(r"\w*(?:args|config)(?:\.\w+)*|None")
 """Values that come from the command line, whose arguments are read where they are given."""
 HOLDER = re.compile(r"\w*(?:args|config)")
 DATA, MODEL = "load_dataset", "from_pretrained"
+WIRED = (
+    *("args", "train_dataset", "eval_dataset", "peft_config", "quantization_config"),
+    *("processing_class", "tokenizer"),
+)
+"""Arguments by which a script passes on what it has made elsewhere."""
 OTHER_DATA = "another data set: the first one that the script loads is taken"
 OTHER_MODEL = "another model: the one that the trainer receives is taken"
 OTHER_COMMAND = "another command of the docstring: it is not the one that is translated"
@@ -33,7 +38,7 @@ def read_python(text: str, path: Path) -> ForeignRun:
         raise ConfigError(f"{path}: not a Python file: {error}") from None
     script = PythonScript(module)
     told = list(_told_runs(ast.get_docstring(module) or "", path.stem))
-    told.sort(key=lambda run: run.system != "trl")  # stable: the first command of TRL
+    told.sort(key=lambda run: (run.system != "trl", not run.settings))  # stable: the first command of TRL
     methods = script.trainers or [run.method for run in told[:1]] or script.configs
     if not methods:
         raise ConfigError(f"{path}: no trainer of TRL and no command was found in it; name another file")
@@ -77,6 +82,9 @@ def _told_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
             found = find_program(["sft.py" if Path(word).name == own else word for word in command.words])
             if found is not None:
                 yield as_run(found, [])
+            elif (names := [Path(word).name for word in command.words]).count(f"{stem}.py"):
+                launcher = command.words[: names.index(f"{stem}.py")]
+                yield as_run(Found(system="trl", method="sft", launcher=launcher, arguments=()), [])
 
 
 class PythonScript:
@@ -170,6 +178,9 @@ class PythonScript:
 
     def _settings(self, name: str, node: ast.expr) -> Iterator[Setting]:
         """Yield the settings that an argument is; none if it only passes on what the command line gives."""
+        if name in WIRED:
+            yield Setting(name=name, value=Computed(text=_text(node)))
+            return
         if isinstance(node, ast.Name) and any(map(_loads_model, self._assigned.get(node.id, []))):
             return
         if isinstance(node, ast.Dict) and node.keys:

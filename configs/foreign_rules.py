@@ -280,7 +280,7 @@ def reward_functions(values: ForeignValues, value: Any) -> Made:
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     weights = values.get("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
-    if not all(re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) for name in names):
+    if not names or not all(re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) for name in names):
         return "set scoring.rewards.<name>.path to each function; rlpipe.scoring.toolbox has some"
     made: Options = {}
     for name, weight in zip(names, weights, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -93,11 +94,17 @@ def read_value(text: str) -> Any:
     is_long = len(text) > MAX_VALUE or text[:1] in ("&", "*", "!", "|", ">", "%", "@")
     if is_long or (is_tree and "&" in text) or (not is_tree and (":" in text or "#" in text)):
         return text
+    value = _load(text) if is_tree else _load_scalar(text)
+    is_template = isinstance(value, dict) and set(value.values()) == {None}  # such as {token}
+    return text if is_template or (isinstance(value, list | dict) and not is_tree) else value
+
+
+def _load(text: str) -> Any:
     try:
         value = yaml.load(text, Loader=get_yaml_loader())
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
-    is_template = isinstance(value, dict) and set(value.values()) == {None}  # such as {token}
-    if is_template or (isinstance(value, list | dict) and not is_tree):
-        return text
     return value if value is None or isinstance(value, str | int | float | bool | list | dict) else text
+
+
+_load_scalar = lru_cache(maxsize=10_000)(_load)

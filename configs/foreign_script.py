@@ -86,6 +86,7 @@ class Script:
         while words and (rest := self._keyword(words, statement)) is not None:
             words = rest
         if words and self._guarded is not None:
+            self.variables.counts_uses = True
             self._guarded.conditions.append(self._holds([word for word in words if isinstance(word, str)]))
             self._guarded.joined_by = self._guarded.joined_by or statement.end
         elif words and statement.end != "()":
@@ -141,10 +142,11 @@ class Script:
 
     def _run(self, words: Sequence[Word], heredoc: str | None) -> None:
         """Assign variables, or list a command."""
-        runs = all(block.runs for block in self._blocks)
+        runs = self.variables.counts_uses = all(block.runs for block in self._blocks)
         declares = words[0] in DECLARING
         rest = list(words[1:] if declares else words)
-        while rest and self._assign(rest[0], runs=runs, exports=words[0] == "export", keeps=declares or len(rest) == 1):
+        keeps = declares or all(isinstance(word, ArrayWord) or ASSIGNMENT.fullmatch(word) for word in rest)
+        while rest and self._assign(rest[0], runs=runs, exports=words[0] == "export", keeps=keeps):
             rest = rest[1:]
         if declares or not rest:
             return
@@ -169,7 +171,7 @@ class Script:
         value = self.variables.text(found[3])
         if exports or not keeps:
             self.exported.append(f"{found[1]}={value}")
-        if runs:
+        if runs and keeps:
             self.variables.assign(found[1], [value], appends=bool(found[2]), joins=True)
         return True
 

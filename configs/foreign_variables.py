@@ -69,16 +69,23 @@ class Fields:
 
 
 class Variables:
-    """The variables of a script, each a list of words, and which of them are used."""
+    """The variables of a script, each a list of words, and those that nothing uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[str]] = {}
-        self.used: set[str] = set()
+        self.unused: set[str] = set()
+        """Variables that nothing has used since they were set."""
+        self.replaced: list[tuple[str, str]] = []
+        """Variables with values that were replaced before anything used them."""
+        self.counts_uses = True
         self._spent = 0
 
     def assign(self, name: str, values: Sequence[str], *, appends: bool = False, joins: bool = False) -> None:
         """Set a variable; ``appends`` adds to an array, and with ``joins`` to the text of its first element."""
         before = self.values.get(name, [])
+        if name in self.unused and not appends and any(before):
+            self.replaced.append((name, " ".join(before)))
+        self.unused.add(name)
         if appends and joins:
             values, before = ["".join([*before[:1], *values])], before[1:]
             self.values[name] = [*values, *before]
@@ -93,6 +100,8 @@ class Variables:
         """Return the words that a word with quotes makes; variables that are not set stay as they are."""
         if depth > MAX_NESTING:
             raise ConfigError(f"variables are nested more than {MAX_NESTING} levels deep; simplify them")
+        if raw.startswith("~/"):
+            raw = f"$HOME{raw[1:]}"
         fields, at = Fields(), 0
         while at < len(raw):
             if (plain := PLAIN.match(raw, at)) is not None:
@@ -179,7 +188,8 @@ class Variables:
     def _get(self, name: str, index: str | None) -> tuple[list[str] | None, bool]:
         if name in ("@", "*"):
             return [], True
-        self.used.add(name)
+        if self.counts_uses:
+            self.unused.discard(name)
         values, is_each = self.values.get(name), index in ("[@]", "[*]")
         if values is None or is_each:
             return values, is_each
