@@ -91,7 +91,7 @@ def read_shell(text: str, what: str) -> ForeignRun:
         else:
             runs.append((command, found))
     if not runs:
-        raise ConfigError(f"{what}: no command of {' or '.join(SYSTEMS)} was found in it; name another file")
+        raise ConfigError(f"{what}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
     taken = next((run for run in runs if run[0].runs), runs[0])
     notes = [(show(run[0].words), OTHER_RUN) for run in runs if run is not taken]
     notes += [

@@ -44,7 +44,7 @@ def read_foreign(path: Path, system: str | None = None) -> ForeignRun:
         except ConfigError as error:
             raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from None
     if not run.settings:
-        raise ConfigError(f"{path}: no settings of {' or '.join(SYSTEMS)} were found in it; name another file")
+        raise ConfigError(f"{path}: no settings of {' or '.join(SYSTEMS.values())} were found in it; name another file")
     return run
 
 
@@ -75,7 +75,7 @@ def _read_tree(text: str, path: Path, system: str | None) -> ForeignRun:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {str(error).partition(';')[0]}; write the value out") from error
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path}: it contains no settings of {' or '.join(SYSTEMS)}; name another file")
+        raise ConfigError(f"{path}: it contains no settings of {' or '.join(SYSTEMS.values())}; name another file")
     settings = list(flatten(tree))
     names = {setting.name for setting in settings}
     system = system or next((name for name, marks in MARKS.items() if not names.isdisjoint(marks)), None)

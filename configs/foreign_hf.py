@@ -15,7 +15,7 @@ from rlpipe.configs.foreign_losses import (
     trl_scale,
     trl_upper_bound,
 )
-from rlpipe.configs.foreign_names import COLOCATED, LENGTH, STEPS, STRATEGY
+from rlpipe.configs.foreign_names import COLOCATED, LENGTH, STRATEGY
 from rlpipe.configs.foreign_python import WIRED
 from rlpipe.configs.foreign_rules import (
     OFF,
@@ -31,6 +31,7 @@ from rlpipe.configs.foreign_rules import (
     dtype,
     engine,
     engine_argument,
+    epochs,
     for_method,
     group_size,
     in_8_bit,
@@ -126,7 +127,7 @@ OPTIMIZATION: Table = {
     "warmup_steps": warmup_steps,
     "warmup_ratio": warmup_ratio,
     "max_steps": counted("algorithm.num_steps"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs"), STEPS),
+    **dict.fromkeys(("num_train_epochs", "num_epochs"), epochs),
     **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps"), batch),
     **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size", "eval_accumulation_steps"), MICRO),
     "seed": "seed",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.configs.foreign_defaults import OF_PEFT
-from rlpipe.configs.foreign_names import LENGTH, QUANTIZED, WARMUP
+from rlpipe.configs.foreign_names import LENGTH, QUANTIZED, STEPS, WARMUP
 from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 Options = dict[str, Any]
@@ -114,6 +114,10 @@ def counted(option: str, *, is_never: bool = False) -> Rule:
 def positive(option: str) -> Rule:
     """Return a rule that copies whole numbers above 0."""
     return lambda values, value: {option: value} if type(value) is int and value > 0 else f"set {option}"
+
+
+def epochs(values: ForeignValues, value: Any) -> Made:
+    return STEPS if values.num_steps is None else "the number of steps is set, and counts instead, as it does there"
 
 
 def warmup_ratio(values: ForeignValues, value: Any) -> Made:

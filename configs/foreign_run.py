@@ -13,7 +13,8 @@ from omegaconf._utils import get_yaml_loader
 
 from rlpipe.configs.options import SECRET_NAME
 
-SYSTEMS = ("axolotl", "openrlhf", "trl", "verl")
+SYSTEMS = {"axolotl": "axolotl", "openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
+"""Names of the systems as they write them."""
 SECRETS = ("use_wandb", "use_swanlab", "logger.wandb.key", "hub_token", "eval_hub_token")
 """Settings whose values may be secrets, although their names do not say so."""
 UNKNOWN_TEXT = re.compile(r"\$\(|`|\$\{?[0-9#?!@*]|\$\{[^}]*[^\w}]")
@@ -46,7 +47,7 @@ class Setting:
         if isinstance(value, str) and value != " ".join(value.split()):
             value = repr(value)
         text = f"{self.name}: {value}" if value is not None else self.name
-        return f"{text} (default of {self.default_of})" if self.default_of else text
+        return f"{text} (default of {SYSTEMS[self.default_of]})" if self.default_of else text
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -22,7 +22,7 @@ from rlpipe.configs.foreign_losses import (
     verl_scale,
     verl_upper_bound,
 )
-from rlpipe.configs.foreign_names import ACCUMULATION, GPUS, LENGTH, NO_CRITIC, OFFLOAD, PRECISION, STEPS, STRATEGY
+from rlpipe.configs.foreign_names import ACCUMULATION, GPUS, LENGTH, NO_CRITIC, OFFLOAD, PRECISION, STRATEGY
 from rlpipe.configs.foreign_rules import (
     OFF,
     OPTIMIZERS,
@@ -34,6 +34,7 @@ from rlpipe.configs.foreign_rules import (
     data,
     engine,
     engine_argument,
+    epochs,
     group_size,
     held_out_file,
     kl_estimator,
@@ -143,7 +144,7 @@ VERL: Table = {
     **dict.fromkeys(
         ("trainer.total_training_steps", "actor.optim.total_training_steps"), counted("algorithm.num_steps")
     ),
-    "trainer.total_epochs": STEPS,
+    "trainer.total_epochs": epochs,
     "trainer.seed": "seed",
     # model
     **dict.fromkeys(("model.path", "model.partial_pretrain"), "model.path"),

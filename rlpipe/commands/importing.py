@@ -33,11 +33,12 @@ def run_import(arguments: argparse.Namespace) -> None:
     from rlpipe.common.atomic_io import write_whole
     from rlpipe.configs.foreign_files import read_foreign
     from rlpipe.configs.foreign_options import translate, write
+    from rlpipe.configs.foreign_run import SYSTEMS
 
     path = Path(arguments.file)
     run = read_foreign(path, arguments.system)
     translation = translate(run)
-    text = write(translation, f"{run.system}'s {path.name}")
+    text = write(translation, f"{SYSTEMS[run.system]}'s {path.name}")
     if arguments.output is None:
         print(text, end="")
         return

