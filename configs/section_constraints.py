@@ -86,6 +86,8 @@ def check_features(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.ebft.features.layers: {list(features.layers)} are not shares of the depth; set [0.25,0.5,0.75]"
         )
+    if features.whiten_layers == "each" and features.whitening == "none":
+        yield "algorithm.ebft.features.whiten_layers: each has no effect without whitening; set whitening, or joint"
     if not features.alignment_coef and not features.diversity_coef:
         yield "algorithm.ebft.features.alignment_coef: without diversity_coef, 0 leaves no reward; set it above 0"
 

@@ -135,6 +135,11 @@ class FeatureConfig(Freezable):
         "Decorrelate the features of a prompt's completions: between samples, between features, or not.",
         choices=("sample", "feature", "none"),
     )
+    whiten_layers: str = option(
+        "joint",
+        "Whiten the features of all depths together, or those of each depth by themselves.",
+        choices=("joint", "each"),
+    )
     weights: str = option(
         "own",
         "Processes that compute the rewards of ebft.reward: replicas with a frozen copy of the initial model, or the "
@@ -156,6 +161,12 @@ class FeatureConfig(Freezable):
     diversity_coef: float = option(
         1.0, "Weight of the similarity to the other completions.", minimum=0, maximum=MAX_WEIGHT
     )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Numbers of layers that are whitened apart and of positions whose features are concatenated."""
+        layers = len(self.layers) if self.whiten_layers == "each" else 1
+        return {"num_layers": layers, "num_positions": 3 if self.pooling == "concat" else 1}
 
 
 @dataclass(kw_only=True)

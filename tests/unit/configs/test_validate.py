@@ -362,6 +362,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "[0.25,0.5,0.75]",
         ),
         (
+            {**FEATURES, "algorithm.ebft.features.whiten_layers": "each", "algorithm.ebft.features.whitening": "none"},
+            "algorithm.ebft.features.whiten_layers",
+            "set whitening, or joint",
+        ),
+        (
             {**LEARNERS, "model.adapter.kind": "none", "algorithm.loss.beta": 0.1, "algorithm.reference.sync_steps": 5},
             "algorithm.reference.sync_steps",
             "weights=own",
