@@ -24,6 +24,7 @@ from rlpipe.configs.section_constraints import (
     check_optimizer,
     check_preference,
     check_replicas,
+    check_reward_kl,
     check_reward_model,
     check_sampled_pairs,
     check_schedule,
@@ -59,6 +60,7 @@ def contradictions(config: Config) -> Iterator[str]:
             yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
+        yield from check_reward_kl(config.algorithm)
         yield from check_correction(config.algorithm)
         yield from check_replay(config)
         yield from check_reference(config.algorithm, config.model)
@@ -314,7 +316,7 @@ def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[
     if algorithm.samples_pairs:
         if not algorithm.preference.needs_reference:
             yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
-    elif algorithm.loss.beta == 0:
+    elif algorithm.loss.beta == 0 and algorithm.reward_kl.coef == 0:
         yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
     yield from check_moving_reference(algorithm, model)
 

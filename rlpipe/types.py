@@ -167,6 +167,8 @@ class Rollout:
     """The rest of an episode; None in a rollout of one turn, and in a further branch."""
     rejected: Rollout | None = None
     """The worse completion of a preference, of which this is the better one."""
+    first_place: int = 0
+    """Place of its first loss token among those of the step, if the learner computes the advantages."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -268,6 +270,7 @@ class MicroBatch:
     advantages: FloatArray  # [N]
     policy_versions: IntArray  # [N]
     group_ids: IntArray  # [S]
+    first_places: NDArray[np.int64]  # [S], as in rollouts
     ref_logprobs: FloatArray | None = None  # [N]
     shares: FloatArray | None = None  # [N]
     """Share of a token's sequence in the loss tokens of its episode; None: every sequence is a whole episode."""
@@ -302,12 +305,27 @@ class MiniBatch:
     """Ground truths whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepRewards:
+    """Rewards of a step's groups, from which the learner computes advantages; lists have one entry for each group.
+
+    The loss tokens of the step are numbered in the order of groups, rollouts and their sequences.
+    """
+
+    rewards: Sequence[FloatArray]  # [G], NaN for rollouts that no reward function scored
+    num_tokens: Sequence[IntArray]  # [G], loss tokens
+    pairwise: Sequence[FloatArray] | None = None
+    """Part of each reward that is a mean over pairs ``[G]``, of EBFT; None without one."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
     """Batch that one learner rank receives for one step."""
 
     step: int
     mini_batches: list[MiniBatch]
+    rewards: StepRewards | None = None
+    """Rewards of all ranks' rollouts, if the learner computes the advantages."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the replay buffer knows (rewards, lengths, staleness); equal on all ranks."""
     resume: dict[str, Any] = field(default_factory=dict)

@@ -203,6 +203,7 @@ class EbftConfig(Freezable):
 ADVANTAGES = (
     *("grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline", "reinforce_plus_plus"),
     *("opo", "gpg", "pass_at_k", "max_rl"),
+    "optimal_token_baseline",
 )
 
 
@@ -393,6 +394,29 @@ OwnFunction = AdvantageConfig | LossConfig | CorrectionConfig | ReplayPolicyConf
 
 
 @dataclass(kw_only=True)
+class RewardKlConfig(Freezable):
+    coef: float = option(
+        0.0,
+        "Weight of the KL to the reference in the reward, in which it is subtracted; its first value, with a target.",
+        minimum=0,
+        maximum=MAX_WEIGHT,
+    )
+    kl: str = option("k1", "Estimator of each token's KL.", choices=("k1", "k2", "k3", "abs"))
+    target: float | None = option(
+        None,
+        "KL per token that coef is adapted to, after each step; null: coef is constant.",
+        above=0,
+        maximum=MAX_WEIGHT,
+    )
+    horizon: int = option(
+        10_000,
+        "Rollouts that it takes coef to adapt: n of them change it by 0.2 n / horizon at most.",
+        minimum=1,
+        maximum=MAX_STEPS,
+    )
+
+
+@dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
     sync_steps: int = option(
         0,
@@ -428,6 +452,7 @@ class AlgorithmConfig(Freezable):
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     replay: ReplayPolicyConfig = field(default_factory=ReplayPolicyConfig)
+    reward_kl: RewardKlConfig = field(default_factory=RewardKlConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -438,6 +463,12 @@ class AlgorithmConfig(Freezable):
     def samples_pairs(self) -> bool:
         """Whether the loss compares the best and the worst rollout of each group."""
         return self.kind == "rl" and self.loss.name == PAIRS and self.loss.path is None
+
+    @property
+    def credits_in_learner(self) -> bool:
+        """Whether the learner computes the advantages, because they depend on its log-probs."""
+        has_energies = self.advantage.name == "optimal_token_baseline" and self.advantage.path is None
+        return self.kind == "rl" and not self.samples_pairs and (has_energies or self.reward_kl.coef > 0)
 
     @property
     def precomputes_reference(self) -> bool:

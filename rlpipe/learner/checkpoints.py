@@ -253,12 +253,11 @@ class CheckpointStore:
         temporary = writing_path(target)
         counts = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
         bonus = {"coef": learner.entropy_bonus.coef, "is_on": learner.entropy_bonus.is_on}
+        weights = {"entropy_bonus": bonus, "kl_coefficient": learner.kl_coefficient.value}
 
         def complete() -> None:
             own = {**extra, **(add(temporary) if add is not None else {})}
-            complete_checkpoint(
-                temporary, target, {"step": step, **counts, "entropy_bonus": bonus, "extra": own}, digests
-            )
+            complete_checkpoint(temporary, target, {"step": step, **counts, **weights, "extra": own}, digests)
 
         def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -291,6 +290,7 @@ class CheckpointStore:
         bonus = record.get("entropy_bonus", {})
         learner.entropy_bonus.coef = bonus.get("coef", learner.entropy_bonus.coef)
         learner.entropy_bonus.is_on = bonus.get("is_on", True)
+        learner.kl_coefficient.restore(record.get("kl_coefficient"))
         return Checkpoint(record["step"], record["extra"])
 
 

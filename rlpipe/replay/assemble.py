@@ -20,7 +20,17 @@ from rlpipe.algorithms.plugins import REPLAY, call_function, load_function, own_
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
+from rlpipe.types import (
+    DIVERSITY,
+    NO_VERSION,
+    FloatArray,
+    IntArray,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StepRewards,
+    TrainBatch,
+)
 
 EBFT = "ebft/"
 """Prefix of the metrics of EBFT's scorer."""
@@ -50,10 +60,15 @@ def assemble_step(
 
     ``replayed`` groups of earlier steps are trained with ``groups``, but metrics of rewards, lengths and staleness
     cover ``groups`` only. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators
-    but left out of the batch, unless the loss reads them all the same.
+    but left out of the batch, unless the loss reads them all the same. If the learner computes the advantages, the
+    batches hold the rewards instead.
     """
     trained = [*groups, *replayed]
+    in_learner = algorithm.credits_in_learner
+    skip_zero_advantage = skip_zero_advantage and not in_learner
     set_advantages(trained, algorithm, reward_weights)
+    if in_learner:
+        number_tokens([rollout for group in trained for rollout in group])
     rollouts, pairs = [rollout for group in trained for rollout in group], []
     if algorithm.samples_pairs:
         pairs = pair_up(trained, without_truncated=algorithm.loss.mask_truncated)
@@ -80,10 +95,13 @@ def assemble_step(
         **({"groups/paired": float(len(pairs))} if algorithm.samples_pairs else {}),
         "groups/skipped": float(sum(map(_is_flat, trained)) if skip_zero_advantage else 0),
     }
-    if algorithm.ebft.reward:
+    if algorithm.ebft.reward and not in_learner:
         metrics["ebft/advantages_std"] = float(np.mean([_advantages_std(group) for group in trained]))
+    rewards = _step_rewards(trained, algorithm, reward_weights) if in_learner else None
     for batch in batches:
-        batch.metrics = metrics
+        batch.metrics, batch.rewards = metrics, rewards
+    if in_learner:
+        _clear_advantages(trained)
     return batches
 
 
@@ -192,6 +210,26 @@ def set_advantages(
         for group in groups:
             _credit_turns(group, reward_weights.get("environment", 0.0))
         return
+    found = _step_rewards(groups, algorithm, reward_weights)
+    estimated: Sequence[FloatArray | list[FloatArray]]
+    if algorithm.credits_in_learner:
+        estimated = [np.zeros(len(group), np.float32) for group in groups]
+    elif algorithm.advantage.path is not None:
+        inputs = AdvantageInputs(
+            config=algorithm.advantage, num_tokens=found.num_tokens, pairwise=found.pairwise, groups=groups
+        )
+        estimated = own_advantages(found.rewards, inputs)
+    else:
+        estimated = compute_advantages(found.rewards, algorithm.advantage, found.pairwise, found.num_tokens)
+    for group, advantages in zip(groups, estimated, strict=True):
+        for rollout, advantage in zip(group, advantages, strict=True):
+            _write_advantages(rollout, np.asarray(advantage))
+
+
+def _step_rewards(
+    groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
+) -> StepRewards:
+    """Return the combined rewards of the groups, and what else advantages depend on."""
     weights = np.array(list(reward_weights.values()), np.float32)
     rewards = [
         combine_rewards(_reward_table(group, list(reward_weights)), weights, algorithm.combine, algorithm.advantage.eps)
@@ -201,20 +239,21 @@ def set_advantages(
     if algorithm.ebft.reward:
         tables = [_reward_table(group, [DIVERSITY]) for group in groups]
         pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
-    inputs = AdvantageInputs(
-        config=algorithm.advantage,
-        num_tokens=[_loss_tokens(group) for group in groups],
-        pairwise=pairwise,
-        groups=groups,
-    )
-    estimated: Sequence[FloatArray | list[FloatArray]]
-    if algorithm.advantage.path is not None:
-        estimated = own_advantages(rewards, inputs)
-    else:
-        estimated = compute_advantages(rewards, algorithm.advantage, pairwise, inputs.num_tokens)
-    for group, advantages in zip(groups, estimated, strict=True):
-        for rollout, advantage in zip(group, advantages, strict=True):
-            _write_advantages(rollout, np.asarray(advantage))
+    return StepRewards(rewards=rewards, num_tokens=[_loss_tokens(group) for group in groups], pairwise=pairwise)
+
+
+def number_tokens(rollouts: Iterable[Rollout]) -> None:
+    """Write to each sequence how many loss tokens the sequences before it have."""
+    count = 0
+    for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
+        sequence.first_place = count
+        count += sequence.num_loss_tokens
+
+
+def _clear_advantages(groups: Sequence[RolloutGroup]) -> None:
+    """Remove the zeros that stood for the advantages in the batch, so that nothing records them."""
+    for sequence in (sequence for group in groups for sequence in group.sequences):
+        sequence.advantages = None
 
 
 def _loss_tokens(group: RolloutGroup) -> IntArray:

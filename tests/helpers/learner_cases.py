@@ -15,7 +15,8 @@ from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.workload import Workload, needs_copy
-from rlpipe.types import NO_VERSION, MicroBatch, Rollout, TrainBatch
+from rlpipe.replay.assemble import number_tokens
+from rlpipe.types import NO_VERSION, MicroBatch, Rollout, StepRewards, TrainBatch
 
 
 def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) -> list[Rollout]:
@@ -80,6 +81,31 @@ def make_batches(
         num_epochs=algorithm.num_epochs_per_step,
         seed=seed,
     )
+
+
+def make_rewarded(
+    algorithm: AlgorithmConfig, *, step: int = 0, num_ranks: int = 1, max_tokens: int = 4096
+) -> tuple[list[TrainBatch], list[Rollout]]:
+    """Return one batch per rank, with rewards from which the learner computes advantages, and all rollouts.
+
+    One sampling log-prob is unknown.
+    """
+    rollouts = make_rollouts(seed=step)
+    rollouts[1].logprobs[-1] = np.nan
+    number_tokens(rollouts)
+    batches = pack_step(
+        rollouts,
+        step=step,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        num_minibatches=algorithm.num_minibatches,
+        num_epochs=algorithm.num_epochs_per_step,
+    )
+    counts = np.array([rollout.num_loss_tokens for rollout in rollouts], np.int32).reshape(4, 3)
+    rewards = np.random.default_rng(step).normal(size=counts.shape).astype(np.float32)
+    for batch in batches:
+        batch.rewards = StepRewards(rewards=list(rewards), num_tokens=list(counts))
+    return batches, rollouts
 
 
 def make_adapter_config(kind: str = "lora", **options: Any) -> AdapterConfig:

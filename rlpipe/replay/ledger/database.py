@@ -124,6 +124,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 images=prompt.images,
                 episode=None,
                 rejected=None,
+                first_place=0,
                 **{name: parts[name][place] for name in names},
             )
             for place in range(start, stop)

@@ -25,6 +25,9 @@ NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
 FEATURES = {"algorithm.ebft.reward": True}
 SERVE = "algorithm.ebft.features.serve"
 LEARNERS = {**FEATURES, "algorithm.ebft.features.weights": "learner"}
+KL = {"algorithm.reward_kl.coef": 0.1}
+OTB = {"algorithm.advantage.name": "optimal_token_baseline"}
+BLOCKS = {"algorithm.kind": "ebft_strided", "data.source": "jsonl", "data.path": "rows.jsonl", "data.task": None}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 
 
@@ -390,6 +393,25 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             {"data.chat_template_kwargs": {"chat_template": "x"}},
             "data.chat_template_kwargs.chat_template",
             "set model.chat_template instead",
+        ),
+        (KL | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
+        (OTB | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
+        ({"algorithm.reward_kl.target": 0.1}, "algorithm.reward_kl", "set algorithm.reward_kl.coef"),
+        (KL | {"algorithm.reward_kl.horizon": 99}, "algorithm.reward_kl.horizon", "set algorithm.reward_kl.target"),
+        (KL | {"algorithm.loss.name": "dpo"}, "algorithm.reward_kl.coef", "set 0"),
+        (KL | {"algorithm.advantage.path": "mine.py:f"}, "algorithm.reward_kl.coef", "algorithm.advantage.path=null"),
+        (KL | BLOCKS, "algorithm.reward_kl", "set algorithm.loss.beta"),
+        (OTB | BLOCKS, "algorithm.advantage.name", "set rloo"),
+        (
+            KL
+            | {
+                "algorithm.advantage.credit": "turns",
+                "algorithm.advantage.name": "rloo",
+                "environment.path": "mine.py:Game",
+                "data.chat": True,
+            },
+            "algorithm.reward_kl.coef",
+            "algorithm.advantage.credit=episode",
         ),
         ({"algorithm.correction.path": "mine.py"}, "algorithm.correction.path", "names no function"),
         ({"algorithm.correction.kwargs": {"a": 1}}, "algorithm.correction.kwargs", "set algorithm.correction.path"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from replay_cases import group
 
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig, RewardKlConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.replay.assemble import assemble_step, set_advantages, step_metrics
 from rlpipe.types import NO_TURN, EpisodeTrace, Rollout, RolloutGroup, RolloutStatus, TrainBatch
@@ -48,6 +48,42 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss() -> None:
     batches = assemble(groups, algorithm)
     assert loss_advantages(batches) == pytest.approx([0.5] * 3)
     assert batches[0].metrics["completions/max_length"] == 3, "the metrics still know them"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(advantage=AdvantageConfig(name="optimal_token_baseline")),
+        AlgorithmConfig(reward_kl=RewardKlConfig(coef=0.1)),
+    ],
+)
+def test_rewards_go_to_the_learner_if_it_computes_the_advantages(algorithm: AlgorithmConfig) -> None:
+    groups = [group(0, [1.0, None], lengths=[2, 4]), group(1, [0.5, 0.5])]
+    batches = assemble_step(
+        groups,
+        step=3,
+        algorithm=algorithm,
+        learner=LearnerConfig(num_ranks=2, max_tokens_per_microbatch=64),
+        reward_weights={"right": 2.0},
+        seed=0,
+        skip_zero_advantage=True,
+    )
+    for batch in batches:
+        assert batch.rewards is not None
+        np.testing.assert_array_equal(np.stack(batch.rewards.rewards), [[2.0, np.nan], [1.0, 1.0]])
+        assert [counts.tolist() for counts in batch.rewards.num_tokens] == [[2, 4], [3, 3]]
+        assert batch.metrics["groups/skipped"] == 0
+    assert loss_advantages(batches) == [0.0] * 12, "no rollout is left out"
+    assert all(rollout.advantages is None for one in groups for rollout in one), "nothing records the zeros"
+
+
+def test_the_branches_of_an_episode_are_numbered_one_after_the_other() -> None:
+    made = group(0, [1.0, 0.0], lengths=[3, 2])
+    made.rollouts[0] = played(made.rollouts[0], [0, 0, 0, 1.0], (group(0, [1.0], lengths=[1]).rollouts[0],))
+    (batch,) = assemble([made], AlgorithmConfig(reward_kl=RewardKlConfig(coef=0.1)))
+    (micro,) = batch.mini_batches[0].micro_batches
+    assert batch.rewards is not None
+    assert (batch.rewards.num_tokens[0].tolist(), micro.first_places.tolist()) == ([4, 2], [0, 3, 4])
 
 
 ONLINE = AlgorithmConfig(loss=LossConfig(name="dpo"))
