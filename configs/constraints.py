@@ -221,7 +221,7 @@ def check_quantization(config: Config) -> Iterator[str]:
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, size = algorithm.advantage, algorithm.group_size
     pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
-    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus")
+    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus", "remax")
     if size < 2 and not alone and not pairs:
         yield (
             f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
@@ -229,6 +229,9 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     elif size < 2 and algorithm.combine == "normalize_then_sum":
         yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalizes within a group; set 2 or more"
+    if algorithm.samples_greedy and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
+        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
+        yield f"{part}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
     if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
     yield from check_function(advantage, "algorithm.advantage")
@@ -400,6 +403,8 @@ def check_environment(config: Config) -> Iterator[str]:
         )
     if not environment.is_used:
         return
+    if config.algorithm.samples_greedy:
+        yield "algorithm.advantage.name: remax has no greedy episodes to compare with; set rloo"
     names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]
     name = f"environment.{names[0]}"
     if environment.port is not None and environment.num_processes > 1:

@@ -123,7 +123,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.advantage.path: blocks of raw text are scored in the learner, micro batch by micro batch, "
             "without rollouts; set it to null"
         )
-    elif advantage.name == "optimal_token_baseline":
+    elif advantage.name in ("optimal_token_baseline", "remax"):
         yield f"algorithm.advantage.name: {advantage.name} does not work on blocks of raw text; set rloo"
     elif by_batch or (advantage.name in ("grpo", "pass_at_k") and advantage.scale == "batch"):
         yield (

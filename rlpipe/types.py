@@ -167,6 +167,8 @@ class Rollout:
     """The rest of an episode; None in a rollout of one turn, and in a further branch."""
     rejected: Rollout | None = None
     """The worse completion of a preference, of which this is the better one."""
+    is_greedy: bool = False
+    """True for the greedy completion of a prompt, which others are compared with and which is not trained."""
     first_place: int = 0
     """Place of its first loss token among those of the step, if the learner computes the advantages."""
 
@@ -234,6 +236,11 @@ class RolloutGroup:
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self.rollouts)
+
+    @property
+    def sampled(self) -> list[Rollout]:
+        """The rollouts without the greedy one."""
+        return [rollout for rollout in self.rollouts if not rollout.is_greedy]
 
     @property
     def num_tokens(self) -> int:
@@ -316,6 +323,8 @@ class StepRewards:
     num_tokens: Sequence[IntArray]  # [G], loss tokens
     pairwise: Sequence[FloatArray] | None = None
     """Part of each reward that is a mean over pairs ``[G]``, of EBFT; None without one."""
+    baselines: Sequence[float] = ()
+    """Reward of the greedy completion, NaN if it has none; empty if the groups have no greedy completion."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -350,11 +359,13 @@ class GroupRequest:
     """False: sample from the base model without the adapter, which is the same in every version."""
     has_priority: bool = False
     """True: start before waiting requests that do not have this set."""
+    with_greedy: bool = False
+    """True: sample one more completion at temperature 0, as the group's last rollout."""
 
     @property
     def outstanding_tokens(self) -> int:
         """Upper bound of the tokens that the request costs."""
-        return len(self.prompt.token_ids) + self.group_size * self.max_tokens
+        return len(self.prompt.token_ids) + (self.group_size + self.with_greedy) * self.max_tokens
 
 
 class WeightsKind(StrEnum):

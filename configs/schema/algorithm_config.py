@@ -203,7 +203,7 @@ class EbftConfig(Freezable):
 ADVANTAGES = (
     *("grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline", "reinforce_plus_plus"),
     *("opo", "gpg", "pass_at_k", "max_rl"),
-    "optimal_token_baseline",
+    *("optimal_token_baseline", "remax"),
 )
 
 
@@ -463,6 +463,17 @@ class AlgorithmConfig(Freezable):
     def samples_pairs(self) -> bool:
         """Whether the loss compares the best and the worst rollout of each group."""
         return self.kind == "rl" and self.loss.name == PAIRS and self.loss.path is None
+
+    @property
+    def samples_greedy(self) -> bool:
+        """Whether each prompt has a greedy completion, too, which the others are compared with."""
+        own = self.advantage.name == "remax" and self.advantage.path is None
+        return own and self.kind == "rl" and not self.samples_pairs
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """Completions that engines sample of a prompt, trained or not."""
+        return self.group_size + self.samples_greedy
 
     @property
     def credits_in_learner(self) -> bool:

@@ -54,6 +54,8 @@ class AdvantageInputs:
     """Loss tokens of each rollout ``[G]``; in an episode of all its branches."""
     pairwise: Sequence[FloatArray] | None = None
     """Part of each reward that is a mean over pairs ``[G]``, of EBFT; None without one."""
+    baselines: Sequence[float] = ()
+    """Reward of each group's greedy completion, NaN if it has none; empty without greedy completions."""
     groups: Sequence[RolloutGroup] = ()
     """The rollouts, with tokens, log-probs and the row's columns (``task``); empty in the learner."""
     penalties: TokenValues | None = None
@@ -322,6 +324,18 @@ def _subtract_token_baseline(returns: list[Values], energies: Sequence[NDArray[n
     if len(scored) < 2:
         return [np.zeros_like(own) for own in returns]
     return [own - baseline[: len(own)] if index in scored else np.zeros_like(own) for index, own in enumerate(returns)]
+
+
+@register_advantage("remax")
+def remax(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
+    """Return r - reward of the prompt's greedy completion (ReMax, arXiv:2310.10505).
+
+    With penalties, r is the return of each token.
+    """
+    if inputs.penalties is None:
+        return [group - baseline for group, baseline in zip(groups, inputs.baselines, strict=True)]
+    returns = zip(_returns(groups, inputs), inputs.baselines, strict=True)
+    return [[own - baseline for own in group] for group, baseline in returns]
 
 
 def _margin_of_best(rewards: Values) -> Values:

@@ -56,6 +56,7 @@ class StepCredit:
             config=self._algorithm.advantage,
             num_tokens=rewards.num_tokens,
             pairwise=rewards.pairwise,
+            baselines=rewards.baselines,
             penalties=None if self._reference is None else _split(self._coefficient.value * kl, rewards),
             energies=_split(energies, rewards) if self._needs_energies else None,
         )

@@ -282,9 +282,12 @@ TOKENS = st.lists(
 """Groups of rollouts: rewards in quarters, and for each loss token its energy in twentieths and penalty in tenths."""
 
 
-def estimate_by_token(name: str, groups: list[list[tuple[int, list[tuple[int, int]]]]]) -> list[list[list[float]]]:
+def estimate_by_token(
+    name: str, groups: list[list[tuple[int, list[tuple[int, int]]]]], baselines: Sequence[float] = ()
+) -> list[list[list[float]]]:
     inputs = AdvantageInputs(
         config=AdvantageConfig(name=name, eps=1e-4),
+        baselines=baselines,
         num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
         energies=[[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups],
         penalties=[[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups],
@@ -345,7 +348,27 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens_with_penalties(
     assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in tokens], abs=1e-5, rel=1e-5)
 
 
-@given(groups=TOKENS, name=st.sampled_from(["grpo", "rloo", "opo", "reinforce", "gpg"]))
+@given(groups=TOKENS, baseline=st.integers(-8, 8))
+def test_remax_subtracts_the_reward_of_the_greedy_completion(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]], baseline: int
+) -> None:
+    """Compare with verl's: the return of each token, with the KL from there on, minus the greedy reward."""
+    baselines = [baseline / 4 + index for index in range(len(groups))]
+    got = estimate_by_token("remax", groups, baselines)
+    for values, group, own in zip(got, groups, baselines, strict=True):
+        for found, returns in zip(values, returns_of(group), strict=True):
+            assert found == pytest.approx([value - own for value in returns], abs=1e-6)
+
+
+def test_remax_without_a_greedy_reward_gives_no_advantage() -> None:
+    inputs = AdvantageInputs(
+        config=AdvantageConfig(name="remax"), num_tokens=[np.array([2, 2]), np.array([1])], baselines=[0.5, NAN]
+    )
+    found = estimate_advantages([array(1, NAN), array(3)], inputs)
+    assert [np.asarray(group).tolist() for group in found] == [[0.5, 0.0], [0.0]]
+
+
+@given(groups=TOKENS, name=st.sampled_from(["grpo", "rloo", "opo", "reinforce"]))
 def test_the_penalties_of_a_rollout_are_subtracted_from_its_reward(
     groups: list[list[tuple[int, list[tuple[int, int]]]]], name: str
 ) -> None:

@@ -77,6 +77,39 @@ def test_rewards_go_to_the_learner_if_it_computes_the_advantages(algorithm: Algo
     assert all(rollout.advantages is None for one in groups for rollout in one), "nothing records the zeros"
 
 
+def with_greedy(made: RolloutGroup) -> RolloutGroup:
+    """Return the group with its last rollout as the greedy one."""
+    made.rollouts[-1].is_greedy = True
+    return made
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_a_greedy_completion_is_a_baseline_and_is_not_trained(coef: float) -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="remax"), reward_kl=RewardKlConfig(coef=coef))
+    groups = [with_greedy(group(0, [1.0, 0.0, 0.5], lengths=[2, 3, 9])), with_greedy(group(1, [0.5, 0.25, None]))]
+    (batch,) = assemble(groups, algorithm)
+    assert [int(micro.loss_mask.sum()) for micro in batch.mini_batches[0].micro_batches] == [2 + 3 + 3 + 3]
+    assert (batch.mini_batches[0].num_sequences, batch.metrics["num_completion_tokens"]) == (4, 11)
+    assert batch.metrics["reward"] == pytest.approx((1 + 0.5 + 0.25) / 4)
+    assert batch.metrics["reward/greedy"] == 0.5
+    assert batch.metrics["completions/max_length"] == 3
+    assert all(rollout.advantages is None for one in groups for rollout in one if rollout.is_greedy)
+    if coef:
+        assert batch.rewards is not None
+        np.testing.assert_array_equal(np.stack(batch.rewards.rewards), [[1.0, 0.0], [0.5, 0.25]])
+        np.testing.assert_array_equal(batch.rewards.baselines, [0.5, np.nan])
+        assert [counts.tolist() for counts in batch.rewards.num_tokens] == [[2, 3], [3, 3]]
+    else:
+        assert loss_advantages([batch]) == pytest.approx([-0.5] * 3 + [0.0] * 6 + [0.5] * 2)
+
+
+def test_a_greedy_completion_is_not_trained_with_another_advantage_either() -> None:
+    """Check what a run has left of remax, if it goes on with other options."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="rloo"))
+    (batch,) = assemble([with_greedy(group(0, [1.0, 0.0, 1.0]))], algorithm)
+    assert loss_advantages([batch]) == [-1.0] * 3 + [1.0] * 3
+
+
 def test_the_branches_of_an_episode_are_numbered_one_after_the_other() -> None:
     made = group(0, [1.0, 0.0], lengths=[3, 2])
     made.rollouts[0] = played(made.rollouts[0], [0, 0, 0, 1.0], (group(0, [1.0], lengths=[1]).rollouts[0],))
