@@ -221,7 +221,7 @@ def check_quantization(config: Config) -> Iterator[str]:
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, size = algorithm.advantage, algorithm.group_size
     pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
-    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus", "remax")
+    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus", "remax", "gae")
     if size < 2 and not alone and not pairs:
         yield (
             f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "

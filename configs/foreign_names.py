@@ -24,7 +24,9 @@ ADAPTER = "write model=lora, model=qlora or model=full"
 ALGORITHM = "write algorithm=grpo, dapo, dr_grpo, gspo, rloo or another of rlpipe config --groups algorithm"
 STRATEGY = "write learner=fsdp2_gpu or learner=zero3_gpu"
 MEMORY = "set rollout.engine_args.gpu_memory_utilization"
-NO_CRITIC = "there is no critic: advantages come from the rewards of a group (algorithm.advantage.name)"
+CRITIC = (
+    "algorithm=gae has a critic, a value head on the policy: set algorithm.critic.lr or algorithm.critic.value_clip"
+)
 
 FOREIGN_NAMES = {
     # optimizer and length of a run
@@ -128,10 +130,12 @@ FOREIGN_NAMES = {
     "adv_estimator": ALGORITHM,
     "advantage_estimator": ALGORITHM,
     "rl": ALGORITHM,
-    "critic_learning_rate": NO_CRITIC,
-    "lambd": NO_CRITIC,
-    "gamma": NO_CRITIC,
-    "lam": NO_CRITIC,
+    "critic_learning_rate": "algorithm.critic.lr",
+    "critic.optim.lr": "algorithm.critic.lr",
+    "cliprange_value": "algorithm.critic.value_clip",
+    "lambd": "algorithm.advantage.lam",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.lam": "algorithm.advantage.lam",
     # lengths and sampling
     "max_prompt_length": "data.max_prompt_tokens",
     "prompt_max_len": "data.max_prompt_tokens",
@@ -263,7 +267,8 @@ FOREIGN_NAMES = {
 def foreign_name(name: str) -> str | None:
     """Return the entry for the longest end of a dotted name that is known; None if none is."""
     parts = name.split(".")
+    ends = [".".join(parts[index:]) for index in range(len(parts))]
     if parts[0] == "critic":
-        return NO_CRITIC
-    ends = (".".join(parts[index:]) for index in range(len(parts)))
-    return next((FOREIGN_NAMES[end] for end in ends if end in FOREIGN_NAMES), None)
+        ends = [end for end in ends if end.startswith("critic.") or end == "cliprange_value"]
+    found = next((FOREIGN_NAMES[end] for end in ends if end in FOREIGN_NAMES), None)
+    return CRITIC if found is None and parts[0] == "critic" else found

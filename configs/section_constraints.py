@@ -8,10 +8,11 @@ from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import ROLE_OPTION, all_sources, mixed_sources, read_role_boundaries
 from rlpipe.configs.options import leaves, to_tree
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, PreferenceConfig, RewardKlConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, CriticConfig, RewardKlConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
@@ -34,6 +35,7 @@ OF_ROLLOUTS = (
     "algorithm.correction",
     "algorithm.replay",
     "algorithm.reward_kl",
+    "algorithm.critic",
     "algorithm.ebft",
     "algorithm.combine",
     "replay",
@@ -80,10 +82,17 @@ def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
 def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield contradictions of the KL in the reward, and of other advantages that the learner computes."""
     name, options, advantage = "algorithm.reward_kl", algorithm.reward_kl, algorithm.advantage
+    if advantage.name != "gae" and (advantage.gamma, advantage.lam) != (1.0, 1.0):
+        yield f"algorithm.advantage.gamma: gamma and lam have no effect on {advantage.name}; leave them out, or set gae"
+    if not algorithm.has_critic and algorithm.critic != CriticConfig():
+        yield "algorithm.critic: only algorithm.advantage.name=gae has a critic; set that, or leave it out"
+    if algorithm.has_critic and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
+        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
+        yield f"{part}: gae compares plain rewards with a critic's values; leave it out, or set rloo"
     if algorithm.credits_in_learner and algorithm.loss.mask_truncated:
         yield (
             "algorithm.loss.mask_truncated: the learner computes the advantages from the log-probs of all rollouts "
-            "(algorithm.reward_kl, optimal_token_baseline), and has none of these; set false"
+            "(reward_kl, optimal_token_baseline, gae), and has none of these; set false"
         )
     if not options.coef and options != RewardKlConfig():
         yield f"{name}: there is no KL in the reward with coef=0, which stays 0; set {name}.coef, or leave it out"
@@ -123,7 +132,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.advantage.path: blocks of raw text are scored in the learner, micro batch by micro batch, "
             "without rollouts; set it to null"
         )
-    elif advantage.name in ("optimal_token_baseline", "remax"):
+    elif advantage.name in ("optimal_token_baseline", "remax", "gae"):
         yield f"algorithm.advantage.name: {advantage.name} does not work on blocks of raw text; set rloo"
     elif by_batch or (advantage.name in ("grpo", "pass_at_k") and advantage.scale == "batch"):
         yield (

@@ -62,6 +62,8 @@ class AdvantageInputs:
     """Penalty of each loss token of every rollout, which the rewards have been reduced by; None without any."""
     energies: TokenValues | None = None
     """Squared length of the gradient of each loss token's log-prob by its logits; None if not needed."""
+    values: TokenValues | None = None
+    """Value of the state before each loss token; None without a critic."""
 
 
 Estimator = Callable[[list[Values], AdvantageInputs], Sequence[Values | list[Values]]]
@@ -106,14 +108,19 @@ def estimate_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) 
     name = inputs.config.name
     if name not in ADVANTAGES:
         raise ValueError(f"advantage.name is {name!r}; use {', '.join(ADVANTAGES)}")
-    groups = [np.asarray(group, np.float64) for group in rewards]
-    if inputs.penalties is not None:
-        sums = [np.array([own.sum(dtype=np.float64) for own in group]) for group in inputs.penalties]
-        groups = [group - penalty for group, penalty in zip(groups, sums, strict=True)]
     return [
         _as_float32(group) if isinstance(group, np.ndarray) else [_as_float32(own) for own in group]
-        for group in ADVANTAGES[name](groups, inputs)
+        for group in ADVANTAGES[name](subtract_penalties(rewards, inputs), inputs)
     ]
+
+
+def subtract_penalties(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[Values]:
+    """Return the rewards minus the sum of the penalties of their rollouts."""
+    groups = [np.asarray(group, np.float64) for group in rewards]
+    if inputs.penalties is None:
+        return groups
+    sums = [np.array([own.sum(dtype=np.float64) for own in group]) for group in inputs.penalties]
+    return [group - penalty for group, penalty in zip(groups, sums, strict=True)]
 
 
 def _as_float32(values: Values) -> FloatArray:
@@ -336,6 +343,42 @@ def remax(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | li
         return [group - baseline for group, baseline in zip(groups, inputs.baselines, strict=True)]
     returns = zip(_returns(groups, inputs), inputs.baselines, strict=True)
     return [[own - baseline for own in group] for group, baseline in returns]
+
+
+@register_advantage("gae")
+def gae(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
+    """Return generalized advantage estimates (arXiv:1506.02438), minus their mean over all loss tokens, over their std.
+
+    As in verl, eps is added to the standard deviation.
+    """
+    tokens = [own for group in generalized_advantages(groups, inputs) for own in group]
+    if not tokens:
+        return groups
+    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], inputs.config.eps))
+    return [[next(whitened) for _ in group] for group in groups]
+
+
+def generalized_advantages(groups: Sequence[Values], inputs: AdvantageInputs) -> list[list[Values]]:
+    """Return Σ_k (γ λ)^k δ_{t+k} of each loss token t, with δ_t = r_t + γ V_{t+1} - V_t, and V = 0 after the last one.
+
+    r_t is minus the penalty, plus the rollout's reward (``groups``, from which the penalties were subtracted) at the
+    last loss token.
+    """
+    assert inputs.values is not None, "the learner computes the values"
+    gamma, decay = inputs.config.gamma, inputs.config.gamma * inputs.config.lam
+    found: list[list[Values]] = []
+    for place, (group, values) in enumerate(zip(groups, inputs.values, strict=True)):
+        found.append([])
+        for index, (reward, own) in enumerate(zip(group, values, strict=True)):
+            rewards = np.zeros(len(own))
+            if inputs.penalties is not None:
+                rewards -= inputs.penalties[place][index]
+            rewards[-1:] += reward - rewards.sum()
+            errors = rewards + gamma * np.append(own[1:], 0.0)[: len(own)] - own
+            for token in range(len(errors) - 2, -1, -1):
+                errors[token] += decay * errors[token + 1]
+            found[-1].append(errors)
+    return found
 
 
 def _margin_of_best(rewards: Values) -> Values:

@@ -189,6 +189,11 @@ class TokenScorer(nn.Module):
         result: tuple[Tensor, Tensor | None] = self(work)
         return result
 
+    def read_states(self, row: Row) -> Tensor:
+        """Return the last hidden states ``[K, H]`` before the row's targets, without gradient."""
+        states: Tensor = self(lambda: self.hidden_states(row).index_select(0, row.predictors))
+        return states
+
     def energies(self, row: Row, temperature: float, chunk_tokens: int) -> tuple[Tensor, Tensor]:
         """Return log-probs ``[K]`` of the row's targets, and the squared lengths ``[K]`` of their gradients by logits.
 

@@ -18,6 +18,7 @@ from rlpipe.algorithms.preferences import labelled_means
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
+from rlpipe.learner.critic import Critic
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, Preferences, RewardPairs
@@ -64,6 +65,7 @@ class Learner:
         self.updates = policy.sharding.make_updates(policy.trainable_parameters(), learner.optimizer)
         self.reference = make_reference(policy, algorithm)
         self._objective = self._make_objective(temperature, max_completion_tokens, seed)
+        self.critic = Critic(policy, algorithm.critic) if algorithm.has_critic else None
         self._credit = self._make_credit(temperature) if algorithm.credits_in_learner else None
         self._note_small_updates()
 
@@ -107,6 +109,7 @@ class Learner:
             self._algorithm,
             self.reference,
             coefficient=self.kl_coefficient,
+            critic=self.critic,
             temperature=temperature,
         )
 

@@ -12,12 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlpipe.algorithms.advantages import AdvantageInputs, estimate_advantages
+from rlpipe.algorithms.advantages import (
+    AdvantageInputs,
+    estimate_advantages,
+    generalized_advantages,
+    subtract_penalties,
+)
 from rlpipe.algorithms.corrections import correct
 from rlpipe.algorithms.losses import KlCoefficient, estimate_kl
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.learner.critic import Critic
 from rlpipe.learner.objectives import LearnerInputs, Reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.strategies.sharding import Reduce
@@ -37,21 +43,23 @@ class StepCredit:
         reference: Reference | None,
         *,
         coefficient: KlCoefficient,
+        critic: Critic | None,
         temperature: float,
     ) -> None:
         self._policy, self._chunk_tokens, self._algorithm = policy, learner.logprob_chunk_tokens, algorithm
         self._reference = reference if algorithm.reward_kl.coef else None
-        self._coefficient, self._temperature = coefficient, temperature
+        self._coefficient, self._critic, self._temperature = coefficient, critic, temperature
         self._needs_energies = algorithm.advantage.name == "optimal_token_baseline"
 
     def assign(self, rewards: StepRewards, updates: Sequence[Sequence[LearnerInputs]]) -> dict[str, float]:
-        """Write the advantages to the inputs of all updates, and return metrics of the KL.
+        """Write the advantages to the inputs of all updates, train the critic, and return metrics of KL and critic.
 
-        The first pass over the rollouts gives their log-probs. If any of these is not finite, all advantages are NaN,
-        so that the step counts as a bad one.
+        The first pass over the rollouts gives their log-probs and values. If any of these is not finite, all advantages
+        are NaN, so that the step counts as a bad one.
         """
         first_pass = updates[: len(updates) // self._algorithm.num_epochs_per_step]
-        kl, energies = self._read_tokens(int(sum(map(np.sum, rewards.num_tokens))), first_pass)
+        tokens = self._read_tokens(int(sum(map(np.sum, rewards.num_tokens))), first_pass)
+        kl, energies, values = tokens
         inputs = AdvantageInputs(
             config=self._algorithm.advantage,
             num_tokens=rewards.num_tokens,
@@ -59,25 +67,49 @@ class StepCredit:
             baselines=rewards.baselines,
             penalties=None if self._reference is None else _split(self._coefficient.value * kl, rewards),
             energies=_split(energies, rewards) if self._needs_energies else None,
+            values=None if self._critic is None else _split(values, rewards),
         )
         advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
-        if not np.isfinite(kl).all() or not np.isfinite(energies).all():
+        is_bad = not np.isfinite(tokens).all()
+        if is_bad:
             advantages = np.full_like(advantages, np.nan)
         for part in (part for update in updates for part in update if not part.is_truth):
             part.advantages = torch.from_numpy(advantages[part.places]).to(part.advantages.device)
-        return {} if self._reference is None else self._follow(kl, rewards)
+        metrics = {} if self._critic is None or is_bad else self._fit(self._critic, values, rewards, inputs, updates)
+        return metrics if self._reference is None else metrics | self._follow(kl, rewards)
 
-    def _read_tokens(self, num_tokens: int, updates: Sequence[Sequence[LearnerInputs]]) -> tuple[Tokens, Tokens]:
-        """Return the KL and the energy of all tokens of the step ``[N]``; 0 for what is not needed."""
-        found = np.zeros((2, num_tokens))
+    def _fit(
+        self,
+        critic: Critic,
+        values: Tokens,
+        rewards: StepRewards,
+        inputs: AdvantageInputs,
+        updates: Sequence[Sequence[LearnerInputs]],
+    ) -> dict[str, float]:
+        """Train the critic on the sums of values and advantages, as verl and TRL do."""
+        groups = generalized_advantages(subtract_penalties(rewards.rewards, inputs), inputs)
+        found = [own for group in groups for own in group]
+        returns = values + np.concatenate([*found, np.zeros(0)])
+        known = ~np.isnan(returns)
+        spread = float(returns[known].var()) if known.any() else 0.0
+        metrics = critic.fit(updates, *(torch.from_numpy(part).to(self._policy.device) for part in (values, returns)))
+        metrics["critic/value"] = float(values[known].mean()) if known.any() else 0.0
+        if spread:
+            metrics["critic/explained_variance"] = 1 - float((returns - values)[known].var()) / spread
+        return metrics
+
+    def _read_tokens(self, num_tokens: int, updates: Sequence[Sequence[LearnerInputs]]) -> Tokens:
+        """Return the KL, the energy and the value of all tokens of the step ``[3, N]``; 0 for what is not needed."""
+        found = np.zeros((3, num_tokens))
         for number, update in enumerate(updates):
             for part in update:
                 if part.is_truth or (part.is_empty and self._policy.sharding.num_ranks == 1):
                     continue
-                kl, energies = self._read(part, is_first=number == 0)
-                found[0, part.places], found[1, part.places] = kl.cpu().numpy(), energies.cpu().numpy()
-        kl, energies = self._policy.sharding.reduce(torch.from_numpy(found), Reduce.SUM).cpu().numpy()
-        return kl, energies
+                found[:2, part.places] = torch.stack(self._read(part, is_first=number == 0)).cpu().numpy()
+                if self._critic is not None:
+                    found[2, part.places] = self._critic.values(part).cpu().numpy()
+        tokens: Tokens = self._policy.sharding.reduce(torch.from_numpy(found), Reduce.SUM).cpu().numpy()
+        return tokens
 
     def _read(self, part: LearnerInputs, *, is_first: bool) -> tuple[Tensor, Tensor]:
         """Return the KL and the energy of a micro batch's tokens ``[K]``, and keep the log-probs for the updates."""

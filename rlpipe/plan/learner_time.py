@@ -98,14 +98,15 @@ def read_work(config: Config, layout: AttentionLayout) -> Work:
 def _logprob_passes(algorithm: AlgorithmConfig, num_updates: int) -> float:
     """Return the policy's passes without gradient: of later updates at the step's start, and of KTO's mismatches.
 
-    Advantages that depend on log-probs need those of the first update, too.
+    Advantages that depend on log-probs need those of the first update, too. A critic has a pass over the first epoch
+    for its values, and one over each for its training.
     """
     if algorithm.kind == "preference":
         return 0 if algorithm.preference.takes_pairs else 1
     if algorithm.samples_pairs:
         return 0
     if algorithm.credits_in_learner:
-        return 1
+        return 1 + algorithm.has_critic * (1 + 1 / algorithm.num_epochs_per_step)
     return (num_updates - 1) / num_updates if algorithm.kind == "rl" else 0
 
 

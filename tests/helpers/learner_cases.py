@@ -12,11 +12,15 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.learner.objectives import LearnerInputs, PolicyGradient
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
+from rlpipe.learner.step_credit import StepCredit
 from rlpipe.learner.workload import Workload, needs_copy
 from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import NO_VERSION, MicroBatch, Rollout, StepRewards, TrainBatch
+
+TEMPERATURE = 0.9
 
 
 def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) -> list[Rollout]:
@@ -139,7 +143,35 @@ def make_learner(
     model, algorithm = model or make_model_config(path, adapter=adapter), algorithm or AlgorithmConfig(num_steps=10)
     workload = Workload(copied_for=algorithm if needs_copy(model, algorithm) else None)
     policy = load_policy(model, learner, torch.device(device), workload=workload)
-    return Learner(policy, learner, algorithm, temperature=0.9, max_completion_tokens=16)
+    return Learner(policy, learner, algorithm, temperature=TEMPERATURE, max_completion_tokens=16)
+
+
+def assign_credit(
+    learner: Learner, algorithm: AlgorithmConfig, batch: TrainBatch
+) -> tuple[list[list[LearnerInputs]], dict[str, float]]:
+    """Return the inputs of the batch's updates with the advantages that the learner computes, and its metrics."""
+    policy, config = learner.policy, LearnerConfig()
+    objective = PolicyGradient(
+        policy,
+        config,
+        algorithm,
+        learner.reference,
+        bonus=learner.entropy_bonus,
+        temperature=TEMPERATURE,
+        max_completion_tokens=16,
+    )
+    updates = [objective.prepare(mini_batch) for mini_batch in batch.mini_batches]
+    credit = StepCredit(
+        policy,
+        config,
+        algorithm,
+        learner.reference,
+        coefficient=learner.kl_coefficient,
+        critic=learner.critic,
+        temperature=TEMPERATURE,
+    )
+    assert batch.rewards is not None
+    return updates, credit.assign(batch.rewards, updates)
 
 
 def train_steps(learner: Learner, first: int, last: int, *, max_tokens: int = 4096) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.advantages import ADVANTAGES as REGISTERED
@@ -307,6 +307,7 @@ def returns_of(group: list[tuple[int, list[tuple[int, int]]]]) -> list[list[floa
     ]
 
 
+@settings(deadline=None)
 @given(groups=TOKENS)
 def test_the_optimal_token_baseline_weighs_returns_by_the_energy_so_far(
     groups: list[list[tuple[int, list[tuple[int, int]]]]],
@@ -335,6 +336,7 @@ def test_a_rollout_without_reward_is_in_no_token_baseline() -> None:
     np.testing.assert_allclose(np.stack(found), expected, atol=1e-6)
 
 
+@settings(deadline=None)
 @given(groups=TOKENS)
 def test_reinforce_plus_plus_whitens_the_returns_of_tokens_with_penalties(
     groups: list[list[tuple[int, list[tuple[int, int]]]]],
@@ -348,6 +350,37 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens_with_penalties(
     assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in tokens], abs=1e-5, rel=1e-5)
 
 
+@settings(deadline=None)
+@given(groups=TOKENS, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+def test_gae_equals_the_recursion_of_verl(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]], gamma: float, lam: float
+) -> None:
+    """Take the first number of each token as its value; rewards are the penalties, and the reward at the last token."""
+    values = [[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups]
+    inputs = AdvantageInputs(
+        config=AdvantageConfig(name="gae", gamma=gamma, lam=lam, eps=1e-4),
+        num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
+        values=values,
+        penalties=[[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups],
+    )
+    found = estimate_advantages([array(*[reward / 4 for reward, _ in group]) for group in groups], inputs)
+    got = [value for group in found for own in group for value in np.asarray(own).tolist()]
+    expected: list[float] = []
+    for group, own_values in zip(groups, values, strict=True):
+        for (reward, tokens), own in zip(group, own_values, strict=True):
+            last, following, backwards = 0.0, 0.0, []
+            for place in reversed(range(len(tokens))):
+                token_reward = -tokens[place][1] / 10 + (reward / 4 if place == len(tokens) - 1 else 0)
+                last = token_reward + gamma * following - own[place] + gamma * lam * last
+                following = own[place]
+                backwards.append(last)
+            expected += backwards[::-1]
+    if len(expected) > 1:
+        mean, std = statistics.fmean(expected), statistics.stdev(expected)
+        assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in expected], abs=1e-5, rel=1e-5)
+
+
+@settings(deadline=None)
 @given(groups=TOKENS, baseline=st.integers(-8, 8))
 def test_remax_subtracts_the_reward_of_the_greedy_completion(
     groups: list[list[tuple[int, list[tuple[int, int]]]]], baseline: int
@@ -368,6 +401,7 @@ def test_remax_without_a_greedy_reward_gives_no_advantage() -> None:
     assert [np.asarray(group).tolist() for group in found] == [[0.5, 0.0], [0.0]]
 
 
+@settings(deadline=None)
 @given(groups=TOKENS, name=st.sampled_from(["grpo", "rloo", "opo", "reinforce"]))
 def test_the_penalties_of_a_rollout_are_subtracted_from_its_reward(
     groups: list[list[tuple[int, list[tuple[int, int]]]]], name: str

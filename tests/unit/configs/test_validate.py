@@ -27,6 +27,7 @@ SERVE = "algorithm.ebft.features.serve"
 LEARNERS = {**FEATURES, "algorithm.ebft.features.weights": "learner"}
 KL = {"algorithm.reward_kl.coef": 0.1}
 OTB = {"algorithm.advantage.name": "optimal_token_baseline"}
+GAE = {"algorithm.advantage.name": "gae"}
 REMAX = {"algorithm.advantage.name": "remax"}
 BLOCKS = {"algorithm.kind": "ebft_strided", "data.source": "jsonl", "data.path": "rows.jsonl", "data.task": None}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
@@ -399,6 +400,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (OTB | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
         ({"algorithm.reward_kl.target": 0.1}, "algorithm.reward_kl", "set algorithm.reward_kl.coef"),
         (KL | {"algorithm.reward_kl.horizon": 99}, "algorithm.reward_kl.horizon", "set algorithm.reward_kl.target"),
+        (GAE | BLOCKS, "algorithm.advantage.name", "set rloo"),
+        (GAE | FEATURES, "algorithm.ebft.reward", "set rloo"),
+        (GAE | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
+        ({"algorithm.advantage.lam": 0.9}, "algorithm.advantage.gamma", "set gae"),
+        ({"algorithm.critic.lr": 0.1}, "algorithm.critic", "leave it out"),
         (REMAX | BLOCKS, "algorithm.advantage.name", "set rloo"),
         (REMAX | FEATURES, "algorithm.ebft.reward", "set rloo"),
         (REMAX | {"algorithm.combine": "normalize_then_sum"}, "algorithm.combine", "set rloo"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_cases import assert_close, make_learner, make_rewarded, parameters_of
+from learner_cases import TEMPERATURE, assert_close, assign_credit, make_learner, make_rewarded, parameters_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,13 +23,11 @@ from rlpipe.configs.schema.algorithm_config import (
 )
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoints import CheckpointStore
-from rlpipe.learner.objectives import LearnerInputs, PolicyGradient
+from rlpipe.learner.objectives import LearnerInputs
 from rlpipe.learner.step import Learner
-from rlpipe.learner.step_credit import StepCredit
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import Rollout, TrainBatch
 
-TEMPERATURE = 0.9
 COEF = 0.3
 GROUP_SIZE = 3
 
@@ -55,32 +53,6 @@ def make_perturbed(tiny: Path, algorithm: AlgorithmConfig) -> Learner:
     for parameter in learner.policy.trainable_parameters().values():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
     return learner
-
-
-def assign(
-    learner: Learner, algorithm: AlgorithmConfig, batch: TrainBatch
-) -> tuple[list[list[LearnerInputs]], dict[str, float]]:
-    config = LearnerConfig()
-    objective = PolicyGradient(
-        learner.policy,
-        config,
-        algorithm,
-        learner.reference,
-        bonus=learner.entropy_bonus,
-        temperature=TEMPERATURE,
-        max_completion_tokens=16,
-    )
-    updates = [objective.prepare(mini_batch) for mini_batch in batch.mini_batches]
-    credit = StepCredit(
-        learner.policy,
-        config,
-        algorithm,
-        learner.reference,
-        coefficient=learner.kl_coefficient,
-        temperature=TEMPERATURE,
-    )
-    assert batch.rewards is not None
-    return updates, credit.assign(batch.rewards, updates)
 
 
 @torch.no_grad()
@@ -131,7 +103,7 @@ def test_the_kl_of_a_rollout_is_subtracted_before_the_groups_mean(
     )
     learner = make_perturbed(tiny, algorithm)
     batch, rollouts = make_batch(algorithm, max_tokens=max_tokens)
-    updates, metrics = assign(learner, algorithm, batch)
+    updates, metrics = assign_credit(learner, algorithm, batch)
     policy, reference = plain_models(learner, tiny)
     divergences = [
         kl_reference(pick(distributions(policy, one), one) - pick(distributions(reference, one), one), kl)
@@ -158,7 +130,7 @@ def test_the_optimal_token_baseline_is_that_of_plain_passes(tiny: Path) -> None:
     )
     learner = make_perturbed(tiny, algorithm)
     batch, rollouts = make_batch(algorithm, max_tokens=60)
-    updates, _ = assign(learner, algorithm, batch)
+    updates, _ = assign_credit(learner, algorithm, batch)
     policy, reference = plain_models(learner, tiny)
     returns, weights = [], []
     assert batch.rewards is not None
@@ -187,7 +159,7 @@ def test_log_probs_of_the_first_pass_are_those_of_the_steps_start(tiny: Path) ->
     algorithm = AlgorithmConfig(reward_kl=RewardKlConfig(coef=COEF), num_minibatches=2, loss=LossConfig(beta=0.1))
     learner = make_perturbed(tiny, algorithm)
     batch, _ = make_batch(algorithm)
-    (first, second), _ = assign(learner, algorithm, batch)
+    (first, second), _ = assign_credit(learner, algorithm, batch)
     assert all(inputs.old_logprobs is None for inputs in first)
     for inputs in (*first, *second):
         assert inputs.ref_logprobs is not None

@@ -155,6 +155,7 @@ def test_advantages_of_the_learner_take_a_pass_of_the_policy_and_one_of_the_refe
         ((), (3 / 4, 0)),
         (("algorithm.advantage.name=optimal_token_baseline",), (1, 0)),
         (("algorithm.reward_kl.coef=0.1",), (1, 1 / 2)),
+        (("algorithm.advantage.name=gae",), (1 + 1 / 2 + 1, 0)),
         (("algorithm.reward_kl.coef=0.1", "algorithm.loss.beta=0.1"), (1, 1)),
     ):
         work = case_of(config_of(SMALL, *both, *options)).work
