@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlpipe.configs.foreign_names import NO_CRITIC
-from rlpipe.configs.foreign_rules import OFF, Made, Options, PartOf, named
+from rlpipe.configs.foreign_rules import OFF, Made, Options, PartOf, Rule, named
 from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorithm.loss.aggregate"
@@ -14,9 +13,6 @@ LOW, HIGH, DELTA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algor
 ADVANTAGE, SCALE = "algorithm.advantage.name", "algorithm.advantage.scale"
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
 NO_EFFECT = "it has no effect with this loss"
-IN_REWARD = (
-    "the KL is subtracted from the rewards there; algorithm.loss.beta adds it to the loss, which is not the same"
-)
 MEAN_IN_IPO = "there it sums log-probs, while algorithm.preference.loss=ipo takes their means"
 TRL_LOSSES: Mapping[str, Options] = {
     "grpo": {NAME: "clip", AGGREGATE: "sequence"},
@@ -46,9 +42,11 @@ VERL_AGGREGATES = {
     "seq-mean-token-sum-norm": "constant",
 }
 VERL_ADVANTAGES = {"reinforce_plus_plus_baseline": "reinforce_baseline", "grpo_passk": "pass_at_k"} | {
-    name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "opo", "gpg")
+    name: name
+    for name in ("grpo", "rloo", "reinforce_plus_plus", "opo", "gpg", "gae", "remax", "optimal_token_baseline")
 }
 OPENRLHF_ADVANTAGES: Mapping[str, Options] = {
+    "gae": {ADVANTAGE: "gae"},
     "reinforce": {ADVANTAGE: "reinforce_plus_plus"},
     "reinforce_baseline": {ADVANTAGE: "reinforce_baseline"},
     "rloo": {ADVANTAGE: "rloo"},
@@ -96,7 +94,7 @@ def trl_beta(values: ForeignValues, value: Any) -> Made:
     if values.run.method in ("rl", "ebft"):
         return {"algorithm.loss.beta": value}
     if values.run.method == "rloo":
-        return IN_REWARD if value else OFF
+        return {"algorithm.reward_kl.coef": value} if value else OFF
     return (
         "there is no weight of a KL here"
         if values.algorithm in ("sft", "reward_model")
@@ -189,7 +187,7 @@ def verl_dual_clip(values: ForeignValues, value: Any) -> Made:
 def verl_advantage(values: ForeignValues, value: Any) -> Made:
     if value == "gdpo":
         return {ADVANTAGE: "grpo", "algorithm.combine": "normalize_then_sum"}
-    return NO_CRITIC if value == "gae" else named(ADVANTAGE, VERL_ADVANTAGES)(values, value)
+    return named(ADVANTAGE, VERL_ADVANTAGES)(values, value)
 
 
 def verl_scale(values: ForeignValues, value: Any) -> Made:
@@ -209,9 +207,18 @@ def verl_kl_switch(values: ForeignValues, value: Any) -> Made:
     return PartOf("algorithm.loss.beta") if coefficient is not None else {"algorithm.loss.beta": 0.001}
 
 
-def in_reward(values: ForeignValues, value: Any) -> Made:
-    """Refuse the KL in the rewards if it is on."""
-    return IN_REWARD if is_on(values.get("algorithm.use_kl_in_reward")) else OFF
+def in_reward(rule: Rule) -> Rule:
+    """Return a rule of the KL in the rewards, for runs that have one."""
+    return lambda values, value: rule(values, value) if is_on(values.get("algorithm.use_kl_in_reward")) else OFF
+
+
+def discount(option: str, *estimators: str) -> Rule:
+    """Return a rule of a discount, which only the generalized advantage estimates have here."""
+
+    def rule(values: ForeignValues, value: Any) -> Made:
+        return {option: value} if values.get(*estimators) in (None, "gae") else NO_EFFECT
+
+    return rule
 
 
 def verl_correction(values: ForeignValues, value: Any) -> Made:
@@ -255,8 +262,6 @@ def verl_refill(values: ForeignValues, value: Any) -> Made:
 
 
 def openrlhf_advantage(values: ForeignValues, value: Any) -> Made:
-    if value == "gae":
-        return NO_CRITIC
     return dict(OPENRLHF_ADVANTAGES.get(str(value), {})) or f"there is no {value} here; see {ADVANTAGE}"
 
 
@@ -273,7 +278,7 @@ def openrlhf_bounds(values: ForeignValues, value: Any) -> Made:
 def openrlhf_kl(values: ForeignValues, value: Any) -> Made:
     if is_on(values.get("use_kl_loss")):
         return {"algorithm.loss.beta": value}
-    return IN_REWARD if value else OFF
+    return {"algorithm.reward_kl.coef": value} if value else OFF
 
 
 def openrlhf_kl_switch(values: ForeignValues, value: Any) -> Made:

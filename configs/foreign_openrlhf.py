@@ -6,6 +6,7 @@ from typing import Any
 
 from rlpipe.configs.foreign_losses import (
     MEAN_IN_IPO,
+    discount,
     of_openrlhf_correction,
     openrlhf_advantage,
     openrlhf_bounds,
@@ -17,9 +18,9 @@ from rlpipe.configs.foreign_losses import (
 from rlpipe.configs.foreign_names import (
     ACCUMULATION,
     COLOCATED,
+    CRITIC,
     GPUS,
     LENGTH,
-    NO_CRITIC,
     OFFLOAD,
     REWARD_SERVER,
     STEPS,
@@ -133,7 +134,7 @@ OPENRLHF: Table = {
     "init_kl_coef": openrlhf_kl,
     "use_kl_loss": openrlhf_kl_switch,
     "kl_estimator": lambda values, value: (
-        kl_estimator(values, value) if is_on(values.get("use_kl_loss")) else openrlhf_kl(values, 1)
+        kl_estimator(values, value) if is_on(values.get("use_kl_loss")) else {"algorithm.reward_kl.kl": value}
     ),
     "use_kl_estimator_k3": switched("algorithm.loss.kl", "k3"),
     **dict.fromkeys(("kl_target", "kl_horizon"), "the weight of the KL is constant here"),
@@ -143,7 +144,8 @@ OPENRLHF: Table = {
     "dynamic_filtering": filtering,
     "dynamic_filtering_reward_range": "groups whose rewards are all equal are replaced",
     "gamma": gamma,
-    **dict.fromkeys(("lambd", "value_clip", "save_value_network", "freezing_actor_steps"), NO_CRITIC),
+    "lambd": discount("algorithm.advantage.lam", "advantage_estimator"),
+    **dict.fromkeys(("value_clip", "save_value_network", "freezing_actor_steps"), CRITIC),
     "normalize_reward": lambda values, value: NORMALIZED if is_on(value) else OFF,
     "no_advantage_std_norm": lambda values, value: "see algorithm.advantage.name" if is_on(value) else OFF,
     **dict.fromkeys(("overlong_buffer_len", "overlong_penalty_factor"), OVERLONG_REWARD),
@@ -252,11 +254,11 @@ OPENRLHF: Table = {
     "use_tensorboard": "tracking.tensorboard is on, in the output folder",
 }
 OPENRLHF_BELOW = {
-    "critic": NO_CRITIC,
-    "critic_learning_rate": NO_CRITIC,
-    "critic_pretrain": NO_CRITIC,
-    "critic_num_nodes": NO_CRITIC,
-    "critic_num_gpus_per_node": NO_CRITIC,
+    "critic": CRITIC,
+    "critic_learning_rate": CRITIC,
+    "critic_pretrain": CRITIC,
+    "critic_num_nodes": CRITIC,
+    "critic_num_gpus_per_node": CRITIC,
     "ref": GPUS,
     "vllm": "see rollout.engine_args",
     "ds": STRATEGY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign_losses import (
+    discount,
     in_reward,
     of_covariance,
     verl_advantage,
@@ -22,11 +23,13 @@ from rlpipe.configs.foreign_losses import (
     verl_scale,
     verl_upper_bound,
 )
-from rlpipe.configs.foreign_names import ACCUMULATION, GPUS, LENGTH, NO_CRITIC, OFFLOAD, PRECISION, STRATEGY
+from rlpipe.configs.foreign_names import ACCUMULATION, CRITIC, GPUS, LENGTH, OFFLOAD, PRECISION, STRATEGY
 from rlpipe.configs.foreign_rules import (
+    KL_ESTIMATORS,
     OFF,
     OPTIMIZERS,
     Made,
+    PartOf,
     Table,
     batch,
     betas,
@@ -80,9 +83,13 @@ VERL: Table = {
     # the algorithm
     "algorithm.adv_estimator": verl_advantage,
     "algorithm.norm_adv_by_std_in_grpo": verl_scale,
-    "algorithm.use_kl_in_reward": in_reward,
-    **dict.fromkeys(("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type"), in_reward),
-    **dict.fromkeys(("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup"), NO_CRITIC),
+    "algorithm.use_kl_in_reward": in_reward(lambda values, value: PartOf("algorithm.reward_kl.coef")),
+    "algorithm.kl_penalty": in_reward(named("algorithm.reward_kl.kl", KL_ESTIMATORS)),
+    "algorithm.kl_ctrl.kl_coef": in_reward(lambda values, value: {"algorithm.reward_kl.coef": value}),
+    "algorithm.kl_ctrl.type": in_reward(lambda values, value: "it is adaptive if algorithm.reward_kl.target is set"),
+    "algorithm.gamma": discount("algorithm.advantage.gamma", "algorithm.adv_estimator"),
+    "algorithm.lam": discount("algorithm.advantage.lam", "algorithm.adv_estimator"),
+    "trainer.critic_warmup": CRITIC,
     **dict.fromkeys(("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"), verl_refill),
     "algorithm.filter_groups.metric": "groups are compared by the sum of their rewards",
     "algorithm.rollout_correction.rollout_is": verl_correction,
@@ -214,7 +221,7 @@ VERL: Table = {
     **dict.fromkeys(("config_path", "config_name", "config-path", "config-name", "defaults"), OTHER_CONFIG),
 }
 VERL_BELOW = {
-    "critic": NO_CRITIC,
+    "critic": CRITIC,
     "ref": REFERENCE,
     "actor.megatron": MEGATRON,
     "rollout.val_kwargs": GREEDY,

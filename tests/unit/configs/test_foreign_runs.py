@@ -328,20 +328,16 @@ COMMENTS = {
     "axolotl/sft_full.yml": {"micro_batch_size: 2": "a packed sequence", "num_epochs: 2": "counted in steps"},
     "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again", "datasets.0.type": "data.transform"},
     "axolotl/sft_lora.yml": {"load_in_8bit: True": "no base in 8 bit", "val_set_size: 0.1": "a share of the rows"},
-    "trl/rloo_code.py": {"beta: 0.05 (default of TRL)": "subtracted from the rewards"},
     "trl/sft_docstring.py": {
         "per_device_train_batch_size: 2": "packed",
         "sft: --model_name_or_path": "another command",
     },
     "trl/online_dpo.py": {"AutoModelForSequenceClassification": "another model", "warmup_ratio: 0.1": "warmup_steps"},
     "trl/sft_code.py": {"load_dataset('me/chats', split='test')": "another data set"},
-    "verl/rloo.sh": {"algorithm.kl_ctrl.kl_coef: 0.001": "subtracted from the rewards"},
     "verl/sft_peft.sh": {"trainer.default_local_dir: $2": "set output yourself"},
     "verl/grpo_arrays.sh": {"unused_setting=7": "does not use", "reward.custom_reward_function.path: $(cd": "rewards"},
     "verl/cispo.sh": {"trainer.device: npu": "no equivalent is known"},
     "openrlhf/ipo.sh": {"ipo: True": "sums log-probs"},
-    "openrlhf/ppo_dotted.sh": {"advantage_estimator: gae (default of OpenRLHF)": "no critic"},
-    "openrlhf/reinforce_arrays.sh": {"init_kl_coef: 1e-05": "subtracted from the rewards"},
     "openrlhf/iterative_dpo.sh": {"python -m openrlhf.cli.batch_inference": "does not train"},
 }
 """Settings that must be comments, with words of the reasons."""
