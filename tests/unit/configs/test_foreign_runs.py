@@ -178,6 +178,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "data.split": "train[:5%]",
     },
     "trl/rloo_code.py": {
+        "algorithm.reward_kl.coef": 0.05,
         "algorithm.advantage.name": "rloo",
         "algorithm.loss.level": "sequence_product",
         "algorithm.loss.beta": 0.0,  # TRL's is in the rewards
@@ -241,6 +242,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     },
     "verl/cispo.sh": {"algorithm.loss.cispo_floor": 0.25, "algorithm.loss.clip_high": 0.3, "rollout.engine": "vllm"},
     "verl/rloo.sh": {
+        "algorithm.reward_kl.coef": 0.001,
         "algorithm.advantage.name": "rloo",
         "algorithm.loss.level": "token",  # verl's other losses are those of PPO
         "algorithm.loss.aggregate": "token",
@@ -308,6 +310,8 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "openrlhf/ppo_dotted.sh": {
+        "algorithm.advantage.name": "gae",
+        "algorithm.reward_kl.coef": 0.01,
         "data.max_prompt_tokens": 48,
         "rollout.max_model_len": 96,
         "rollout.sampling.max_tokens": 48,
