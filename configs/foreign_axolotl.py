@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign_hf import ADAPTER, EPOCHS, OPTIMIZATION, PACKING, PREFERENCES, SAMPLING, chat_template
-from rlpipe.configs.foreign_losses import trl_beta, trl_loss
+from rlpipe.configs.foreign_losses import axolotl_method, trl_beta, trl_loss
 from rlpipe.configs.foreign_names import LENGTH, STRATEGY
 from rlpipe.configs.foreign_rules import (
     OFF,
@@ -56,7 +56,8 @@ AXOLOTL: Table = {
     "revision_of_model": "model.revision",
     "tokenizer_config": "model.tokenizer",
     **dict.fromkeys(("model_type", "tokenizer_type", "processor_type", "is_llama_derived_model", "num_labels"), FOUND),
-    **dict.fromkeys(("rl", "reward_model", "process_reward_model"), part("algorithm")),
+    "rl": axolotl_method,
+    **dict.fromkeys(("reward_model", "process_reward_model"), part("algorithm")),
     "rl_beta": trl_beta,
     "dpo_loss_type": trl_loss,
     "orpo_alpha": for_method("orpo", rule="algorithm.preference.beta", others=OFF),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlpipe.configs.foreign_run import Computed
+from rlpipe.configs.foreign_run import MAX_ENTRIES, Computed
 from rlpipe.configs.foreign_values import ForeignValues
 
 KINDS = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -39,14 +39,16 @@ NO_ENTRY = "set the option of data, or a data.transform"
 NOT_KNOWN = "a data set that the file computes"
 
 
-def entry_of(name: str) -> str | None:
-    """Return the key of a setting such as ``datasets.0.path``; None for other settings."""
+def entry_of(name: str) -> tuple[int, str] | None:
+    """Return the index and the key of a setting such as ``datasets.0.path``; None for other settings."""
     parts = name.split(".", 2)
-    return parts[2] if len(parts) == 3 and parts[0] in LISTS and parts[1].isdigit() else None
+    return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[0] in LISTS and parts[1].isdecimal() else None
 
 
-def describe_entry(key: str, value: Any) -> str | None:
+def describe_entry(index: int, key: str, value: Any) -> str | None:
     """Return the reason why a setting of a data set makes no option; None if it does, or needs none."""
+    if index >= MAX_ENTRIES:
+        return f"more than {MAX_ENTRIES} data sets: set data.path to a folder or a pattern"
     if key == "type":
         kind = str(value)
         return None if kind.split(".")[0] in KNOWN_TYPES or kind == "bradley_terry.chat_template" else NO_TYPE
@@ -56,7 +58,8 @@ def describe_entry(key: str, value: Any) -> str | None:
 
 def translate_data(values: ForeignValues) -> dict[str, Any]:
     """Return the options of the data, with the choice of the group under ``data``."""
-    sources = [source for source in map(_source, _entries(values)) if source]
+    entries = _entries(values)
+    sources = [source for source in map(_source, entries if len(entries) <= MAX_ENTRIES else []) if source]
     if len(sources) > 1:
         named = {f"set_{index}": source for index, source in enumerate(sources, start=1)}
         return {"data": "mix", "data.sources": named}
@@ -92,11 +95,11 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
 
 def _listed(values: ForeignValues, name: str) -> list[Mapping[str, Any]]:
     """Return the entries of a list of data sets, which are settings such as ``datasets.0.path``."""
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[int, dict[str, Any]] = {}
     for setting in values.run.settings:
-        key = entry_of(setting.name)
-        if key is not None and setting.name.startswith(f"{name}."):
-            entries.setdefault(setting.name.split(".")[1], {})[key] = setting.value
+        entry = entry_of(setting.name)
+        if entry is not None and setting.name.startswith(f"{name}."):
+            entries.setdefault(entry[0], {})[entry[1]] = setting.value
     return list(entries.values())
 
 

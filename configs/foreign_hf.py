@@ -10,6 +10,7 @@ from rlpipe.configs.foreign_losses import (
     reference_steps,
     trl_beta,
     trl_bounds,
+    trl_combine,
     trl_correction,
     trl_loss,
     trl_scale,
@@ -97,11 +98,7 @@ def answers_only(values: ForeignValues, value: Any) -> Made:
 def text_column(values: ForeignValues, value: Any) -> Made:
     if values.run.method != "sft":
         return "rows have prompts"
-    return (
-        "set data.text_column if the rows are raw text; it is null here"
-        if value == "text"
-        else {"data.text_column": value}
-    )
+    return "set data.text_column if the rows are raw text" if value == "text" else {"data.text_column": value}
 
 
 def chat_template(values: ForeignValues, value: Any) -> Made:
@@ -195,7 +192,7 @@ SAMPLING: Table = {
     "delta": of_engines("algorithm.loss.clip_delta"),
     "beta": trl_beta,
     "scale_rewards": trl_scale,
-    "multi_objective_aggregation": "algorithm.combine",
+    "multi_objective_aggregation": trl_combine,
     "importance_sampling_level": "algorithm.loss.level",
     "mask_truncated_completions": switched("algorithm.loss.mask_truncated"),
     "top_entropy_quantile": "algorithm.loss.top_entropy_quantile",

@@ -102,7 +102,18 @@ def trl_beta(values: ForeignValues, value: Any) -> Made:
     )
 
 
+def trl_combine(values: ForeignValues, value: Any) -> Made:
+    """Translate how rewards are summed; after normalizing each, their sum is divided by the batch's deviation."""
+    return {"algorithm.combine": value} | ({SCALE: "batch"} if value == "normalize_then_sum" else {})
+
+
+def axolotl_method(values: ForeignValues, value: Any) -> Made:
+    return trl_combine(values, "normalize_then_sum") if value == "gdpo" else PartOf("algorithm")
+
+
 def trl_scale(values: ForeignValues, value: Any) -> Made:
+    if values.get("multi_objective_aggregation") == "normalize_then_sum" or values.get("rl") == "gdpo":
+        return "each reward is divided by its deviation in the group, and their sum by that of the batch"
     text = {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
     if text == "mean":
         return {ADVANTAGE: "max_rl"}
@@ -186,11 +197,13 @@ def verl_dual_clip(values: ForeignValues, value: Any) -> Made:
 
 def verl_advantage(values: ForeignValues, value: Any) -> Made:
     if value == "gdpo":
-        return {ADVANTAGE: "grpo", "algorithm.combine": "normalize_then_sum"}
+        return {ADVANTAGE: "grpo", SCALE: "batch", "algorithm.combine": "normalize_then_sum"}
     return named(ADVANTAGE, VERL_ADVANTAGES)(values, value)
 
 
 def verl_scale(values: ForeignValues, value: Any) -> Made:
+    if values.get("algorithm.adv_estimator") not in ("grpo", "grpo_passk"):
+        return NO_EFFECT
     return {SCALE: "group" if is_on(value) else "none"}
 
 

@@ -113,6 +113,10 @@ def total_length(values: ForeignValues, value: Any) -> Made:
     return {"rollout.max_model_len": value, **prompt}
 
 
+def tokens(values: ForeignValues, value: Any) -> Made:
+    return {"learner.max_tokens_per_microbatch": value} if is_on(values.get("use_dynamic_batch")) else PACKED
+
+
 def passes(values: ForeignValues, value: Any) -> Made:
     return {"algorithm.num_epochs_per_step": value} if values.samples else STEPS
 
@@ -165,7 +169,7 @@ OPENRLHF: Table = {
     "n_samples_per_prompt": group_size,
     **dict.fromkeys(("micro_train_batch_size", "micro_rollout_batch_size"), ACCUMULATION),
     "vllm_generate_batch_size": ACCUMULATION,
-    "train_max_tokens_per_gpu": "learner.max_tokens_per_microbatch",
+    "train_max_tokens_per_gpu": tokens,
     **dict.fromkeys(("rollout_max_tokens_per_gpu", "use_dynamic_batch"), PACKED),
     "packing_samples": PACKED,
     "max_epochs": passes,

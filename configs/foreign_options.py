@@ -29,6 +29,7 @@ TABLES: Mapping[str, tuple[Table, Mapping[str, str]]] = {
     "trl": (TRL, TRL_BELOW),
     "verl": (VERL, VERL_BELOW),
 }
+GIVEN_AGAIN = "it is given again, and the last one counts"
 UNKNOWN = "no equivalent is known"
 EMPTY = "it has no value"
 COMPUTED = "the file computes it: set {} yourself"
@@ -75,7 +76,8 @@ def translate(run: ForeignRun) -> Translation:
     """Return the config of a run, without options that it can't have; raise ``ConfigError`` if there can be none."""
     values = ForeignValues(run)
     if values.algorithm is None:
-        raise ConfigError(f"there is no algorithm {run.method} here; there are {', '.join(ALGORITHMS)}")
+        known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
+        raise ConfigError(f"there is no algorithm {run.method} here; there are {known}")
     data = translate_data(values)
     choices = {"algorithm": values.algorithm, "data": data.pop("data"), "model": values.model, "learner": "single_gpu"}
     translation = Translation(choices | ({"rollout": "vllm_gpu"} if values.samples else {}))
@@ -111,7 +113,9 @@ def _make_room(translation: Translation) -> None:
 def _place(translation: Translation, values: ForeignValues, setting: Setting) -> None:
     """Keep what a setting makes; a reason why a default makes nothing is worth a comment if it has an effect."""
     made = translate_setting(values, setting)
-    if isinstance(made, PartOf):
+    if not (setting.default_of or values.counts(setting) or isinstance(setting.value, Computed)):
+        translation.notes.append((str(setting), GIVEN_AGAIN))
+    elif isinstance(made, PartOf):
         translation.origins.setdefault(made.of, []).append(str(setting))
     elif isinstance(made, str):
         if not (setting.default_of and made in (OFF, NO_EFFECT)):
@@ -139,8 +143,8 @@ def translate_setting(values: ForeignValues, setting: Setting) -> Made:
     """Return the options that a setting makes, or the reason why it makes none."""
     name = canonical(values.run.system, setting.name)
     table, below = TABLES[values.run.system]
-    key = entry_of(name)
-    rule: Rule | str | None = _of_entry if key is not None else table.get(name)
+    entry = entry_of(name)
+    rule: Rule | str | None = _of_entry if entry is not None else table.get(name)
     section = None if rule is not None else _section_of(name, below)
     if section is not None and " " not in below[section]:
         rule = f"{below[section]}.{name[len(section) + 1 :]}"
@@ -154,10 +158,10 @@ def translate_setting(values: ForeignValues, setting: Setting) -> Made:
         return COMPUTED.format(_option_of(values, rule))
     if rule is None:
         return UNKNOWN if setting.value is not None else f"{EMPTY}, and {UNKNOWN}"
-    if key == "step_separator" and values.run.method == "process_reward_model":
+    if entry is not None and entry[1] == "step_separator" and values.run.method == "process_reward_model":
         return {"algorithm.process_reward_model.separator": setting.value}
-    if key is not None:
-        return describe_entry(key, setting.value) or PartOf("data")
+    if entry is not None:
+        return describe_entry(*entry, setting.value) or PartOf("data")
     return {rule: setting.value} if isinstance(rule, str) else rule(values, setting.value)
 
 

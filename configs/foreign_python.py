@@ -13,7 +13,6 @@ from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting, flatten
 from rlpipe.configs.foreign_script import Script
 from rlpipe.errors import ConfigError
 
-CONFIG = re.compile(r"(?!BitsAndBytes|Lora)(\w+)(Config|Trainer)")
 ADAPTERS = ("LoraConfig", "BitsAndBytesConfig")
 PASSED_ON = re.compile(r"\w*(?:args|config)(?:\.\w+)*|None")
 """Values that come from the command line, whose arguments are read where they are given."""
@@ -24,14 +23,15 @@ WIRED = (
     *("processing_class", "tokenizer"),
 )
 """Arguments by which a script passes on what it has made elsewhere."""
-OTHER_DATA = "another data set: the first one that the script loads is taken"
+OTHER_DATA = "another data set: the one that the trainer receives, or the first one, is taken"
 OTHER_MODEL = "another model: the one that the trainer receives is taken"
+OTHER_TRAINER = "another run: the script's last trainer is taken"
 OTHER_COMMAND = "another command of the docstring: it is not the one that is translated"
 MAX_TEXT = 200
 
 
 def read_python(text: str, path: Path) -> ForeignRun:
-    """Read a script; where its docstring has a command, its arguments come first, as on the command line."""
+    """Read a script; where its docstring has a command, its arguments come first, and the script may change them."""
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -42,10 +42,7 @@ def read_python(text: str, path: Path) -> ForeignRun:
     methods = script.trainers or [run.method for run in told[:1]] or script.configs
     if not methods:
         raise ConfigError(f"{path}: no trainer of TRL and no command was found in it; name another file")
-    settings = script.settings
-    if told:
-        names = {setting.name for setting in told[0].settings}
-        settings = [*told[0].settings, *(own for own in settings if own.name not in names)]
+    settings = [*(told[0].settings if told else ()), *script.settings]
     notes = [*(told[0].notes if told else ()), *script.notes]
     notes += [(f"{run.method}: {_words(run)}", OTHER_COMMAND) for run in told[1:]]
     return ForeignRun(
@@ -100,33 +97,54 @@ class PythonScript:
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
         calls.sort(key=lambda call: (call.lineno, call.col_offset))
         self._assigned: dict[str, list[ast.expr]] = {}
+        self._has_data = False
+        changes: list[tuple[str, ast.expr]] = []
         for node in ast.walk(module):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                self._read_assignment(node.targets[0], node.value)
-        self._models = {id(call) for call in self._models_of_trainers(calls)}
+                changes += self._read_assignment(node.targets[0], node.value)
+        trainers = [call for call in calls if _method_of(call, "Trainer") is not None]
+        self.trainers += [str(_method_of(call, "Trainer")) for call in trainers]
+        self._models = self._sources_of(trainers[-1:], "model", MODEL)
+        self._data = self._sources_of(trainers[-1:], "train_dataset", DATA)
         for call in calls:
             self._read_call(called(call), call)
+        for name, value in changes:
+            self.settings += self._settings(name, value)
 
-    def _read_assignment(self, target: ast.expr, value: ast.expr) -> None:
+    def _read_assignment(self, target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+        """Remember the value of a variable; yield a change of a config, such as ``training_args.beta = 0``."""
         if isinstance(target, ast.Name):
             self._assigned.setdefault(target.id, []).append(value)
+        elif isinstance(target, ast.Tuple):
+            for name in target.elts:
+                if isinstance(name, ast.Name):
+                    self._assigned.setdefault(name.id, []).append(value)
         elif isinstance(target, ast.Attribute) and HOLDER.fullmatch(_text(target.value)):
-            self.settings += self._settings(target.attr, value)
+            yield target.attr, value
 
-    def _models_of_trainers(self, calls: Sequence[ast.Call]) -> Iterator[ast.expr]:
-        """Yield the calls whose results a trainer receives as its model."""
-        for call in calls:
-            if called(call).endswith("Trainer"):
-                given = call.args[:1] + [keyword.value for keyword in call.keywords if keyword.arg == "model"]
-                for node in given:
-                    yield from self._assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
+    def _sources_of(self, trainers: Sequence[ast.Call], argument: str, source: str) -> set[int]:
+        """Return the calls of a function from whose results an argument of the trainers is made."""
+        found: set[int] = set()
+        nodes = [keyword.value for call in trainers for keyword in call.keywords if keyword.arg == argument]
+        nodes += [call.args[0] for call in trainers if call.args and argument == "model"]
+        seen: set[str] = set()
+        while nodes:
+            for part in ast.walk(nodes.pop()):
+                if isinstance(part, ast.Call) and called(part) == source:
+                    found.add(id(part))
+                elif isinstance(part, ast.Name) and part.id not in seen:
+                    seen.add(part.id)
+                    nodes += self._assigned.get(part.id, [])
+        return found
 
     def _read_call(self, name: str, call: ast.Call) -> None:
-        config = CONFIG.fullmatch(name)
-        method = trl_method(config[1]) if config is not None else None
-        if config is not None and method is not None:
-            (self.trainers if config[2] == "Trainer" else self.configs).append(method)
-            if config[2] == "Trainer" and call.args:
+        method, is_trainer = _method_of(call, "Config") or _method_of(call, "Trainer"), name.endswith("Trainer")
+        if method is not None and self.trainers and method != self.trainers[-1]:
+            self.notes.append((_text(call), OTHER_TRAINER))
+        elif method is not None:
+            if not is_trainer:
+                self.configs.append(method)
+            elif call.args:
                 self.settings += self._settings("model", call.args[0])
             self._read_keywords(call)
         elif name in ADAPTERS:
@@ -158,11 +176,13 @@ class PythonScript:
 
     def _read_data(self, call: ast.Call) -> None:
         path = self._value(call.args[0]) if call.args else None
-        if any(setting.name == "dataset" for setting in self.settings):
+        is_other = self._data and id(call) not in self._data
+        if is_other or self._has_data:
             self.notes.append((_text(call), OTHER_DATA))
             return
         if isinstance(path, Computed) and PASSED_ON.fullmatch(path.text):
             return
+        self._has_data = True
         self.settings.append(Setting(name="dataset", value=path))
         if len(call.args) > 1:
             self.settings += self._settings("dataset_config", call.args[1])
@@ -216,6 +236,12 @@ class PythonScript:
             return ast.literal_eval(values[0])
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return Computed(text=_text(node))
+
+
+def _method_of(call: ast.Call, kind: str) -> str | None:
+    """Return the method of a config or a trainer that a call makes; None if it makes neither."""
+    name = called(call)
+    return trl_method(name.removesuffix(kind)) if name.endswith(kind) and name not in ADAPTERS else None
 
 
 def _loads_model(node: ast.expr) -> bool:

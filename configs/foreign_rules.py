@@ -10,6 +10,7 @@ from typing import Any
 
 from rlpipe.configs.foreign_defaults import OF_PEFT
 from rlpipe.configs.foreign_names import LENGTH, QUANTIZED, STEPS, WARMUP
+from rlpipe.configs.foreign_run import MAX_ENTRIES
 from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 Options = dict[str, Any]
@@ -256,7 +257,8 @@ def tensor_parallel(values: ForeignValues, value: Any) -> Made:
 
 
 def data(values: ForeignValues, value: Any) -> Made:
-    return PartOf("data")
+    is_long = len(value if isinstance(value, list) else str(value).split(",")) > MAX_ENTRIES
+    return f"more than {MAX_ENTRIES}: set data.path to a folder or a pattern" if is_long else PartOf("data")
 
 
 def held_out_file(values: ForeignValues, value: Any) -> Made:
@@ -284,7 +286,9 @@ def reward_functions(values: ForeignValues, value: Any) -> Made:
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     weights = values.get("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
-    if not names or not all(re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) for name in names):
+    if not 0 < len(names) <= MAX_ENTRIES or not all(
+        re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) for name in names
+    ):
         return "set scoring.rewards.<name>.path to each function; rlpipe.scoring.toolbox has some"
     made: Options = {}
     for name, weight in zip(names, weights, strict=True):

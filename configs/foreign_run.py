@@ -19,8 +19,12 @@ SECRETS = ("use_wandb", "use_swanlab", "logger.wandb.key", "hub_token", "eval_hu
 """Settings whose values may be secrets, although their names do not say so."""
 UNKNOWN_TEXT = re.compile(r"\$\(|`|\$\{?[0-9#?!@*]|\$\{[^}]*[^\w}]")
 """Text of a shell that only running it would replace."""
+PLAIN_TEXT = re.compile(r"[A-Za-z_][\w./-]*")
+YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null")
 HIDDEN = "(hidden)"
 MAX_VALUE = 100_000
+MAX_ENTRIES = 100
+"""Data sets, and rewards, that are translated; a config with more of them is too long to read."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -89,6 +93,8 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Setting]:
 
 def read_value(text: str) -> Any:
     """Return a word's value as YAML reads it, or the word itself; ``Computed`` if a shell would have to run for it."""
+    if PLAIN_TEXT.fullmatch(text) is not None and text.lower() not in YAML_WORDS:
+        return text
     if UNKNOWN_TEXT.search(text) is not None:
         return Computed(text=text)
     is_tree = text[:1] in ("[", "{")

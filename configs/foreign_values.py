@@ -55,8 +55,18 @@ class ForeignValues:
     @cached_property
     def _by_name(self) -> dict[str, Any]:
         """Values by name; the last setting of several counts, as it does for the other systems."""
-        every = [*self.defaults, *self.run.settings]
+        every = [*self.defaults, *(setting for setting in self.run.settings if self.counts(setting))]
         return {canonical(self.run.system, setting.name): setting.value for setting in every}
+
+    @cached_property
+    def _last(self) -> dict[str, Setting]:
+        """The last setting of each name, of those with a known value if there are any."""
+        known = [setting for setting in self.run.settings if not isinstance(setting.value, Computed)]
+        return {canonical(self.run.system, setting.name): setting for setting in [*self.run.settings, *known]}
+
+    def counts(self, setting: Setting) -> bool:
+        """Return whether a setting is not given again with another value."""
+        return self._last[canonical(self.run.system, setting.name)] is setting
 
     @cached_property
     def defaults(self) -> list[Setting]:

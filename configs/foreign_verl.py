@@ -30,6 +30,7 @@ from rlpipe.configs.foreign_rules import (
     OPTIMIZERS,
     Made,
     PartOf,
+    Rule,
     Table,
     batch,
     betas,
@@ -62,6 +63,7 @@ from rlpipe.configs.foreign_values import ForeignValues, is_on
 OVERLONG = "prompts that are too long are skipped and counted"
 SHARDED = "how the model is computed is chosen here: learner=fsdp2_gpu and learner=zero3_gpu shard it"
 DYNAMIC = "micro batches are filled up to learner.max_tokens_per_microbatch"
+INSIDE = "the text is an entry of a dictionary in the column: a data.transform takes it out"
 GENERATED = "the engine's log-probs are always kept"
 REWARDS = (
     "set scoring.rewards.<name>.path to a function that takes lists: completions, and the columns of the rows by name"
@@ -77,6 +79,23 @@ GREEDY = "evaluations take the likeliest tokens, with one answer to a prompt"
 def resume(values: ForeignValues, value: Any) -> Made:
     names = {"auto": "auto", "disable": "never", "False": "never"}
     return {"resume": names[str(value)]} if str(value) in names else "its checkpoints can't be read here"
+
+
+def column(option: str, keys: str) -> Rule:
+    """Return the rule of a column, which may hold a dictionary whose entry is another setting."""
+
+    def rule(values: ForeignValues, value: Any) -> Made:
+        inside = values.get(f"data.{keys}_dict_keys")
+        return INSIDE if inside and not values.samples else {option: value}
+
+    return rule
+
+
+def tokens(values: ForeignValues, value: Any) -> Made:
+    """Translate the size of micro batches that are filled up with tokens, if they are."""
+    switch = values.get("actor.use_dynamic_bsz" if values.samples else "data.use_dynamic_bsz")
+    is_used = is_on(switch) or (switch is None and not values.samples)
+    return {"learner.max_tokens_per_microbatch": value} if is_used else DYNAMIC
 
 
 VERL: Table = {
@@ -125,8 +144,8 @@ VERL: Table = {
     **dict.fromkeys(("actor.ppo_micro_batch_size", "actor.ppo_micro_batch_size_per_gpu"), ACCUMULATION),
     **dict.fromkeys(("data.micro_batch_size", "data.micro_batch_size_per_gpu"), ACCUMULATION),
     **{f"rollout.log_prob_{name}": ACCUMULATION for name in ("micro_batch_size", "micro_batch_size_per_gpu")},
-    "actor.ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
-    "data.max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
+    "actor.ppo_max_token_len_per_gpu": tokens,
+    "data.max_token_len_per_gpu": tokens,
     "rollout.log_prob_max_token_len_per_gpu": DYNAMIC,
     **dict.fromkeys(("actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz", "data.use_dynamic_bsz"), DYNAMIC),
     "trainer.balance_batch": DYNAMIC,
@@ -177,8 +196,9 @@ VERL: Table = {
     # data
     "data.train_files": data,
     "data.val_files": held_out_file,
-    "data.prompt_key": "data.prompt_column",
-    "data.response_key": "data.completion_column",
+    "data.prompt_key": column("data.prompt_column", "prompt"),
+    "data.response_key": column("data.completion_column", "response"),
+    **dict.fromkeys(("data.prompt_dict_keys", "data.response_dict_keys"), INSIDE),
     **dict.fromkeys(("data.messages_key", "data.multiturn.messages_key"), "data.messages_column"),
     **dict.fromkeys(("data.tools_key", "data.multiturn.tools_key"), "data.tools_column"),
     "data.image_key": "data.images_column",

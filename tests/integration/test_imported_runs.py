@@ -26,7 +26,7 @@ LABELS = [{"instruction": f"{n}+1=", "response": str(n + 1 + n % 2), "score": n 
 ONE_CPU = (
     *("learner=single", "rollout=auto", "rollout.engine=hf", "model.dtype=float32", "model.attention=sdpa"),
     *("learner.num_threads=1", "rollout.num_threads=1", "tracking=quiet", "cluster.schedule_timeout_s=300"),
-    *("algorithm.num_steps=2", "learner.schedule.warmup_steps=1"),
+    *("algorithm.num_steps=2", "learner.schedule.warmup_steps=1", "data.max_prompt_tokens=64"),
 )
 """Overrides for two steps on a machine without GPUs."""
 REWARD = f"scoring.rewards.{{}}.path={REWARDS_FILE}:digits"

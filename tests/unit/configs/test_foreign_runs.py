@@ -18,7 +18,7 @@ from rlpipe.configs.foreign_files import read_foreign
 from rlpipe.configs.foreign_options import TABLES, translate, translate_setting, write
 from rlpipe.configs.foreign_rules import PartOf
 from rlpipe.configs.foreign_run import ForeignRun, Setting
-from rlpipe.configs.foreign_values import ALGORITHMS, ForeignValues
+from rlpipe.configs.foreign_values import ForeignValues
 from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
 
@@ -202,6 +202,14 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "algorithm.preference.cross_entropy_coef": 0.5,
         "learner.optimizer.lr": 8e-6,
     },
+    "trl/two_trainers.py": {
+        "algorithm.kind": "rl",
+        "algorithm.loss.beta": 0.2,
+        "learner.optimizer.lr": 1e-5,
+        "data.path": "me/rows",
+        "model.path": "models/tiny",
+        "output": "b",
+    },
     "trl/maxrl.py": {"algorithm.advantage.name": "max_rl", "algorithm.group_size": 8, "algorithm.groups_per_step": 1},
     "verl/grpo_lora.sh": {
         "algorithm.groups_per_step": 64,
@@ -226,6 +234,21 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "tracking.wandb": True,
         "tracking.wandb_project": "tiny_grpo",
         "name": "lora",
+    },
+    "verl/grpo_arrays.sh": {
+        "algorithm.combine": "normalize_then_sum",
+        "algorithm.advantage.scale": "batch",
+        "learner.max_tokens_per_microbatch": 4096,
+        "data.held_out.path": "home/rows/test.parquet",
+        "output": "out/arrays",
+    },
+    "verl/sft_peft.sh": {"data.prompt_column": "prompt", "model.adapter.r": 32, "algorithm.groups_per_step": 256},
+    "axolotl/gdpo.yaml": {
+        "algorithm.combine": "normalize_then_sum",
+        "algorithm.advantage.scale": "batch",
+        "algorithm.groups_per_step": 4,
+        "scoring.rewards.right.weight": 2.0,
+        "scoring.rewards.format.path": "short:format",
     },
     "verl/grpo_strings.sh": {
         "data.max_prompt_tokens": 256,
@@ -338,7 +361,13 @@ COMMENTS = {
     },
     "trl/online_dpo.py": {"AutoModelForSequenceClassification": "another model", "warmup_ratio: 0.1": "warmup_steps"},
     "trl/sft_code.py": {"load_dataset('me/chats', split='test')": "another data set"},
-    "verl/sft_peft.sh": {"trainer.default_local_dir: $2": "set output yourself"},
+    "trl/two_trainers.py": {
+        "SFTConfig(": "another run",
+        "load_dataset('me/warm'": "another data",
+        "beta: 0.1": "again",
+    },
+    "verl/sft_peft.sh": {"trainer.default_local_dir: $2": "set output yourself", "data.prompt_key": "an entry of a"},
+    "axolotl/gdpo.yaml": {"trl.scale_rewards: True": "by that of the batch"},
     "verl/grpo_arrays.sh": {"unused_setting=7": "does not use", "reward.custom_reward_function.path: $(cd": "rewards"},
     "verl/cispo.sh": {"trainer.device: npu": "no equivalent is known"},
     "openrlhf/ipo.sh": {"ipo: True": "sums log-probs"},
@@ -414,7 +443,7 @@ def test_there_are_examples_of_all_systems_and_forms() -> None:
     assert {form: forms.count(form) for form in forms if forms.count(form) > 1} == {
         ("axolotl", ".yaml"): 16,
         ("openrlhf", ".sh"): 16,
-        ("trl", ".py"): 10,
+        ("trl", ".py"): 11,
         ("trl", ".sh"): 4,
         ("trl", ".yaml"): 2,
         ("verl", ".sh"): 12,
@@ -473,7 +502,7 @@ ODD: list[Any] = [
 @pytest.mark.parametrize("system", TABLES)
 def test_no_value_is_too_odd_for_a_rule(system: str) -> None:
     table, below = TABLES[system]
-    for method in ALGORITHMS:
+    for method in ("rl", "rloo", "sft", "dpo", "cpo", "reward_model"):
         for name in [*table, *(f"{section}.x" for section in below)]:
             for value in ODD:
                 run = ForeignRun(system=system, method=method, settings=[Setting(name=name, value=value)])

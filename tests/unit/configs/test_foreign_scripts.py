@@ -129,7 +129,7 @@ HOSTILE = {
     "unhashable.yaml": ("base_model: m\n? [1]\n: 2\n", "not a YAML file|unhashable"),
     "deep.yaml": ("base_model: m\na: " + "[" * 100 + "]" * 100, "nested more than 40 levels"),
     "other.yaml": ("name: ci\non: [push]\n", "it is not clear which system it is for"),
-    "ppo.yaml": ("base_model: m\nrl: ppo\n", "there is no algorithm ppo here; there are rl"),
+    "ppo.yaml": ("base_model: m\nrl: ppo\n", "there is no algorithm ppo here; there are grpo"),
     "other.py": ("import os\nos.system('touch executed')\n", "no trainer of TRL and no command was found"),
     "syntax.py": ("def f(:\n", "not a Python file"),
     "deep.py": ("a = " + "(" * 5000 + ")" * 5000, "not a Python file"),
@@ -191,6 +191,9 @@ LONG = {
     "unended": "cat <<EOF\n" * 2_000 + COMMAND,
     "numbers": "n=$((n * 3 + 1))\n" * 20_000 + COMMAND,
     "words": f"{COMMAND} a.b=" + "[" * 10_000,
+    "names": f"{COMMAND} " + " ".join(f"a.b{index}={index}.5" for index in range(10_000)),
+    "files": f"{COMMAND} data.train_files=" + str([f"{index}.parquet" for index in range(10_000)]).replace(" ", ""),
+    "rewards": "trl grpo --beta 0 --reward_funcs " + " ".join(f"a.f{index}" for index in range(20_000)),
 }
 
 

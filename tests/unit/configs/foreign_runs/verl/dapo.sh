@@ -39,6 +39,7 @@ ray job submit --no-wait --runtime-env="${WORKING_DIR}/env.yaml" \
     actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
     actor_rollout_ref.actor.optim.weight_decay=0.1 \
     actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
     # the lengths of all answers count
     actor_rollout_ref.actor.loss_agg_mode="token-mean" \
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \

@@ -23,6 +23,7 @@ ACTOR_CONFIG="
     actor_rollout_ref.model.path=models/tiny \
     actor_rollout_ref.actor.use_kl_loss=False \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$actor_max_token_len_per_gpu"
 CRITIC_CONFIG="
     critic.model.path=models/critic"
