@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlpipe.configs.foreign_names import NO_CRITIC
-from rlpipe.configs.foreign_rules import OFF, Made, Options, PartOf, named
+from rlpipe.configs.foreign_rules import OFF, Made, Options, PartOf, Rule, named
 from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorithm.loss.aggregate"
@@ -14,9 +13,9 @@ LOW, HIGH, DELTA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algor
 ADVANTAGE, SCALE = "algorithm.advantage.name", "algorithm.advantage.scale"
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
 NO_EFFECT = "it has no effect with this loss"
-IN_REWARD = (
-    "the KL is subtracted from the rewards there; algorithm.loss.beta adds it to the loss, which is not the same"
-)
+CONSTANT_KL = "the weight of the KL is constant"
+KL_COEF = "algorithm.reward_kl.coef"
+KL_OF_TOKENS = f"there each token's KL is subtracted after the baseline; {KL_COEF} is subtracted before it"
 MEAN_IN_IPO = "there it sums log-probs, while algorithm.preference.loss=ipo takes their means"
 TRL_LOSSES: Mapping[str, Options] = {
     "grpo": {NAME: "clip", AGGREGATE: "sequence"},
@@ -46,9 +45,11 @@ VERL_AGGREGATES = {
     "seq-mean-token-sum-norm": "constant",
 }
 VERL_ADVANTAGES = {"reinforce_plus_plus_baseline": "reinforce_baseline", "grpo_passk": "pass_at_k"} | {
-    name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "opo", "gpg")
+    name: name
+    for name in ("grpo", "rloo", "reinforce_plus_plus", "opo", "gpg", "gae", "remax", "optimal_token_baseline")
 }
 OPENRLHF_ADVANTAGES: Mapping[str, Options] = {
+    "gae": {ADVANTAGE: "gae"},
     "reinforce": {ADVANTAGE: "reinforce_plus_plus"},
     "reinforce_baseline": {ADVANTAGE: "reinforce_baseline"},
     "rloo": {ADVANTAGE: "rloo"},
@@ -96,7 +97,7 @@ def trl_beta(values: ForeignValues, value: Any) -> Made:
     if values.run.method in ("rl", "ebft"):
         return {"algorithm.loss.beta": value}
     if values.run.method == "rloo":
-        return IN_REWARD if value else OFF
+        return {KL_COEF: value} if value else OFF
     return (
         "there is no weight of a KL here"
         if values.algorithm in ("sft", "reward_model")
@@ -139,22 +140,6 @@ def of_correction(values: ForeignValues, value: Any) -> Made:
     mode = values.get("vllm_importance_sampling_mode")
     made = trl_correction(values, mode)
     return PartOf(MODE) if isinstance(made, dict) else made
-
-
-def reference_steps(values: ForeignValues, value: Any) -> Made:
-    """Translate the updates of the reference, which a switch of their own turns on."""
-    if not is_on(values.get("sync_ref_model")):
-        return OFF
-    if values.model != "full":
-        return "the reference of an adapter is its base, which does not change"
-    every = values.number("ref_model_sync_steps") or 512
-    mixup = values.get("ref_model_mixup_alpha")
-    steps = {"algorithm.reference.sync_steps": -(-every // values.updates_per_step)}
-    return steps | {"algorithm.reference.mixup": 0.6 if mixup is None else mixup}
-
-
-def margin(values: ForeignValues, value: Any) -> Made:
-    return {"algorithm.preference.margin": value} if values.algorithm == "simpo" else "it is of SimPO"
 
 
 def verl_loss(values: ForeignValues, value: Any) -> Made:
@@ -200,7 +185,7 @@ def verl_dual_clip(values: ForeignValues, value: Any) -> Made:
 def verl_advantage(values: ForeignValues, value: Any) -> Made:
     if value == "gdpo":
         return {ADVANTAGE: "grpo", SCALE: "batch", "algorithm.combine": "normalize_then_sum"}
-    return NO_CRITIC if value == "gae" else named(ADVANTAGE, VERL_ADVANTAGES)(values, value)
+    return named(ADVANTAGE, VERL_ADVANTAGES)(values, value)
 
 
 def verl_scale(values: ForeignValues, value: Any) -> Made:
@@ -222,9 +207,40 @@ def verl_kl_switch(values: ForeignValues, value: Any) -> Made:
     return PartOf("algorithm.loss.beta") if coefficient is not None else {"algorithm.loss.beta": 0.001}
 
 
-def in_reward(values: ForeignValues, value: Any) -> Made:
-    """Refuse the KL in the rewards if it is on."""
-    return IN_REWARD if is_on(values.get("algorithm.use_kl_in_reward")) else OFF
+def in_reward(rule: Rule) -> Rule:
+    """Return a rule of the KL in the rewards, for runs that have one."""
+    return lambda values, value: rule(values, value) if is_on(values.get("algorithm.use_kl_in_reward")) else OFF
+
+
+def verl_reward_kl(values: ForeignValues, value: Any) -> Made:
+    return PartOf(KL_COEF) if values.get("algorithm.kl_ctrl.kl_coef") is not None else {KL_COEF: 0.001}
+
+
+def verl_kl_type(values: ForeignValues, value: Any) -> Made:
+    """Translate whether the weight of the KL is adapted, which takes a target."""
+    if value != "adaptive":
+        return {"algorithm.reward_kl.target": None}
+    target, horizon = (values.get(f"algorithm.kl_ctrl.{name}") for name in ("target_kl", "horizon"))
+    return {
+        "algorithm.reward_kl.target": 0.1 if target is None else target,
+        "algorithm.reward_kl.horizon": 10_000 if horizon is None else horizon,
+    }
+
+
+def verl_kl_target(values: ForeignValues, value: Any) -> Made:
+    is_adapted = values.get("algorithm.kl_ctrl.type") == "adaptive"
+    return PartOf("algorithm.reward_kl.target") if is_adapted else CONSTANT_KL
+
+
+def of_gae(option: str, *estimators: str) -> Rule:
+    """Return a rule of a setting that only the generalized advantage estimates have here."""
+
+    def rule(values: ForeignValues, value: Any) -> Made:
+        if values.get(*estimators) in (None, "gae"):
+            return {option: value}
+        return OFF if value == 1 and "critic" not in option else "only algorithm.advantage.name=gae has it here"
+
+    return rule
 
 
 def verl_correction(values: ForeignValues, value: Any) -> Made:
@@ -268,8 +284,6 @@ def verl_refill(values: ForeignValues, value: Any) -> Made:
 
 
 def openrlhf_advantage(values: ForeignValues, value: Any) -> Made:
-    if value == "gae":
-        return NO_CRITIC
     return dict(OPENRLHF_ADVANTAGES.get(str(value), {})) or f"there is no {value} here; see {ADVANTAGE}"
 
 
@@ -284,9 +298,22 @@ def openrlhf_bounds(values: ForeignValues, value: Any) -> Made:
 
 
 def openrlhf_kl(values: ForeignValues, value: Any) -> Made:
-    if is_on(values.get("use_kl_loss")):
-        return {"algorithm.loss.beta": value}
-    return IN_REWARD if value else OFF
+    return (
+        {"algorithm.loss.beta": value}
+        if is_on(values.get("use_kl_loss"))
+        else in_reward_of_openrlhf(KL_COEF)(values, value)
+    )
+
+
+def in_reward_of_openrlhf(option: str) -> Rule:
+    """Return a rule of the KL in the rewards, which is of each token: a sum over the completion is another reward."""
+
+    def rule(values: ForeignValues, value: Any) -> Made:
+        if is_on(values.get("use_kl_loss")) or not values.get("init_kl_coef") or not value:
+            return OFF
+        return {option: value} if values.get("advantage_estimator") in ("gae", "reinforce") else KL_OF_TOKENS
+
+    return rule
 
 
 def openrlhf_kl_switch(values: ForeignValues, value: Any) -> Made:

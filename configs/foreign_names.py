@@ -24,7 +24,9 @@ ADAPTER = "write model=lora, model=qlora or model=full"
 ALGORITHM = "write algorithm=grpo, dapo, dr_grpo, gspo, rloo or another of rlpipe config --groups algorithm"
 STRATEGY = "write learner=fsdp2_gpu or learner=zero3_gpu"
 MEMORY = "set rollout.engine_args.gpu_memory_utilization"
-NO_CRITIC = "there is no critic: advantages come from the rewards of a group (algorithm.advantage.name)"
+CRITIC = (
+    "algorithm=gae has a critic, a value head on the policy: set algorithm.critic.lr or algorithm.critic.value_clip"
+)
 
 FOREIGN_NAMES = {
     # optimizer and length of a run
@@ -88,7 +90,13 @@ FOREIGN_NAMES = {
     "center_rewards_coefficient": "algorithm.reward_model.center_coef",
     "kl_loss_coef": "algorithm.loss.beta",
     "use_kl_loss": "the KL term is on if algorithm.loss.beta is above 0",
-    "use_kl_in_reward": "the KL term belongs to the loss here: set algorithm.loss.beta",
+    "use_kl_in_reward": "the KL is in the reward if algorithm.reward_kl.coef is above 0",
+    "kl_ctrl.kl_coef": "algorithm.reward_kl.coef",
+    "kl_ctrl.target_kl": "algorithm.reward_kl.target",
+    "kl_ctrl.horizon": "algorithm.reward_kl.horizon",
+    "kl_ctrl.type": "the coefficient is adaptive if algorithm.reward_kl.target is set",
+    "kl_target": "algorithm.reward_kl.target",
+    "kl_horizon": "algorithm.reward_kl.horizon",
     "entropy_coeff": "algorithm.loss.entropy_coef",
     "loss_type": "set algorithm.loss.name, or algorithm.preference.loss for preferences",
     "simpo_gamma": "algorithm.preference.margin",
@@ -122,10 +130,12 @@ FOREIGN_NAMES = {
     "adv_estimator": ALGORITHM,
     "advantage_estimator": ALGORITHM,
     "rl": ALGORITHM,
-    "critic_learning_rate": NO_CRITIC,
-    "lambd": NO_CRITIC,
-    "gamma": NO_CRITIC,
-    "lam": NO_CRITIC,
+    "critic_learning_rate": "algorithm.critic.lr",
+    "critic.optim.lr": "algorithm.critic.lr",
+    "cliprange_value": "algorithm.critic.value_clip",
+    "lambd": "algorithm.advantage.lam",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.lam": "algorithm.advantage.lam",
     # lengths and sampling
     "max_prompt_length": "data.max_prompt_tokens",
     "prompt_max_len": "data.max_prompt_tokens",
@@ -278,9 +288,10 @@ DOTTED = {
     "model.nll_loss_coef": "nll_loss_coef",
     "algo.kl.init_coef": "init_kl_coef",
     "algo.kl.use_loss": "use_kl_loss",
-    "algo.kl.estimator": "kl_estimator",
+    **{f"algo.kl.{name}": f"kl_{name}" for name in ("estimator", "target", "horizon")},
     "algo.advantage.estimator": "advantage_estimator",
-    "algo.advantage.gamma": "gamma",
+    **{f"algo.advantage.{name}": name for name in ("gamma", "lambd")},
+    "critic.value_clip": "value_clip",
     "algo.advantage.is_correction_enable": "enable_vllm_is_correction",
     "algo.dynamic_filtering_enable": "dynamic_filtering",
     "algo.dynamic_filtering_range": "dynamic_filtering_reward_range",
@@ -330,7 +341,8 @@ DOTTED = {
 def foreign_name(name: str) -> str | None:
     """Return the entry for the longest end of a dotted name that is known; None if none is."""
     parts = name.split(".")
+    ends = [".".join(parts[index:]) for index in range(len(parts))]
     if parts[0] == "critic":
-        return NO_CRITIC
-    ends = (".".join(parts[index:]) for index in range(len(parts)))
-    return next((FOREIGN_NAMES[end] for end in ends if end in FOREIGN_NAMES), None)
+        ends = [end for end in ends if end.startswith("critic.") or end == "cliprange_value"]
+    found = next((FOREIGN_NAMES[end] for end in ends if end in FOREIGN_NAMES), None)
+    return CRITIC if found is None and parts[0] == "critic" else found

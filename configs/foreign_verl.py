@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign_losses import (
+    KL_COEF,
     in_reward,
     of_covariance,
+    of_gae,
     verl_advantage,
     verl_aggregate,
     verl_clip,
@@ -15,15 +17,19 @@ from rlpipe.configs.foreign_losses import (
     verl_dual_clip,
     verl_kl,
     verl_kl_switch,
+    verl_kl_target,
+    verl_kl_type,
     verl_loss,
     verl_lower_bound,
     verl_ratio_cap,
     verl_refill,
+    verl_reward_kl,
     verl_scale,
     verl_upper_bound,
 )
-from rlpipe.configs.foreign_names import ACCUMULATION, GPUS, LENGTH, NO_CRITIC, OFFLOAD, PRECISION, STRATEGY
+from rlpipe.configs.foreign_names import ACCUMULATION, CRITIC, GPUS, LENGTH, OFFLOAD, PRECISION, STRATEGY
 from rlpipe.configs.foreign_rules import (
+    KL_ESTIMATORS,
     OFF,
     OPTIMIZERS,
     Made,
@@ -31,6 +37,7 @@ from rlpipe.configs.foreign_rules import (
     Table,
     batch,
     betas,
+    copied,
     counted,
     data,
     engine,
@@ -99,9 +106,15 @@ VERL: Table = {
     # the algorithm
     "algorithm.adv_estimator": verl_advantage,
     "algorithm.norm_adv_by_std_in_grpo": verl_scale,
-    "algorithm.use_kl_in_reward": in_reward,
-    **dict.fromkeys(("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type"), in_reward),
-    **dict.fromkeys(("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup"), NO_CRITIC),
+    "algorithm.use_kl_in_reward": in_reward(verl_reward_kl),
+    "algorithm.kl_penalty": in_reward(named("algorithm.reward_kl.kl", KL_ESTIMATORS)),
+    "algorithm.kl_ctrl.kl_coef": in_reward(copied(KL_COEF)),
+    "algorithm.kl_ctrl.type": in_reward(verl_kl_type),
+    **dict.fromkeys(("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"), in_reward(verl_kl_target)),
+    "algorithm.gamma": of_gae("algorithm.advantage.gamma", "algorithm.adv_estimator"),
+    "algorithm.lam": of_gae("algorithm.advantage.lam", "algorithm.adv_estimator"),
+    "critic.cliprange_value": of_gae("algorithm.critic.value_clip", "algorithm.adv_estimator"),
+    "trainer.critic_warmup": CRITIC,
     **dict.fromkeys(("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"), verl_refill),
     "algorithm.filter_groups.metric": "groups are compared by the sum of their rewards",
     "algorithm.rollout_correction.rollout_is": verl_correction,
@@ -234,7 +247,7 @@ VERL: Table = {
     **dict.fromkeys(("config_path", "config_name", "config-path", "config-name", "defaults"), OTHER_CONFIG),
 }
 VERL_BELOW = {
-    "critic": NO_CRITIC,
+    "critic": CRITIC,
     "ref": REFERENCE,
     "actor.megatron": MEGATRON,
     "rollout.val_kwargs": GREEDY,
