@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign_losses import (
-    margin,
     of_correction,
-    reference_steps,
     trl_beta,
     trl_bounds,
     trl_combine,
@@ -73,6 +71,22 @@ WHOLE = (
 )
 TEMPLATE = "model.chat_template names a Jinja file; the tokenizer's own template is the default"
 TURNS = "see environment.tools and environment.max_turns"
+
+
+def reference_steps(values: ForeignValues, value: Any) -> Made:
+    """Translate the updates of the reference, which a switch of their own turns on."""
+    if not is_on(values.get("sync_ref_model")):
+        return OFF
+    if values.model != "full":
+        return "the reference of an adapter is its base, which does not change"
+    every = values.number("ref_model_sync_steps") or 512
+    mixup = values.get("ref_model_mixup_alpha")
+    steps = {"algorithm.reference.sync_steps": -(-every // values.updates_per_step)}
+    return steps | {"algorithm.reference.mixup": 0.6 if mixup is None else mixup}
+
+
+def margin(values: ForeignValues, value: Any) -> Made:
+    return {"algorithm.preference.margin": value} if values.algorithm == "simpo" else "it is of SimPO"
 
 
 def evaluation(values: ForeignValues, value: Any) -> Made:

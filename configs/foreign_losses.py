@@ -13,6 +13,9 @@ LOW, HIGH, DELTA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algor
 ADVANTAGE, SCALE = "algorithm.advantage.name", "algorithm.advantage.scale"
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
 NO_EFFECT = "it has no effect with this loss"
+CONSTANT_KL = "the weight of the KL is constant"
+KL_COEF = "algorithm.reward_kl.coef"
+KL_OF_TOKENS = f"there each token's KL is subtracted after the baseline; {KL_COEF} is subtracted before it"
 MEAN_IN_IPO = "there it sums log-probs, while algorithm.preference.loss=ipo takes their means"
 TRL_LOSSES: Mapping[str, Options] = {
     "grpo": {NAME: "clip", AGGREGATE: "sequence"},
@@ -94,7 +97,7 @@ def trl_beta(values: ForeignValues, value: Any) -> Made:
     if values.run.method in ("rl", "ebft"):
         return {"algorithm.loss.beta": value}
     if values.run.method == "rloo":
-        return {"algorithm.reward_kl.coef": value} if value else OFF
+        return {KL_COEF: value} if value else OFF
     return (
         "there is no weight of a KL here"
         if values.algorithm in ("sft", "reward_model")
@@ -137,22 +140,6 @@ def of_correction(values: ForeignValues, value: Any) -> Made:
     mode = values.get("vllm_importance_sampling_mode")
     made = trl_correction(values, mode)
     return PartOf(MODE) if isinstance(made, dict) else made
-
-
-def reference_steps(values: ForeignValues, value: Any) -> Made:
-    """Translate the updates of the reference, which a switch of their own turns on."""
-    if not is_on(values.get("sync_ref_model")):
-        return OFF
-    if values.model != "full":
-        return "the reference of an adapter is its base, which does not change"
-    every = values.number("ref_model_sync_steps") or 512
-    mixup = values.get("ref_model_mixup_alpha")
-    steps = {"algorithm.reference.sync_steps": -(-every // values.updates_per_step)}
-    return steps | {"algorithm.reference.mixup": 0.6 if mixup is None else mixup}
-
-
-def margin(values: ForeignValues, value: Any) -> Made:
-    return {"algorithm.preference.margin": value} if values.algorithm == "simpo" else "it is of SimPO"
 
 
 def verl_loss(values: ForeignValues, value: Any) -> Made:
@@ -225,11 +212,33 @@ def in_reward(rule: Rule) -> Rule:
     return lambda values, value: rule(values, value) if is_on(values.get("algorithm.use_kl_in_reward")) else OFF
 
 
-def discount(option: str, *estimators: str) -> Rule:
-    """Return a rule of a discount, which only the generalized advantage estimates have here."""
+def verl_reward_kl(values: ForeignValues, value: Any) -> Made:
+    return PartOf(KL_COEF) if values.get("algorithm.kl_ctrl.kl_coef") is not None else {KL_COEF: 0.001}
+
+
+def verl_kl_type(values: ForeignValues, value: Any) -> Made:
+    """Translate whether the weight of the KL is adapted, which takes a target."""
+    if value != "adaptive":
+        return {"algorithm.reward_kl.target": None}
+    target, horizon = (values.get(f"algorithm.kl_ctrl.{name}") for name in ("target_kl", "horizon"))
+    return {
+        "algorithm.reward_kl.target": 0.1 if target is None else target,
+        "algorithm.reward_kl.horizon": 10_000 if horizon is None else horizon,
+    }
+
+
+def verl_kl_target(values: ForeignValues, value: Any) -> Made:
+    is_adapted = values.get("algorithm.kl_ctrl.type") == "adaptive"
+    return PartOf("algorithm.reward_kl.target") if is_adapted else CONSTANT_KL
+
+
+def of_gae(option: str, *estimators: str) -> Rule:
+    """Return a rule of a setting that only the generalized advantage estimates have here."""
 
     def rule(values: ForeignValues, value: Any) -> Made:
-        return {option: value} if values.get(*estimators) in (None, "gae") else NO_EFFECT
+        if values.get(*estimators) in (None, "gae"):
+            return {option: value}
+        return OFF if value == 1 and "critic" not in option else "only algorithm.advantage.name=gae has it here"
 
     return rule
 
@@ -289,9 +298,22 @@ def openrlhf_bounds(values: ForeignValues, value: Any) -> Made:
 
 
 def openrlhf_kl(values: ForeignValues, value: Any) -> Made:
-    if is_on(values.get("use_kl_loss")):
-        return {"algorithm.loss.beta": value}
-    return {"algorithm.reward_kl.coef": value} if value else OFF
+    return (
+        {"algorithm.loss.beta": value}
+        if is_on(values.get("use_kl_loss"))
+        else in_reward_of_openrlhf(KL_COEF)(values, value)
+    )
+
+
+def in_reward_of_openrlhf(option: str) -> Rule:
+    """Return a rule of the KL in the rewards, which is of each token: a sum over the completion is another reward."""
+
+    def rule(values: ForeignValues, value: Any) -> Made:
+        if is_on(values.get("use_kl_loss")) or not values.get("init_kl_coef") or not value:
+            return OFF
+        return {option: value} if values.get("advantage_estimator") in ("gae", "reinforce") else KL_OF_TOKENS
+
+    return rule
 
 
 def openrlhf_kl_switch(values: ForeignValues, value: Any) -> Made:

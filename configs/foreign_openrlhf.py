@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign_losses import (
+    CONSTANT_KL,
     MEAN_IN_IPO,
-    discount,
+    in_reward_of_openrlhf,
+    of_gae,
     of_openrlhf_correction,
     openrlhf_advantage,
     openrlhf_bounds,
@@ -76,10 +78,6 @@ def train_batch(values: ForeignValues, value: Any) -> Made:
     return minibatches(values, value) if values.samples else batch(values, value)
 
 
-def gamma(values: ForeignValues, value: Any) -> Made:
-    return OFF if value == 1 else "rewards are not discounted here"
-
-
 def input_column(values: ForeignValues, value: Any) -> Made:
     """Translate the column of prompts, which holds whole conversations if there is no column of answers."""
     if values.run.method == "sft" and values.get("output_key") is None:
@@ -138,18 +136,24 @@ OPENRLHF: Table = {
     "init_kl_coef": openrlhf_kl,
     "use_kl_loss": openrlhf_kl_switch,
     "kl_estimator": lambda values, value: (
-        kl_estimator(values, value) if is_on(values.get("use_kl_loss")) else {"algorithm.reward_kl.kl": value}
-    ),
+        kl_estimator if is_on(values.get("use_kl_loss")) else in_reward_of_openrlhf("algorithm.reward_kl.kl")
+    )(values, value),
     "use_kl_estimator_k3": switched("algorithm.loss.kl", "k3"),
-    **dict.fromkeys(("kl_target", "kl_horizon"), "the weight of the KL is constant here"),
+    "kl_target": in_reward_of_openrlhf("algorithm.reward_kl.target"),
+    "kl_horizon": lambda values, value: (
+        CONSTANT_KL
+        if values.get("kl_target") is None
+        else in_reward_of_openrlhf("algorithm.reward_kl.horizon")(values, value)
+    ),
     "entropy_loss_coef": "algorithm.loss.entropy_coef",
     **dict.fromkeys(("enable_vllm_is_correction", "vllm_enable_is_correction"), openrlhf_correction),
     **dict.fromkeys(("vllm_is_truncated_threshold", "vllm_is_correction_type", "use_icepop"), of_openrlhf_correction),
     "dynamic_filtering": filtering,
     "dynamic_filtering_reward_range": "groups whose rewards are all equal are replaced",
-    "gamma": gamma,
-    "lambd": discount("algorithm.advantage.lam", "advantage_estimator"),
-    **dict.fromkeys(("value_clip", "save_value_network", "freezing_actor_steps"), CRITIC),
+    "gamma": of_gae("algorithm.advantage.gamma", "advantage_estimator"),
+    "lambd": of_gae("algorithm.advantage.lam", "advantage_estimator"),
+    "value_clip": of_gae("algorithm.critic.value_clip", "advantage_estimator"),
+    **dict.fromkeys(("save_value_network", "freezing_actor_steps"), CRITIC),
     "normalize_reward": lambda values, value: NORMALIZED if is_on(value) else OFF,
     "no_advantage_std_norm": lambda values, value: "see algorithm.advantage.name" if is_on(value) else OFF,
     **dict.fromkeys(("overlong_buffer_len", "overlong_penalty_factor"), OVERLONG_REWARD),

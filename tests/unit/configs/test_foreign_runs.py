@@ -266,6 +266,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "verl/cispo.sh": {"algorithm.loss.cispo_floor": 0.25, "algorithm.loss.clip_high": 0.3, "rollout.engine": "vllm"},
     "verl/rloo.sh": {
         "algorithm.reward_kl.coef": 0.001,
+        "algorithm.reward_kl.target": 0.2,
         "algorithm.advantage.name": "rloo",
         "algorithm.loss.level": "token",  # verl's other losses are those of PPO
         "algorithm.loss.aggregate": "token",
@@ -334,7 +335,11 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     },
     "openrlhf/ppo_dotted.sh": {
         "algorithm.advantage.name": "gae",
+        "algorithm.advantage.lam": 0.95,
+        "algorithm.critic.value_clip": 0.25,
         "algorithm.reward_kl.coef": 0.01,
+        "algorithm.reward_kl.target": 0.4,
+        "algorithm.reward_kl.horizon": 5000,
         "data.max_prompt_tokens": 48,
         "rollout.max_model_len": 96,
         "rollout.sampling.max_tokens": 48,
@@ -366,11 +371,13 @@ COMMENTS = {
         "load_dataset('me/warm'": "another data",
         "beta: 0.1": "again",
     },
+    "verl/rloo.sh": {"algorithm.gamma: 0.99": "only algorithm.advantage.name=gae"},
     "verl/sft_peft.sh": {"trainer.default_local_dir: $2": "set output yourself", "data.prompt_key": "an entry of a"},
     "axolotl/gdpo.yaml": {"trl.scale_rewards: True": "by that of the batch"},
     "verl/grpo_arrays.sh": {"unused_setting=7": "does not use", "reward.custom_reward_function.path: $(cd": "rewards"},
     "verl/cispo.sh": {"trainer.device: npu": "no equivalent is known"},
     "openrlhf/ipo.sh": {"ipo: True": "sums log-probs"},
+    "openrlhf/slurm.sh": {"init_kl_coef: 0.01": "after the baseline"},
     "openrlhf/iterative_dpo.sh": {"python -m openrlhf.cli.batch_inference": "does not train"},
 }
 """Settings that must be comments, with words of the reasons."""

@@ -27,6 +27,10 @@ python3 -m openrlhf.cli.train_ppo_ray \
    --actor.adam.lr 5e-7 \
    --critic.adam.lr 9e-6 \
    --algo.kl.init_coef 0.01 \
+   --algo.kl.target 0.4 \
+   --algo.kl.horizon 5000 \
+   --algo.advantage.lambd 0.95 \
+   --critic.value_clip 0.25 \
    --data.prompt_dataset rows/prompts.jsonl \
    --data.input_key context \
    --data.apply_chat_template \

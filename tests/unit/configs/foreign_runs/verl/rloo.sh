@@ -17,6 +17,9 @@ python3 -m verl.trainer.main_ppo \
     algorithm.use_kl_in_reward=True \
     algorithm.kl_penalty=kl \
     algorithm.kl_ctrl.kl_coef=0.001 \
+    algorithm.kl_ctrl.type=adaptive \
+    algorithm.kl_ctrl.target_kl=0.2 \
+    algorithm.gamma=0.99 \
     trainer.resume_mode=disable \
     trainer.save_freq=-1 \
     trainer.total_training_steps=12
