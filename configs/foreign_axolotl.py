@@ -33,10 +33,6 @@ def flash_attention(values: ForeignValues, value: Any) -> Made:
     return attention(values, "flash_attention_2") if is_on(value) else OFF
 
 
-def attention_switch(name: str) -> Any:
-    return switched("model.attention", name)
-
-
 def linear_targets(values: ForeignValues, value: Any) -> Made:
     return target_modules(values, "all-linear") if is_on(value) else OFF
 
@@ -69,9 +65,9 @@ AXOLOTL: Table = {
     "chat_template": lambda values, value: chat_template(values, None),
     "chat_template_jinja": chat_template,
     **dict.fromkeys(("flash_attention", "flash_attn"), flash_attention),
-    "sdp_attention": attention_switch("sdpa"),
-    "eager_attention": attention_switch("eager"),
-    "flex_attention": attention_switch("flex_attention"),
+    "sdp_attention": switched("model.attention", "sdpa"),
+    "eager_attention": switched("model.attention", "eager"),
+    "flex_attention": switched("model.attention", "flex_attention"),
     **dict.fromkeys(("saves_per_epoch", "evals_per_epoch"), EPOCHS),
     "dataset_prepared_path": "data.cache is where rlpipe data prepare keeps rows",
     "streaming": switched("data.streaming"),

@@ -65,7 +65,6 @@ OTHER_RUN = "another run: import it from a file of its own"
 NOT_TAKEN = "in a branch of the script that is not taken"
 EXPORTED = "a variable of the environment: set it where you start the run"
 UNUSED = "a variable of the script that the command does not use"
-POSITIONAL = "an argument without a name"
 MAX_DEPTH = 3
 
 

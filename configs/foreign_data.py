@@ -36,7 +36,6 @@ KNOWN_TYPES = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", 
 LISTS = ("datasets", "pretraining_dataset")
 NO_TYPE = "its rows have another form: see data.transform"
 NO_ENTRY = "set the option of data, or a data.transform"
-NOT_KNOWN = "a data set that the file computes"
 
 
 def entry_of(name: str) -> tuple[int, str] | None:

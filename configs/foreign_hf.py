@@ -63,7 +63,6 @@ EPOCHS = "epochs are not counted: set the number of steps"
 PACKING = "rows are packed up to learner.max_tokens_per_microbatch"
 COLUMNS = "columns that rendering does not read go to the rewards"
 PASSED_ON = "it is read where the script makes it"
-FOUND = "found from the model's files"
 MICRO = "what is computed at one time is bounded by learner.max_tokens_per_microbatch"
 WHOLE = (
     "a conversation is trained in full there, and here the assistant's turns are; data.loss_mask=all trains all of it. "

@@ -30,6 +30,7 @@ from rlpipe.configs.foreign_names import (
 )
 from rlpipe.configs.foreign_rules import (
     OFF,
+    OVERLONG_REWARD,
     Made,
     Table,
     attention,
@@ -61,7 +62,6 @@ from rlpipe.configs.foreign_values import ForeignValues, is_on
 CHECKPOINTS = "checkpoints are in the output folder"
 PACKED = "rows are always packed, up to learner.max_tokens_per_microbatch"
 NORMALIZED = "rewards are as the functions return them; advantages are normalized within groups"
-OVERLONG_REWARD = "rlpipe.scoring.toolbox:soft_overlong is such a reward"
 LAST_TURN = "the last turn alone is trained there; data.messages_column trains each of the assistant's turns"
 TEMPLATE = "a data.transform may add the text around a prompt"
 STEP_MODEL = (

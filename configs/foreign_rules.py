@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.configs.foreign_defaults import OF_PEFT
-from rlpipe.configs.foreign_names import LENGTH, QUANTIZED, STEPS, WARMUP
+from rlpipe.configs.foreign_names import QUANTIZED, STEPS, WARMUP
 from rlpipe.configs.foreign_run import MAX_ENTRIES
 from rlpipe.configs.foreign_values import ForeignValues, is_on
 
@@ -37,6 +37,7 @@ PACKED = (
     "learner.max_tokens_per_microbatch, the tokens of a packed sequence"
 )
 NO_BATCH = "set algorithm.groups_per_step"
+OVERLONG_REWARD = "rlpipe.scoring.toolbox:soft_overlong is such a reward"
 SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"} | {
     name: name for name in ("linear", "cosine", "constant")
 }
@@ -265,11 +266,6 @@ def held_out_file(values: ForeignValues, value: Any) -> Made:
     path = value[0] if isinstance(value, list) and len(value) == 1 else value
     is_file = isinstance(path, str) and path.endswith((".json", ".jsonl", ".parquet"))
     return {"data.held_out.path": path} if is_file else "set data.held_out.path, one file, or data.held_out.split"
-
-
-def sized(values: ForeignValues, value: Any) -> Made:
-    """Translate a length limit of rows, which micro batches have here."""
-    return LENGTH
 
 
 def kl_estimator(values: ForeignValues, value: Any) -> Made:

@@ -32,6 +32,7 @@ from rlpipe.configs.foreign_rules import (
     KL_ESTIMATORS,
     OFF,
     OPTIMIZERS,
+    OVERLONG_REWARD,
     Made,
     Rule,
     Table,
@@ -72,7 +73,6 @@ GENERATED = "the engine's log-probs are always kept"
 REWARDS = (
     "set scoring.rewards.<name>.path to a function that takes lists: completions, and the columns of the rows by name"
 )
-OVERLONG_REWARD = "rlpipe.scoring.toolbox:soft_overlong is such a reward"
 OTHER_CONFIG = "the options of the file that it names are not read: import that file, too"
 TURNS = "see environment.tools and environment.path for episodes of several turns"
 MEGATRON = "there is no Megatron here: learner=fsdp2_gpu and learner=zero3_gpu shard the policy"

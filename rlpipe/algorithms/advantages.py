@@ -229,9 +229,7 @@ def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> Sequen
     if not groups:
         return groups
     if inputs.penalties is not None:
-        tokens = [own for group in _returns(groups, inputs) for own in group]
-        whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], inputs.config.eps))
-        return [[next(whitened) for _ in group] for group in groups]
+        return _whiten_tokens(_returns(groups, inputs), inputs.config.eps)
     return _whiten(groups, inputs.num_tokens, inputs.config.eps)
 
 
@@ -245,6 +243,13 @@ def _whiten(parts: Sequence[Values], weights: Sequence[IntArray], eps: float) ->
     mean = np.nansum(values * counts) / total
     std = float(np.sqrt(np.nansum((values - mean) ** 2 * counts) / (total - 1)))
     return [_divide(part - mean, std, eps) for part in parts]
+
+
+def _whiten_tokens(groups: Sequence[list[Values]], eps: float) -> list[list[Values]]:
+    """Return (value - mean) / (std + eps) over all loss tokens of all groups."""
+    tokens = [own for group in groups for own in group]
+    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], eps) if tokens else [])
+    return [[next(whitened) for _ in group] for group in groups]
 
 
 def _returns(groups: list[Values], inputs: AdvantageInputs) -> list[list[Values]]:
@@ -351,11 +356,7 @@ def gae(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list
 
     As in verl, eps is added to the standard deviation.
     """
-    tokens = [own for group in generalized_advantages(groups, inputs) for own in group]
-    if not tokens:
-        return groups
-    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], inputs.config.eps))
-    return [[next(whitened) for _ in group] for group in groups]
+    return _whiten_tokens(generalized_advantages(groups, inputs), inputs.config.eps)
 
 
 def generalized_advantages(groups: Sequence[Values], inputs: AdvantageInputs) -> list[list[Values]]:

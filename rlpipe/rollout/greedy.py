@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from rlpipe.rollout.engine import Engine
-from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+from rlpipe.rollout.engine import Engine, WrappedEngine
+from rlpipe.types import GroupRequest, RolloutGroup
 
 FIRST_GREEDY_ID = 2**45
 """First request id for greedy completions; no group's id is in this range."""
 
 
-class WithGreedy:
+class WithGreedy(WrappedEngine):
     """An engine that also samples ``with_greedy`` requests; all other requests go to the wrapped engine unchanged.
 
     Such a request becomes two, for the group and for one completion at temperature 0, which is the last rollout of the
@@ -21,7 +21,7 @@ class WithGreedy:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._next_id = FIRST_GREEDY_ID
         self._greedy: dict[int, int] = {}
         """Group ids by the request ids of their greedy completions."""
@@ -29,10 +29,6 @@ class WithGreedy:
         """Numbers of groups that have not come back, by group id; an engine may be given a group twice."""
         self._halves: dict[int, tuple[list[RolloutGroup], list[RolloutGroup]]] = {}
         """Sampled and greedy halves that wait for the other, by group id."""
-
-    @property
-    def has_work(self) -> bool:
-        return self._engine.has_work
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         added = []
@@ -72,18 +68,6 @@ class WithGreedy:
     def _forget(self, group_id: int) -> None:
         self._halves.pop(group_id, None)
         self._due.pop(group_id, None)
-
-    def prepare_load(self, manifest: WeightsManifest) -> bool:
-        return self._engine.prepare_load(manifest)
-
-    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
-        return self._engine.load(manifest, buckets)
-
-    def health(self) -> EngineHealth:
-        return self._engine.health()
-
-    def stop(self) -> None:
-        self._engine.stop()
 
 
 def _joined(sampled: RolloutGroup, greedy: RolloutGroup) -> RolloutGroup:
