@@ -157,6 +157,28 @@ def test_the_head_of_a_reward_model_is_read_in_any_dtype(
         assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=0.1)
 
 
+def resume_in_8_bit(tiny: Path, folder: Path, head: str) -> None:
+    def load() -> Learner:
+        optimizer = OptimizerConfig(name="adamw_8bit", lr=1e-3)
+        learner = LearnerConfig(strategy="fsdp2", num_ranks=NUM_RANKS, optimizer=optimizer)
+        return make_learner(tiny, adapter="none", learner=learner, algorithm=algorithm_of(head))
+
+    whole, resumed, store = load(), load(), CheckpointStore(folder, keep=5)
+    train(whole, head, range(2))
+    checkpoint = store.save(whole, step=2, extra={})
+    train(whole, head, range(2, 3))
+    store.load(checkpoint, resumed)
+    train(resumed, head, range(2, 3))
+    assert_close(parameters_of(whole), parameters_of(resumed), 1e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_moments_in_eight_bit_skip_a_rank_without_a_row_of_the_head(
+    ranks: Ranks, tiny: Path, tmp_path: Path, head: str
+) -> None:
+    ranks.run(resume_in_8_bit, tiny, tmp_path, head)
+
+
 CHAINS = [("single", "fsdp2", "zero3"), ("zero3", "single", "fsdp2"), ("fsdp2", "zero3", "single")]
 """Strategies of the steps of a run, each of which goes on where the one before stopped."""
 
