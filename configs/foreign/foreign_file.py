@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from omegaconf._utils import get_yaml_loader
 
-from rlpipe.configs.foreign_commands import read_shell
-from rlpipe.configs.foreign_python import read_python
-from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, flatten
+from rlpipe.configs.foreign.foreign_run import SYSTEMS, ForeignRun, flatten
+from rlpipe.configs.foreign.launch_command import read_shell
+from rlpipe.configs.foreign.trl_script import read_python
 from rlpipe.configs.yaml_file import YamlLimits, describe_problem, read_text
 from rlpipe.errors import ConfigError
 

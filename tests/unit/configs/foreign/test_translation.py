@@ -14,15 +14,15 @@ import yaml
 
 from rlpipe.cli import main
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.foreign_files import read_foreign
-from rlpipe.configs.foreign_options import TABLES, translate, translate_setting, write
-from rlpipe.configs.foreign_rules import PartOf
-from rlpipe.configs.foreign_run import ForeignRun, Setting
-from rlpipe.configs.foreign_values import ForeignValues
+from rlpipe.configs.foreign.foreign_file import read_foreign
+from rlpipe.configs.foreign.foreign_run import ForeignRun, Setting
+from rlpipe.configs.foreign.foreign_values import ForeignValues
+from rlpipe.configs.foreign.setting_rules import PartOf
+from rlpipe.configs.foreign.translation import TABLES, translate, translate_setting, write
 from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
 
-FOLDER = Path(__file__).with_name("foreign_runs")
+FOLDER = Path(__file__).with_name("examples")
 RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.rglob("*.*"))}
 CALLS = ("Config", "Trainer", "load_dataset", "from_pretrained")
 EXPECTED: Mapping[str, Mapping[str, Any]] = {
@@ -548,7 +548,7 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_example_of_the_docs_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "importing.md").read_text()
     script = page.split("For example, this script\n\n```bash\n")[1].partition("```")[0]
     (tmp_path / "train.sh").write_text(script)
     assert main(["import", str(tmp_path / "train.sh")]) == 0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from rlpipe.configs.foreign_shell import ArrayWord, Statement, Word, read_statements
-from rlpipe.configs.foreign_variables import Variables
+from rlpipe.configs.foreign.shell_scanner import ArrayWord, Statement, Word, read_statements
+from rlpipe.configs.foreign.shell_variables import Variables
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 DECLARING = ("export", "declare", "local", "readonly", "typeset")

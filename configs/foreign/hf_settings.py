@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlpipe.configs.foreign_losses import (
+from rlpipe.configs.foreign.foreign_names import COLOCATED, LENGTH, STRATEGY
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.loss_rules import (
     of_correction,
     trl_beta,
     trl_bounds,
@@ -14,9 +16,7 @@ from rlpipe.configs.foreign_losses import (
     trl_scale,
     trl_upper_bound,
 )
-from rlpipe.configs.foreign_names import COLOCATED, LENGTH, STRATEGY
-from rlpipe.configs.foreign_python import WIRED
-from rlpipe.configs.foreign_rules import (
+from rlpipe.configs.foreign.setting_rules import (
     OFF,
     OPTIMIZERS,
     Made,
@@ -55,7 +55,7 @@ from rlpipe.configs.foreign_rules import (
     warmup_steps,
     with_adapter,
 )
-from rlpipe.configs.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.trl_script import WIRED
 
 CHECKPOINTS = "its checkpoints can't be read here; model.path or model.adapter.path starts from weights"
 UPLOAD = "nothing is uploaded: rlpipe export writes a folder for transformers, PEFT and vLLM"

@@ -11,15 +11,15 @@ from typing import Any
 import yaml
 
 from rlpipe.configs.compose import ManyProblems, load_config
-from rlpipe.configs.foreign_axolotl import AXOLOTL, AXOLOTL_BELOW
-from rlpipe.configs.foreign_data import describe_entry, entry_of, translate_data
-from rlpipe.configs.foreign_hf import TRL, TRL_BELOW
-from rlpipe.configs.foreign_losses import NO_EFFECT
-from rlpipe.configs.foreign_openrlhf import OPENRLHF, OPENRLHF_BELOW
-from rlpipe.configs.foreign_rules import OFF, Made, PartOf, Rule, Table
-from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
-from rlpipe.configs.foreign_values import ALGORITHMS, GROUPS, ForeignValues, canonical
-from rlpipe.configs.foreign_verl import VERL, VERL_BELOW
+from rlpipe.configs.foreign.axolotl_settings import AXOLOTL, AXOLOTL_BELOW
+from rlpipe.configs.foreign.data_set_entries import describe_entry, entry_of, translate_data
+from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignValues, canonical
+from rlpipe.configs.foreign.hf_settings import TRL, TRL_BELOW
+from rlpipe.configs.foreign.loss_rules import NO_EFFECT
+from rlpipe.configs.foreign.openrlhf_settings import OPENRLHF, OPENRLHF_BELOW
+from rlpipe.configs.foreign.setting_rules import OFF, Made, PartOf, Rule, Table
+from rlpipe.configs.foreign.verl_settings import VERL, VERL_BELOW
 from rlpipe.configs.options import all_names, options
 from rlpipe.errors import ConfigError, InputError
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlpipe.configs.foreign_losses import (
+from rlpipe.configs.foreign.foreign_names import (
+    ACCUMULATION,
+    COLOCATED,
+    CRITIC,
+    GPUS,
+    LENGTH,
+    OFFLOAD,
+    REWARD_SERVER,
+    STEPS,
+    STRATEGY,
+)
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.loss_rules import (
     CONSTANT_KL,
     MEAN_IN_IPO,
     in_reward_of_openrlhf,
@@ -17,18 +29,7 @@ from rlpipe.configs.foreign_losses import (
     openrlhf_kl_switch,
     openrlhf_loss,
 )
-from rlpipe.configs.foreign_names import (
-    ACCUMULATION,
-    COLOCATED,
-    CRITIC,
-    GPUS,
-    LENGTH,
-    OFFLOAD,
-    REWARD_SERVER,
-    STEPS,
-    STRATEGY,
-)
-from rlpipe.configs.foreign_rules import (
+from rlpipe.configs.foreign.setting_rules import (
     OFF,
     OVERLONG_REWARD,
     Made,
@@ -57,7 +58,6 @@ from rlpipe.configs.foreign_rules import (
     warmup_ratio,
     with_adapter,
 )
-from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 CHECKPOINTS = "checkpoints are in the output folder"
 PACKED = "rows are always packed, up to learner.max_tokens_per_microbatch"

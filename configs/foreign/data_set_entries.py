@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlpipe.configs.foreign_run import MAX_ENTRIES, Computed
-from rlpipe.configs.foreign_values import ForeignValues
+from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES, Computed
+from rlpipe.configs.foreign.foreign_values import ForeignValues
 
 KINDS = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
 LOADERS = {"json": "jsonl", "parquet": "parquet"}

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rlpipe.configs.foreign_defaults import default_settings
-from rlpipe.configs.foreign_names import DOTTED
-from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign.foreign_names import DOTTED
+from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign.system_defaults import default_settings
 
 ALGORITHMS = {
     "rl": "grpo",

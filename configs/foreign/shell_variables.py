@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlpipe.configs.foreign_shell import MAX_NESTING, end_of_parameter, end_of_quotes, end_of_single
+from rlpipe.configs.foreign.shell_scanner import MAX_NESTING, end_of_parameter, end_of_quotes, end_of_single
 from rlpipe.errors import ConfigError
 
 MAX_CHARACTERS = 4_000_000

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from rlpipe.cli import main
-from rlpipe.configs.foreign_commands import find_program
-from rlpipe.configs.foreign_script import Script
+from rlpipe.configs.foreign.launch_command import find_program
+from rlpipe.configs.foreign.shell_script import Script
 from rlpipe.errors import ConfigError
 
-FOLDER = Path(__file__).with_name("foreign_runs")
+FOLDER = Path(__file__).with_name("examples")
 PROGRAMS = ("python", "python3", "torchrun", "deepspeed", "accelerate", "trl", "ray", "uv")
 UNLIKE_BASH = {
     "dapo.sh": "a comment between joined lines ends bash's command, against what its author meant",

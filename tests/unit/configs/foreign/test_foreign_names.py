@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlpipe.configs.compose import list_groups, load_config, unknown_option
-from rlpipe.configs.foreign_names import FOREIGN_NAMES, foreign_name
+from rlpipe.configs.foreign.foreign_names import FOREIGN_NAMES, foreign_name
 from rlpipe.configs.options import all_names, options
 from rlpipe.errors import ConfigError
 

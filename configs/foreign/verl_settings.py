@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlpipe.configs.foreign_losses import (
+from rlpipe.configs.foreign.foreign_names import ACCUMULATION, CRITIC, GPUS, LENGTH, OFFLOAD, PRECISION, STRATEGY
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.loss_rules import (
     KL_COEF,
     in_reward,
     of_covariance,
@@ -27,8 +29,7 @@ from rlpipe.configs.foreign_losses import (
     verl_scale,
     verl_upper_bound,
 )
-from rlpipe.configs.foreign_names import ACCUMULATION, CRITIC, GPUS, LENGTH, OFFLOAD, PRECISION, STRATEGY
-from rlpipe.configs.foreign_rules import (
+from rlpipe.configs.foreign.setting_rules import (
     KL_ESTIMATORS,
     OFF,
     OPTIMIZERS,
@@ -63,7 +64,6 @@ from rlpipe.configs.foreign_rules import (
     warmup_steps,
     with_adapter,
 )
-from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 OVERLONG = "prompts that are too long are skipped and counted"
 SHARDED = "how the model is computed is chosen here: learner=fsdp2_gpu and learner=zero3_gpu shard it"

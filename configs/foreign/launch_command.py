@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
-from rlpipe.configs.foreign_script import Script, ShellCommand
+from rlpipe.configs.foreign.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
+from rlpipe.configs.foreign.shell_script import Script, ShellCommand
 from rlpipe.errors import ConfigError
 
 TRL_METHODS = {

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.configs.foreign_defaults import OF_PEFT
-from rlpipe.configs.foreign_names import QUANTIZED, STEPS, WARMUP
-from rlpipe.configs.foreign_run import MAX_ENTRIES
-from rlpipe.configs.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.foreign_names import QUANTIZED, STEPS, WARMUP
+from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.system_defaults import OF_PEFT
 
 Options = dict[str, Any]
 

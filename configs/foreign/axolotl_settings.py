@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlpipe.configs.foreign_hf import ADAPTER, EPOCHS, OPTIMIZATION, PACKING, PREFERENCES, SAMPLING, chat_template
-from rlpipe.configs.foreign_losses import axolotl_method, trl_beta, trl_loss
-from rlpipe.configs.foreign_names import LENGTH, STRATEGY
-from rlpipe.configs.foreign_rules import (
+from rlpipe.configs.foreign.foreign_names import LENGTH, STRATEGY
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.hf_settings import (
+    ADAPTER,
+    EPOCHS,
+    OPTIMIZATION,
+    PACKING,
+    PREFERENCES,
+    SAMPLING,
+    chat_template,
+)
+from rlpipe.configs.foreign.loss_rules import axolotl_method, trl_beta, trl_loss
+from rlpipe.configs.foreign.setting_rules import (
     OFF,
     Made,
     Table,
@@ -22,7 +31,6 @@ from rlpipe.configs.foreign_rules import (
     tensor_parallel,
     text,
 )
-from rlpipe.configs.foreign_values import ForeignValues, is_on
 
 FOUND = "found from the model's files"
 KERNELS = "kernels are chosen here by what the GPU supports"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlpipe.configs.foreign_run import Setting
+from rlpipe.configs.foreign.foreign_run import Setting
 
 TRL_ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
 TRL_SAMPLING = {"max_completion_length": 256, "gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlpipe.configs.foreign_rules import OFF, Made, Options, PartOf, Rule, named
-from rlpipe.configs.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.setting_rules import OFF, Made, Options, PartOf, Rule, named
 
 NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorithm.loss.aggregate"
 LOW, HIGH, DELTA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.clip_delta"

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.configs.foreign_commands import Found, as_run, find_program, show, trl_method
-from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting, flatten
-from rlpipe.configs.foreign_script import Script
+from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting, flatten
+from rlpipe.configs.foreign.launch_command import Found, as_run, find_program, show, trl_method
+from rlpipe.configs.foreign.shell_script import Script
 from rlpipe.errors import ConfigError
 
 ADAPTERS = ("LoraConfig", "BitsAndBytesConfig")
