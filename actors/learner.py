@@ -20,6 +20,7 @@ from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
+from rlpipe.configs.serving import published_kind
 from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.hardware.cgroup import num_threads
 from rlpipe.hardware.peer_access import settle_peer_access
@@ -98,6 +99,7 @@ class StorePublisher:
     def __init__(self, policy: Policy, setup: LearnerSetup, calls: Calls, weights: ActorHandle) -> None:
         self._policy, self._config, self._calls, self._weights = policy, setup.weights, calls, weights
         self._memory = BucketMemory()
+        self._kind = WeightsKind(published_kind(setup.model, setup.weights))
         self._published: tuple[WeightsManifest, list[ray.ObjectRef], int] | None = None
 
     def publish(self, version: int, life: int) -> None:
@@ -108,6 +110,7 @@ class StorePublisher:
             bucket_bytes=self._config.bucket_bytes,
             emit=lambda bucket: buckets.append(ray.put(bucket)),
             memory=self._memory,
+            kind=self._kind,
         )
         if manifest is not None:
             self._published = (manifest, buckets, life)

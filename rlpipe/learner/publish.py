@@ -30,27 +30,30 @@ def publish_weights(
     bucket_bytes: int,
     emit: Callable[[ByteArray], None],
     memory: BucketMemory | None = None,
+    kind: WeightsKind | None = None,
 ) -> WeightsManifest | None:
     """Pack the current weights into buckets, which rank 0 passes to ``emit`` one by one; all ranks must call it.
 
-    An adapter that engines can serve is published alone, any other policy as the tensors of a whole model's checkpoint,
-    gathered (and merged with the adapter, if there is one) one at a time. Returns the manifest on rank 0, None on the
-    others. With ``memory``, a bucket is valid only until ``emit`` returns.
+    An adapter is published alone, any other ``kind`` (None: the model's own) as the tensors of a whole model's
+    checkpoint, gathered (and merged with the adapter, if there is one) one at a time. Returns the manifest on rank 0,
+    None on the others. With ``memory``, a bucket is valid only until ``emit`` returns.
     """
-    tensors = served_weights(policy)
+    kind = kind or policy.kind
+    tensors = served_weights(policy) if kind is WeightsKind.FULL else named_weights(policy)
     if policy.sharding.rank != 0:
         for _ in tensors:
             pass
         return None
     return pack_weights(
         version=version,
-        kind=policy.kind,
+        kind=kind,
         named_tensors=tensors,
         bucket_bytes=bucket_bytes,
-        adapter_config=adapter_config(policy) if policy.kind is WeightsKind.LORA else None,
+        adapter_config=None if kind is WeightsKind.FULL else adapter_config(policy),
         emit=emit,
         dtype=policy.scorer.compute_dtype,
         memory=memory,
+        merged_digest=lambda config, adapter: policy.served.digest(config, adapter, policy.device),
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema.model_config import serves_adapter
 from rlpipe.configs.schema.root_config import Config, longest_conversation, most_drawn_tokens
+from rlpipe.configs.serving import published_kind
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.plan.model_shape import ModelShape
@@ -102,7 +102,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     prompt = config.data.max_prompt_tokens
     length, drawn = longest_conversation(config), most_drawn_tokens(config)
     sequences = _max_sequences(config, kind)
-    has_slots = kind == "vllm" and serves_adapter(config.model)
+    has_slots = kind == "vllm" and published_kind(config.model, config.weights) == "lora"
     return EngineSetup(
         kind=kind,
         num_engines=rollout.num_engines,
@@ -122,7 +122,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         max_model_len=length,
         num_slots=num_slots(config.weights) if has_slots else 0,
         slot_rank=slot_rank(config.model.adapter.r) if has_slots else 0,
-        bucket_bytes=0 if serves_adapter(config.model) else config.weights.bucket_bytes,
+        bucket_bytes=config.weights.bucket_bytes if published_kind(config.model, config.weights) == "full" else 0,
         groups_per_step=config.algorithm.groups_per_step,
         group_size=config.algorithm.group_size,
     )

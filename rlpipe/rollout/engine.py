@@ -20,6 +20,7 @@ from rlpipe.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    WeightsKind,
     WeightsManifest,
 )
 
@@ -153,6 +154,11 @@ def too_long(length: int, limit: int) -> str:
     return f"the prompt is too long: its {length} tokens leave no space in {limit} (rollout.max_model_len)"
 
 
+def without_base(kind: WeightsKind) -> str:
+    """Return the failure message for a request without the adapter if the engine's weights are of another kind."""
+    return f"the engine serves {kind} weights, so it can't leave out an adapter"
+
+
 def without_image(drawn: Sequence[int], image_id: int | None, finish_reason: str) -> str:
     """Return the finish reason, or ``image`` if the last token is an image token, after which sampling must end."""
     return "image" if drawn and drawn[-1] == image_id else finish_reason
@@ -175,7 +181,10 @@ def slot_rank(rank: int) -> int:
     """Return the smallest slot rank of vLLM that fits the adapter; raise ``ConfigError`` if there is none."""
     fitting = [size for size in _RANKS if size >= rank]
     if not fitting:
-        raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; set at most {_RANKS[-1]}")
+        raise ConfigError(
+            f"model.adapter.r={rank} is more than vllm serves beside a base: set weights.serve=merged, or at most "
+            f"{_RANKS[-1]}"
+        )
     return fitting[0]
 
 

@@ -292,6 +292,8 @@ def open_engine(
     engine = resolve_engine(rollout.engine)
     if rollout.engine == "auto" and engine == "hf":
         logger.warning("vllm is not installed: engine %s samples with transformers, which is slower", name)
+    if engine == "vllm" and weights.serve == "merged":
+        raise ConfigError("weights.serve=merged needs rollout.engine=hf so far")
     if engine == "vllm":
         from rlpipe.rollout.vllm.vllm_engine import VllmEngine
 
@@ -300,4 +302,4 @@ def open_engine(
         raise ConfigError("weights.transport=nccl needs vLLM, which is not installed: set object_store")
     from rlpipe.rollout.hf_engine import HfEngine
 
-    return HfEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+    return HfEngine(name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)

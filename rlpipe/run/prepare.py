@@ -18,9 +18,10 @@ from rlpipe.common.atomic_io import held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
-from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import ClusterConfig, Config, longest_conversation
+from rlpipe.configs.serving import published_kind
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.hardware.dtype_speed import Products, kept_rates
@@ -239,7 +240,7 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
 def check_adapter_targets(run: Run) -> None:
     """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't serve adapted."""
     adapter = run.config.model.adapter
-    if not serves_adapter(run.config.model) or adapter.target_modules != "all-linear":
+    if published_kind(run.config.model, run.config.weights) != "lora" or adapter.target_modules != "all-linear":
         return
     num_experts = read_num_experts(run.model.path)
     if num_experts > 1:
