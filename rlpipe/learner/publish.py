@@ -39,7 +39,7 @@ def publish_weights(
     None on the others. With ``memory``, a bucket is valid only until ``emit`` returns.
     """
     kind = kind or policy.kind
-    tensors = served_weights(policy) if kind is WeightsKind.FULL else named_weights(policy)
+    tensors = whole_weights(policy) if kind is WeightsKind.FULL else named_weights(policy)
     if policy.sharding.rank != 0:
         for _ in tensors:
             pass
@@ -58,7 +58,7 @@ def publish_weights(
 
 
 def outline_weights(policy: Policy) -> list[TensorOutline]:
-    """Return names, dtypes and shapes of what ``served_weights`` yields for a whole model, without gathering it.
+    """Return names, dtypes and shapes of what ``whole_weights`` yields for a whole model, without gathering it.
 
     The dtypes are those that engines serve.
     """
@@ -81,14 +81,12 @@ def _hollow_state(policy: Policy) -> dict[str, Tensor]:
     }
 
 
-def served_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over the tensors for engines, by their names in ``save_pretrained``, gathered one at a time.
+def whole_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over a whole model's tensors, by their names in ``save_pretrained``, gathered one at a time.
 
-    All ranks must exhaust it. Raises ``ModelError`` if an adapter can't be merged exactly.
+    An adapter is merged. All ranks must exhaust it. Raises ``ModelError`` if an adapter can't be merged exactly.
     """
-    if policy.kind is WeightsKind.FULL and isinstance(policy.model, PeftModel):
-        return policy.merged.tensors()
-    return named_weights(policy)
+    return policy.merged.tensors() if isinstance(policy.model, PeftModel) else named_weights(policy)
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -177,7 +175,7 @@ class DirectSender:
 
     def _cast_weights(self) -> Iterator[tuple[str, Tensor]]:
         dtype = self._policy.scorer.compute_dtype
-        for name, tensor in served_weights(self._policy):
+        for name, tensor in whole_weights(self._policy):
             cast = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
             if self._policy.sharding.rank == 0:
                 add_checksum(self._sums, name, cast)

@@ -3,6 +3,8 @@
 Engines compute them to load them, and the learner and ``rlpipe audit`` to know their digest. The files are mapped into
 memory, so that all processes of a machine share one copy of the base, and every version is computed from the unchanged
 base: no error adds up over versions.
+
+Shapes: E experts, O outputs, I inputs, r rank.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -33,7 +35,10 @@ from rlpipe.weights.folding import low_rank
 
 PREFIX = "base_model.model."
 """Prefix of all tensor names in PEFT's files."""
-_PART = re.compile(rf"(?P<module>.+)\.(?P<part>lora_[AB]\.weight|lora_embedding_[AB]|{MAGNITUDE})")
+NESTED = ".base_layer"
+"""Part of the names of modules that PEFT wraps several times, for several of their parameters."""
+EXPERTS, EXPERT_DIMENSIONS = ".experts.", 3
+_PART = re.compile(rf"(?P<module>.+)\.(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]|{MAGNITUDE})")
 
 Fold = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """Function from a parameter of the base and the adapter's tensors to the parameter that is served."""
@@ -90,6 +95,8 @@ class ServedWeights:
     ) -> Iterator[tuple[WeightGroup, dict[str, Tensor]]]:
         """Yield the parameters that the adapter changes, in the served type, with the group of tensors they belong to.
 
+        If one expert changes, all experts are yielded, because vLLM lays them out together.
+
         Args:
             config: PEFT's config of the adapter.
             adapter: tensors by PEFT's names.
@@ -100,13 +107,18 @@ class ServedWeights:
         """
         folds = self._folds(config, adapter)
         placed = {name: tensor.to(device) for name, tensor in adapter.items()}
-        units = {id(unit): unit for unit in (self._units[name] for name in folds)}
+        beside = [name for name in self._parameters if EXPERTS in name] if self.changes_experts(config, adapter) else []
+        units = {id(unit): unit for unit in (self._units[name] for name in [*folds, *beside])}
         for unit in units.values():
             parameters = self._read(unit, device)
             yield (
                 unit,
                 {name: folds[name](value, placed) if name in folds else value for name, value in parameters.items()},
             )
+
+    def changes_experts(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor]) -> bool:
+        """Return whether the adapter changes experts of a mixture; raise as ``changed`` does."""
+        return any(EXPERTS in name for name in self._folds(config, adapter))
 
     @torch.no_grad()
     def digest(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor], device: torch.device) -> str:
@@ -161,7 +173,6 @@ def plan_folds(
 
     Raises ``ModelError`` for tensors without a place in the model, and for a tied parameter.
     """
-    modules = dict(model.named_modules())
     parts: dict[str, dict[str, str]] = {}
     folds: dict[str, Fold] = {}
     for name in sorted(names):
@@ -171,16 +182,53 @@ def plan_folds(
         else:
             folds[plain] = _replacing(name, dtype)
     for module, own in parts.items():
-        if not isinstance(getattr(modules.get(module), "weight", None), nn.Parameter):
-            raise ModelError(f"the adapter changes {module}, which is not a layer of {type(model).__name__}")
-        stored_as_inputs = isinstance(modules[module], Conv1D)
-        folds[f"{module}.weight"] = _folding(module, own, config, dtype, transposed=stored_as_inputs)
+        folds |= _folds_of(model, module, own, config, dtype)
     if tied := changed_tie(model, folds):
         raise ModelError(
             f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
             "separately: leave it out of model.adapter, or use a model with tie_word_embeddings=false"
         )
     return folds
+
+
+def _folds_of(
+    model: PreTrainedModel, module: str, own: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Fold]:
+    """Return the folds of the parameters that one of PEFT's layers changes, from its tensors ``own``, by part."""
+    plain = module.replace(NESTED, "")
+    layer = dict(model.named_modules()).get(plain)
+    changed = None if layer is None else _changed_parameter(layer, plain, module.count(NESTED), config)
+    if layer is None or changed is None:
+        raise ModelError(f"the adapter changes {plain}, which is not a layer of {type(model).__name__}")
+    halves = ["lora_embedding_A", "lora_embedding_B"] if "lora_embedding_A" in own else ["lora_A", "lora_B"]
+    if missing := [half for half in halves if half not in own]:
+        raise ModelError(f"the adapter has no {missing[0]} for {plain}")
+    a, b = (own[half] for half in halves)
+    name = f"{plain}.{changed}"
+    scaling = lora_scaling(config, plain if changed == "weight" else name)
+    if cast(Tensor, getattr(layer, changed)).ndim == EXPERT_DIMENSIONS:
+        return {name: _folding_experts(a, b, scaling, dtype, transposed=getattr(layer, "is_transposed", False))}
+    transposed = isinstance(layer, Conv1D | nn.Embedding)
+    folds = {name: _folding(a, b, own.get(MAGNITUDE), scaling, dtype, transposed=transposed)}
+    if "lora_B.bias" in own:
+        folds[f"{plain}.bias"] = _adding(own["lora_B.bias"], scaling, dtype)
+    return folds
+
+
+def _changed_parameter(layer: nn.Module, name: str, depth: int, config: Mapping[str, Any]) -> str | None:
+    """Return the parameter that PEFT's layer on ``layer`` changes, or None.
+
+    Of several ``target_parameters`` of one module, PEFT wraps the first one first, so the last one is the outermost.
+    """
+    targets = config.get("target_parameters") or []
+    wrapped = [
+        own
+        for own, _ in layer.named_parameters(recurse=False)
+        if any(f".{name}.{own}".endswith(f".{target}") for target in targets)
+    ]
+    if wrapped:
+        return wrapped[-1 - depth] if depth < len(wrapped) else None
+    return "weight" if isinstance(getattr(layer, "weight", None), nn.Parameter) else None
 
 
 def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
@@ -197,21 +245,30 @@ def _replacing(name: str, dtype: torch.dtype) -> Fold:
     return lambda base, adapter: adapter[name].to(dtype).view_as(base)
 
 
-def _folding(
-    module: str, own: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype, *, transposed: bool
-) -> Fold:
-    """Return the fold of a layer's weight; ``transposed`` ones are stored as ``[I, O]``, and so are embeddings."""
-    of_embedding = "lora_embedding_A" in own
-    wanted = {f"lora_embedding_{half}" for half in "AB"} if of_embedding else {f"lora_{half}" for half in "AB"}
-    if missing := sorted(wanted - own.keys()):
-        raise ModelError(f"the adapter has no {missing[0]} for {module}")
-    if of_embedding and MAGNITUDE in own:
-        raise ModelError(f"DoRA of the embedding {module} can't be folded into it: leave it out of target_modules")
-    a, b = (own[name] for name in sorted(wanted))
-    magnitude, scaling = own.get(MAGNITUDE), lora_scaling(config, module)
+def _adding(name: str, scaling: float, dtype: torch.dtype) -> Fold:
+    return lambda base, adapter: (base.double() + adapter[name].double() * scaling).float().to(dtype)
+
+
+def _folding(a: str, b: str, magnitude: str | None, scaling: float, dtype: torch.dtype, *, transposed: bool) -> Fold:
+    """Return the fold of a layer's weight; ``transposed`` ones are stored as ``[I, O]``."""
 
     def fold(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         change = low_rank(adapter[a], adapter[b], scaling, None if magnitude is None else adapter[magnitude])
-        return change.fold(base.T, dtype).T if transposed or of_embedding else change.fold(base, dtype)
+        return change.fold(base.T, dtype).T if transposed else change.fold(base, dtype)
+
+    return fold
+
+
+def _folding_experts(a: str, b: str, scaling: float, dtype: torch.dtype, *, transposed: bool) -> Fold:
+    """Return the fold of experts ``[E, O, I]``, or ``[E, I, O]``, for A ``[E * r, I]`` and B ``[O, r * E]``."""
+
+    def fold(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        folded, num_experts = torch.empty_like(base, dtype=dtype), len(base)
+        of_a = adapter[a].view(num_experts, -1, adapter[a].shape[1])  # [E, r, I]
+        of_b = adapter[b].view(len(adapter[b]), -1, num_experts)  # [O, r, E]
+        for expert, weight in enumerate(base):
+            change = low_rank(of_a[expert], of_b[:, :, expert], scaling)
+            folded[expert] = change.fold(weight.T, dtype).T if transposed else change.fold(weight, dtype)
+        return folded
 
     return fold

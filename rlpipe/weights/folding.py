@@ -24,7 +24,7 @@ from rlpipe.errors import ModelError
 
 MANTISSA_BITS, EXPONENT_MASK = 52, 0x7FF
 """Layout of a float64."""
-CHUNK = {"cpu": 2**16, "cuda": 2**25}
+CPU_CHUNK, DEVICE_CHUNK = 2**15, 2**25
 """Elements that are computed at a time: on a CPU, those that its cache holds in float64."""
 
 
@@ -45,13 +45,13 @@ class LowRank:
                 f"{list(base.shape)}"
             )
         folded = torch.empty_like(base, dtype=dtype)
-        step = max(1, CHUNK[base.device.type] // base.shape[1])
+        step = max(1, (CPU_CHUNK if base.device.type == "cpu" else DEVICE_CHUNK) // base.shape[1])
         for start in range(0, len(base), step):
             part = slice(start, start + step)
             weight = (self.rows[part] @ self.columns).add_(base[part])
             if self.magnitude is not None:
                 weight *= (self.magnitude[part] / _norms(weight))[:, None]
-            folded[part] = weight.float()
+            folded[part] = weight if dtype is torch.float32 else weight.float()
         return folded
 
 

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    set_seed,
+)
 
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
@@ -26,7 +36,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}},
     "modules to save": {"modules_to_save": ["norm", "lm_head"], "use_dora": True},
     "rank 600": {"r": 600},
-    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj", "v_proj"]},
+    "embedding with dora": {"target_modules": ["embed_tokens", "q_proj", "v_proj"], "use_dora": True},
+    "biases": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True},
+    "parameters": {"target_modules": ["o_proj"], "target_parameters": ["q_proj.weight"], "modules_to_save": ["norm"]},
 }
 
 
@@ -89,6 +102,49 @@ def test_served_weights_are_those_that_peft_merges(variant: str, untied: Path) -
     base = AutoModelForCausalLM.from_pretrained(untied).state_dict()
     changed = [name for name, tensor in weights.items() if not torch.equal(tensor, base[name])]
     assert len(changed) >= 3
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-6), name
+    assert digest == digest_of(weights)
+
+
+def make_mixture(folder: Path) -> Path:
+    set_seed(0)
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, dtype="float32",
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder, max_shard_size=10_000)
+    return folder
+
+
+@pytest.mark.parametrize("targets", [["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]])
+def test_experts_are_folded_and_go_back_to_the_files_of_each(targets: list[str], tmp_path: Path) -> None:
+    path = make_mixture(tmp_path)
+    parameters = [f"mlp.experts.{target}" for target in targets]
+    adapted = adapt(path, target_modules=["q_proj"], target_parameters=parameters, rank_pattern={"down_proj": 3})
+    weights, digest = serve(path, adapted)
+    config, tensors = adapted.peft_config["default"].to_dict(), tensors_of(adapted)
+    merged = adapted.merge_and_unload()
+    expected = untied_state(merged)
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-6), name
+    assert digest == digest_of(weights)
+    merged.save_pretrained(tmp_path / "merged")
+    saved = load_file(tmp_path / "merged" / "model.safetensors")
+    written: set[str] = set()
+    for unit, found in ServedWeights(ModelConfig(path=str(path), dtype="float32")).changed(config, tensors, CPU):
+        for name, tensor in unit.to_sources(found).items():
+            assert torch.allclose(tensor, saved[name], rtol=1e-5, atol=1e-6), name
+            written.add(name)
+    assert len([name for name in written if ".experts." in name]) == 2 * 4 * 3, "vLLM lays all experts out together"
+
+
+def test_all_linear_of_a_mixture_is_folded(tmp_path: Path) -> None:
+    path = make_mixture(tmp_path)
+    adapted = adapt(path, target_modules="all-linear")
+    assert any("experts" in name for name in tensors_of(adapted))
+    weights, digest = serve(path, adapted)
+    expected = untied_state(adapted.merge_and_unload())
     for name, tensor in weights.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-6), name
     assert digest == digest_of(weights)
