@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,10 @@ from typing import Any
 from unittest.mock import patch
 
 import ray
+
+RAY_START_S = 120.0
+"""Longest time until the processes of a local cluster have registered, in seconds."""
+RETRY_S = 0.2
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -66,18 +71,36 @@ def private_services() -> Iterator[None]:
     Its processes are in sessions of their own, so that they outlive a signal to the driver's process group, as
     ``timeout`` and Slurm send it, until the driver has written its checkpoint; when the driver dies, Ray ends them.
     They listen at loopback addresses: on Linux Ray prepares each cluster for other hosts, unless this switch of its,
-    which other platforms have on, says otherwise. The environment turns it off again.
+    which other platforms have on, says otherwise. The environment turns it off again. They have ``RAY_START_S`` seconds
+    to register, of which Ray allows 30: too few for a machine that is busy, or reads Ray's programs for the first time.
     """
     from ray._private import ray_constants, services
 
     started: Any = partial(services.ConsolePopen, start_new_session=True)
-    with patch.object(services, "ConsolePopen", started):
+    patient = _retried(services.get_node, RAY_START_S)
+    with patch.object(services, "ConsolePopen", started), patch.object(services, "get_node", patient):
         if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
             yield
             return
         switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
         with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
             yield
+
+
+def _retried(get_node: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
+    """Return ``get_node`` with retries for ``limit_s`` seconds while Ray's head does not know the node."""
+
+    def ask(*arguments: Any) -> Any:
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(RETRY_S)
+
+    return ask
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.derivation import ASSISTANT
 from rlpipe.data.masks.rules import find_boundaries
-from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
+from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray
@@ -72,6 +72,11 @@ class Bridge:
     end_ids: Collection[int]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Kinds of messages that no bridge leads over, with the reasons; see ``prove``."""
+    _choices_of_content: dict[tuple[str, int], Sequence[str | None]] = field(default_factory=dict, init=False)
+    """Content of an answer with calls, by the kind of the messages after it and the number of calls.
+
+    Finding it takes four renderings.
+    """
 
     @cached_property
     def _controls(self) -> re.Pattern[str] | None:
@@ -89,18 +94,21 @@ class Bridge:
         probe = _Probe(answer, new)
         texts = ControlTokens(self.template, self._controls)
         asked = {"role": "user", "content": PROBE_WORD}
+        choices = self._choices_of_content.get((kind, probe.num_calls), EMPTY_CONTENTS)
         try:
-            taken = self.template.as_taken([asked, probe.answer, *texts.hidden(new)])
+            taken = self.template.as_taken([asked, probe.answer, *texts.hidden(new)], choices)
             rendered = self.template.render(taken, add_generation_prompt=True)
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error
+        self._choices_of_content[kind, probe.num_calls] = (taken[1]["content"],)
         behind = rendered.rfind(probe.last_word)
         if behind < 0:
             raise Unbridgeable("the chat template leaves out what the assistant said before")
+        rendered = rendered[behind:]  # tokens behind a control token don't depend on what is before it
         encoded = self.template.encode_with_offsets(rendered)
         if encoded.offsets is None:
             raise Unbridgeable(SLOW_TOKENIZER)
-        ends = np.isin(encoded.token_ids, list(self.end_ids)) & (encoded.offsets[:, 0] > behind)
+        ends = np.isin(encoded.token_ids, list(self.end_ids)) & (encoded.offsets[:, 0] > 0)
         if not ends.any():
             raise Unbridgeable("the chat template writes no end token after the assistant's turn")
         end = int(np.flatnonzero(ends)[0])
@@ -149,6 +157,7 @@ class _Probe:
             number += 1
         self.last_word = f"{PROBE_WORD}{number}"
         calls = answer.get("tool_calls") or ()
+        self.num_calls = len(calls)
         self.answer: dict[str, Any] = {"role": "assistant", "content": None if calls else self.last_word}
         if calls:
             self.answer["tool_calls"] = [self._with_word(call) for call in calls]

@@ -35,6 +35,8 @@ RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueErr
 """Exceptions of a template, or of the tokenizer around it, for messages that it can't render."""
 
 PROBE_WORD = "Kestrel"
+EMPTY_CONTENTS = (None, "")
+"""Values of missing content beside calls or reasoning; templates differ in which they take."""
 
 Span = tuple[int, int]
 """First character of a span, and the one after its last."""
@@ -144,12 +146,12 @@ class ChatTemplate:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 
-    def as_taken(self, messages: ChatMessages) -> ChatMessages:
+    def as_taken(self, messages: ChatMessages, choices: Sequence[str | None] = EMPTY_CONTENTS) -> ChatMessages:
         """Return the messages in the form that the template renders, for ``render``.
 
         What stands for missing or empty content beside calls or reasoning is None, unless the template then fails,
-        writes "None" or leaves out what the message holds; else an empty string. Raises ``UnusableRow`` if the template
-        leaves out calls, or what a message without content holds.
+        writes "None" or leaves out what the message holds; else an empty string. A single choice is not tried.
+        Raises ``UnusableRow`` if the template leaves out calls, or what a message without content holds.
         """
         self.require()
         has_calls = any(own.get(key) for own in messages for key in CALLS)
@@ -159,8 +161,10 @@ class ChatTemplate:
         messages = [change(own) for own in messages]
         found: list[tuple[ChatMessages, str]] = []
         problem = None
-        for nothing in (None, ""):
+        for nothing in choices:
             taken = [self._message_as_taken(own, nothing if _holds_instead(own) else "") for own in messages]
+            if len(choices) == 1:
+                return taken
             try:
                 found.append((taken, self._all_shown(taken)))
             except UnusableRow as error:
