@@ -64,6 +64,8 @@ class ServedWeights:
         self._checksums: dict[str, dict[int, int]] = {}
         """Checksums of the base's parameters that an adapter leaves unchanged."""
         self._plan: _Plan | None = None
+        self._touched: dict[str, None] = {}
+        """Parameters that any version so far has changed."""
 
     @cached_property
     def _handles(self) -> dict[str, Any]:
@@ -95,7 +97,8 @@ class ServedWeights:
     ) -> Iterator[tuple[WeightGroup, dict[str, Tensor]]]:
         """Yield the parameters that the adapter changes, in the served type, with the group of tensors they belong to.
 
-        If one expert changes, all experts are yielded, because vLLM lays them out together.
+        Parameters that only an earlier version changed are yielded, too, as the base has them. If one expert changes,
+        all experts are yielded, because vLLM lays them out together.
 
         Args:
             config: PEFT's config of the adapter.
@@ -108,7 +111,8 @@ class ServedWeights:
         folds = self._folds(config, adapter)
         placed = {name: tensor.to(device) for name, tensor in adapter.items()}
         beside = [name for name in self._parameters if EXPERTS in name] if self.changes_experts(config, adapter) else []
-        units = {id(unit): unit for unit in (self._units[name] for name in [*folds, *beside])}
+        self._touched |= dict.fromkeys(folds)
+        units = {id(unit): unit for unit in (self._units[name] for name in [*self._touched, *beside])}
         for unit in units.values():
             parameters = self._read(unit, device)
             yield (
@@ -117,8 +121,8 @@ class ServedWeights:
             )
 
     def changes_experts(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor]) -> bool:
-        """Return whether the adapter changes experts of a mixture; raise as ``changed`` does."""
-        return any(EXPERTS in name for name in self._folds(config, adapter))
+        """Return whether ``changed`` yields experts of a mixture; raise as it does."""
+        return any(EXPERTS in name for name in [*self._folds(config, adapter), *self._touched])
 
     @torch.no_grad()
     def digest(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor], device: torch.device) -> str:

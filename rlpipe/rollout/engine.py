@@ -173,6 +173,8 @@ def sample_seed(seed: int, sample_index: int = 0) -> int:
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_RANK = _RANKS[-1]
+"""Largest rank of an adapter that vLLM applies beside a base."""
 _RUNNING_VERSIONS = 3
 """Most versions served at the same time, when each sequence stays on the version it began with."""
 
@@ -183,7 +185,7 @@ def slot_rank(rank: int) -> int:
     if not fitting:
         raise ConfigError(
             f"model.adapter.r={rank} is more than vllm serves beside a base: set weights.serve=merged, or at most "
-            f"{_RANKS[-1]}"
+            f"{MAX_RANK}"
         )
     return fitting[0]
 

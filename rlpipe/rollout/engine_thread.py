@@ -292,8 +292,6 @@ def open_engine(
     engine = resolve_engine(rollout.engine)
     if rollout.engine == "auto" and engine == "hf":
         logger.warning("vllm is not installed: engine %s samples with transformers, which is slower", name)
-    if engine == "vllm" and weights.serve == "merged":
-        raise ConfigError("weights.serve=merged needs rollout.engine=hf so far")
     if engine == "vllm":
         from rlpipe.rollout.vllm.vllm_engine import VllmEngine
 

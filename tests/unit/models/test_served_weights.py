@@ -173,6 +173,20 @@ def test_a_second_version_is_computed_from_the_base_again(untied: Path) -> None:
     assert served.digest(config | {"lora_alpha": 7}, first, CPU) != digest
 
 
+def test_what_only_an_earlier_version_changed_is_as_in_the_base_again(untied: Path) -> None:
+    served = ServedWeights(ModelConfig(path=str(untied), dtype="float32"))
+    wide, narrow = adapt(untied, use_dora=True), adapt(untied, target_modules=["o_proj"])
+    weights = {
+        name: tensor.clone() for name, tensor in untied_state(AutoModelForCausalLM.from_pretrained(untied)).items()
+    }
+    for adapted in (wide, narrow):
+        config, tensors = adapted.peft_config["default"].to_dict(), tensors_of(adapted)
+        for _, parameters in served.changed(config, tensors, CPU):
+            weights |= parameters
+        assert served.digest(config, tensors, CPU) == digest_of(weights)
+    assert digest_of(weights) == serve(untied, narrow)[1]
+
+
 def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
     path = make_tiny_policy(
         tmp_path / "policy", hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=48
