@@ -51,7 +51,7 @@ soak: install
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p rlpipe
+	$(BIN)/mypy -p rlpipe -p benchmarks
 
 unit: install
 	$(BIN)/pytest -q -n $(CORES) -m "$(MARKS)" tests/unit

@@ -71,20 +71,30 @@ def private_services() -> Iterator[None]:
     Its processes are in sessions of their own, so that they outlive a signal to the driver's process group, as
     ``timeout`` and Slurm send it, until the driver has written its checkpoint; when the driver dies, Ray ends them.
     They listen at loopback addresses: on Linux Ray prepares each cluster for other hosts, unless this switch of its,
-    which other platforms have on, says otherwise. The environment turns it off again. They have ``RAY_START_S`` seconds
-    to register, of which Ray allows 30: too few for a machine that is busy, or reads Ray's programs for the first time.
+    which other platforms have on, says otherwise. The environment turns it off again.
     """
     from ray._private import ray_constants, services
 
     started: Any = partial(services.ConsolePopen, start_new_session=True)
-    patient = _retried(services.get_node, RAY_START_S)
-    with patch.object(services, "ConsolePopen", started), patch.object(services, "get_node", patient):
+    with patch.object(services, "ConsolePopen", started), patient_start():
         if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
             yield
             return
         switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
         with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
             yield
+
+
+@contextmanager
+def patient_start() -> Iterator[None]:
+    """Give the processes of a local cluster that is started within the block ``RAY_START_S`` seconds to register.
+
+    Ray allows 30: too few for a machine that is busy, or that reads Ray's programs for the first time.
+    """
+    from ray._private import services
+
+    with patch.object(services, "get_node", _retried(services.get_node, RAY_START_S)):
+        yield
 
 
 def _retried(get_node: Callable[..., Any], limit_s: float) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import EngineNotStarted
 from rlpipe.rollout.engine_thread import EngineThread, open_engine
+from rlpipe.rollout.greedy import WithGreedy
 from rlpipe.rollout.multi_turn import TurnByTurn
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
@@ -52,8 +53,8 @@ class RolloutActor:
                 return
             self._thread = EngineThread(
                 self._name,
-                lambda: TurnByTurn(
-                    open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
+                lambda: WithGreedy(
+                    TurnByTurn(open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens))
                 ),
             )
 

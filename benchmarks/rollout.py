@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,14 @@ def measure_bare(config: Config, case: Case) -> float:
     from rlpipe.configs.schema.model_config import AdapterConfig
     from rlpipe.rollout.vllm.vllm_options import engine_args  # before vLLM, which reads its environment
 
-    config.model.adapter = AdapterConfig(kind="none")
-    args = engine_args(config.model, config.rollout, config.weights, case.policy.prompt_tokens)
+    model = replace(config.model, adapter=AdapterConfig(kind="none"))
+    args = engine_args(model, config.rollout, config.weights, case.policy.prompt_tokens)
     del args["worker_extension_cls"], args["logprobs_mode"]
     from vllm import LLM, SamplingParams
 
     torch.set_num_threads(NUM_CORES)
     llm = LLM(**args)
-    prompts, _ = open_prompts(config.data, load_tokenizer(config.model), seed=config.seed)
+    prompts, _ = open_prompts(config.data, load_tokenizer(model), seed=config.seed)
     sampling = SamplingParams(
         n=GROUP_SIZE, temperature=1.0, max_tokens=case.answer_tokens, ignore_eos=True, detokenize=False
     )

@@ -170,7 +170,7 @@ def main() -> None:
         starts.append(first_step(output, policy))
         print(f"first step after {starts[-1]['first_step_s']:.1f} s: {starts[-1]['phases']}", flush=True)
     shutil.rmtree(output, ignore_errors=True)
-    chaos = Kills(Driver(options(output, policy), output.with_suffix(".log")), output, minutes=0, seed=0)
+    chaos = Kills(Driver(options(output, policy), output.with_suffix(".log")), output, minutes=0, seed=0, kinds=[])
     chaos.kill_each(arguments.repetitions)
     for kill in chaos.kills:
         print(f"{kill.kind} killed, recovered after {kill.recovery_s:.1f} s", flush=True)

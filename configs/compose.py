@@ -108,6 +108,8 @@ def raise_all(problems: Iterable[InputError]) -> None:
 
 def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
     """Yield errors for entries of ``data.sources`` that are unknown, of the wrong type, or out of range."""
+    if not isinstance(data.sources, Mapping):  # an interpolation may name a section; ``find_out_of_range`` tells
+        return
     try:
         sources = mixed_sources(data)
     except ConfigError as error:

@@ -24,6 +24,7 @@ from rlpipe.configs.section_constraints import (
     check_optimizer,
     check_preference,
     check_replicas,
+    check_reward_kl,
     check_reward_model,
     check_sampled_pairs,
     check_schedule,
@@ -60,6 +61,7 @@ def contradictions(config: Config) -> Iterator[str]:
             yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
+        yield from check_reward_kl(config.algorithm)
         yield from check_correction(config.algorithm)
         yield from check_replay(config)
         yield from check_reference(config.algorithm, config.model)
@@ -214,7 +216,7 @@ def check_adapter(config: Config) -> Iterator[str]:
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, size = algorithm.advantage, algorithm.group_size
     pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
-    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus")
+    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus", "remax", "gae")
     if size < 2 and not alone and not pairs:
         yield (
             f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
@@ -222,6 +224,9 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     elif size < 2 and algorithm.combine == "normalize_then_sum":
         yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalizes within a group; set 2 or more"
+    if algorithm.samples_greedy and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
+        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
+        yield f"{part}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
     if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
     yield from check_function(advantage, "algorithm.advantage")
@@ -309,7 +314,7 @@ def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[
     if algorithm.samples_pairs:
         if not algorithm.preference.needs_reference:
             yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
-    elif algorithm.loss.beta == 0:
+    elif algorithm.loss.beta == 0 and algorithm.reward_kl.coef == 0:
         yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
     yield from check_moving_reference(algorithm, model)
 
@@ -393,6 +398,8 @@ def check_environment(config: Config) -> Iterator[str]:
         )
     if not environment.is_used:
         return
+    if config.algorithm.samples_greedy:
+        yield "algorithm.advantage.name: remax has no greedy episodes to compare with; set rloo"
     names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]
     name = f"environment.{names[0]}"
     if environment.port is not None and environment.num_processes > 1:

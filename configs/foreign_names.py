@@ -24,7 +24,9 @@ ADAPTER = "write model=lora, model=qlora or model=full"
 ALGORITHM = "write algorithm=grpo, dapo, dr_grpo, gspo, rloo or another of rlpipe config --groups algorithm"
 STRATEGY = "write learner=fsdp2_gpu or learner=zero3_gpu"
 MEMORY = "set rollout.engine_args.gpu_memory_utilization"
-NO_CRITIC = "there is no critic: advantages come from the rewards of a group (algorithm.advantage.name)"
+CRITIC = (
+    "algorithm=gae has a critic, a value head on the policy: set algorithm.critic.lr or algorithm.critic.value_clip"
+)
 
 FOREIGN_NAMES = {
     # optimizer and length of a run
@@ -88,7 +90,13 @@ FOREIGN_NAMES = {
     "center_rewards_coefficient": "algorithm.reward_model.center_coef",
     "kl_loss_coef": "algorithm.loss.beta",
     "use_kl_loss": "the KL term is on if algorithm.loss.beta is above 0",
-    "use_kl_in_reward": "the KL term belongs to the loss here: set algorithm.loss.beta",
+    "use_kl_in_reward": "the KL is in the reward if algorithm.reward_kl.coef is above 0",
+    "kl_ctrl.kl_coef": "algorithm.reward_kl.coef",
+    "kl_ctrl.target_kl": "algorithm.reward_kl.target",
+    "kl_ctrl.horizon": "algorithm.reward_kl.horizon",
+    "kl_ctrl.type": "the coefficient is adaptive if algorithm.reward_kl.target is set",
+    "kl_target": "algorithm.reward_kl.target",
+    "kl_horizon": "algorithm.reward_kl.horizon",
     "entropy_coeff": "algorithm.loss.entropy_coef",
     "loss_type": "set algorithm.loss.name, or algorithm.preference.loss for preferences",
     "simpo_gamma": "algorithm.preference.margin",
@@ -122,10 +130,12 @@ FOREIGN_NAMES = {
     "adv_estimator": ALGORITHM,
     "advantage_estimator": ALGORITHM,
     "rl": ALGORITHM,
-    "critic_learning_rate": NO_CRITIC,
-    "lambd": NO_CRITIC,
-    "gamma": NO_CRITIC,
-    "lam": NO_CRITIC,
+    "critic_learning_rate": "algorithm.critic.lr",
+    "critic.optim.lr": "algorithm.critic.lr",
+    "cliprange_value": "algorithm.critic.value_clip",
+    "lambd": "algorithm.advantage.lam",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.lam": "algorithm.advantage.lam",
     # lengths and sampling
     "max_prompt_length": "data.max_prompt_tokens",
     "prompt_max_len": "data.max_prompt_tokens",
@@ -253,11 +263,86 @@ FOREIGN_NAMES = {
 }
 """Option of rlpipe for each name, or a sentence for names without a counterpart; keys are ends of dotted names."""
 
+DOTTED = {
+    "actor.model_name_or_path": "pretrain",
+    "model.model_name_or_path": "pretrain",
+    "reward.model_name_or_path": "reward_pretrain",
+    "ref.model_name_or_path": "ref_pretrain",
+    "reward.remote_url": "remote_rm_url",
+    "reward.normalize_enable": "normalize_reward",
+    "reward.overlong_buffer_len": "overlong_buffer_len",
+    "reward.overlong_penalty_factor": "overlong_penalty_factor",
+    "actor.adam.lr": "actor_learning_rate",
+    "adam.lr": "learning_rate",
+    **{f"{section}adam.betas": "adam_betas" for section in ("actor.", "")},
+    **{f"{section}adam.weight_decay": "l2" for section in ("actor.", "")},
+    "actor.eps_clip": "eps_clip",
+    "actor.eps_clip_low_high": "eps_clip_low_high",
+    "actor.entropy_coef": "entropy_loss_coef",
+    "actor.num_nodes": "actor_num_nodes",
+    "actor.num_gpus_per_node": "actor_num_gpus_per_node",
+    **{f"{section}.gradient_checkpointing_enable": "gradient_checkpointing" for section in ("actor", "model")},
+    "model.beta": "beta",
+    "model.ipo_enable": "ipo",
+    "model.label_smoothing": "label_smoothing",
+    "model.nll_loss_coef": "nll_loss_coef",
+    "algo.kl.init_coef": "init_kl_coef",
+    "algo.kl.use_loss": "use_kl_loss",
+    **{f"algo.kl.{name}": f"kl_{name}" for name in ("estimator", "target", "horizon")},
+    "algo.advantage.estimator": "advantage_estimator",
+    **{f"algo.advantage.{name}": name for name in ("gamma", "lambd")},
+    "critic.value_clip": "value_clip",
+    "algo.advantage.is_correction_enable": "enable_vllm_is_correction",
+    "algo.dynamic_filtering_enable": "dynamic_filtering",
+    "algo.dynamic_filtering_range": "dynamic_filtering_reward_range",
+    "ckpt.output_dir": "save_path",
+    "ckpt.path": "ckpt_path",
+    "ckpt.save_steps": "save_steps",
+    "ckpt.save_hf": "save_hf_ckpt",
+    "ckpt.max_num": "max_ckpt_num",
+    "ckpt.load_enable": "load_checkpoint",
+    "train.batch_size": "train_batch_size",
+    "train.micro_batch_size": "micro_train_batch_size",
+    "train.max_epochs": "max_epochs",
+    "train.num_episodes": "num_episodes",
+    "train.colocate_all": "colocate_all_models",
+    "train.dynamic_batch_enable": "use_dynamic_batch",
+    "train.max_tokens_per_gpu": "train_max_tokens_per_gpu",
+    "train.async_enable": "async_train",
+    "rollout.batch_size": "rollout_batch_size",
+    "rollout.micro_batch_size": "micro_rollout_batch_size",
+    "rollout.n_samples_per_prompt": "n_samples_per_prompt",
+    "rollout.max_new_tokens": "generate_max_len",
+    "rollout.temperature": "temperature",
+    "rollout.top_p": "top_p",
+    "data.prompt_dataset": "prompt_data",
+    **{f"data.{name}": name for name in ("dataset", "max_len", "max_samples", "apply_chat_template", "input_template")},
+    **{f"data.{name}_key": f"{name}_key" for name in ("prompt", "input", "output", "label", "chosen", "rejected")},
+    **{f"{engine}.param_dtype": "param_dtype" for engine in ("ds", "fsdp")},
+    **{f"{engine}.packing_samples": "packing_samples" for engine in ("ds", "fsdp")},
+    **{f"{engine}.attn_implementation": "attn_implementation" for engine in ("ds", "fsdp")},
+    "ds.zero_stage": "zero_stage",
+    "ds.adam_offload": "adam_offload",
+    "vllm.num_engines": "vllm_num_engines",
+    "vllm.tensor_parallel_size": "vllm_tensor_parallel_size",
+    "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "vllm.enforce_eager": "enforce_eager",
+    "vllm.enable_prefix_caching": "enable_prefix_caching",
+    "eval.dataset": "eval_dataset",
+    "eval.steps": "eval_steps",
+    "logger.logging_steps": "logging_steps",
+    "logger.wandb.key": "use_wandb",
+    "logger.wandb.project": "wandb_project",
+    "logger.wandb.run_name": "wandb_run_name",
+}
+"""Newer, dotted names of OpenRLHF's options, with the older ones."""
+
 
 def foreign_name(name: str) -> str | None:
     """Return the entry for the longest end of a dotted name that is known; None if none is."""
     parts = name.split(".")
+    ends = [".".join(parts[index:]) for index in range(len(parts))]
     if parts[0] == "critic":
-        return NO_CRITIC
-    ends = (".".join(parts[index:]) for index in range(len(parts)))
-    return next((FOREIGN_NAMES[end] for end in ends if end in FOREIGN_NAMES), None)
+        ends = [end for end in ends if end.startswith("critic.") or end == "cliprange_value"]
+    found = next((FOREIGN_NAMES[end] for end in ends if end in FOREIGN_NAMES), None)
+    return CRITIC if found is None and parts[0] == "critic" else found

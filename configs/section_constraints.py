@@ -8,10 +8,11 @@ from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import ROLE_OPTION, all_sources, mixed_sources, read_role_boundaries
 from rlpipe.configs.options import leaves, to_tree
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, PreferenceConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, CriticConfig, RewardKlConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
@@ -33,6 +34,8 @@ OF_ROLLOUTS = (
     "algorithm.loss",
     "algorithm.correction",
     "algorithm.replay",
+    "algorithm.reward_kl",
+    "algorithm.critic",
     "algorithm.ebft",
     "algorithm.combine",
     "replay",
@@ -50,6 +53,8 @@ def check_strided(config: Config) -> Iterator[str]:
         yield f"algorithm.reference.sync_steps: the feature network of {KIND} stays the initial policy; set 0"
     if algorithm.loss.entropy_target is not None:
         yield f"algorithm.loss.entropy_target: has no effect on {KIND}; set entropy_coef"
+    if algorithm.reward_kl != RewardKlConfig():
+        yield f"algorithm.reward_kl: has no effect on {KIND}; set algorithm.loss.beta"
     yield from _check_advantage(algorithm)
     yield from check_features(algorithm)
     yield from _check_room(config)
@@ -74,6 +79,33 @@ def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from check_features(algorithm)
 
 
+def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield contradictions of the KL in the reward, and of other advantages that the learner computes."""
+    name, options, advantage = "algorithm.reward_kl", algorithm.reward_kl, algorithm.advantage
+    if advantage.name != "gae" and (advantage.gamma, advantage.lam) != (1.0, 1.0):
+        yield f"algorithm.advantage.gamma: gamma and lam have no effect on {advantage.name}; leave them out, or set gae"
+    if not algorithm.has_critic and algorithm.critic != CriticConfig():
+        yield "algorithm.critic: only algorithm.advantage.name=gae has a critic; set that, or leave it out"
+    if algorithm.has_critic and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
+        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
+        yield f"{part}: gae compares plain rewards with a critic's values; leave it out, or set rloo"
+    if algorithm.credits_in_learner and algorithm.loss.mask_truncated:
+        yield (
+            "algorithm.loss.mask_truncated: the learner computes the advantages from the log-probs of all rollouts "
+            "(reward_kl, optimal_token_baseline, gae), and has none of these; set false"
+        )
+    if not options.coef and options != RewardKlConfig():
+        yield f"{name}: there is no KL in the reward with coef=0, which stays 0; set {name}.coef, or leave it out"
+    elif options.target is None and options.horizon != RewardKlConfig().horizon:
+        yield f"{name}.horizon: coef is constant without a target; set {name}.target, or leave it out"
+    elif options.coef and algorithm.samples_pairs:
+        yield f"{name}.coef: has no effect on the loss dpo, which has a reference of its own; set 0"
+    elif options.coef and advantage.path is not None:
+        yield f"{name}.coef: only built-in advantages take the KL; set 0, or algorithm.advantage.path=null"
+    elif options.coef and advantage.credit == "turns":
+        yield f"{name}.coef: rewards of single turns take no KL; set 0, or algorithm.advantage.credit=episode"
+
+
 def check_replicas(option: str, serve: ServeConfig) -> Iterator[str]:
     least = max(serve.replicas, 1)
     if serve.max_replicas is not None and serve.max_replicas < least:
@@ -86,6 +118,8 @@ def check_features(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.ebft.features.layers: {list(features.layers)} are not shares of the depth; set [0.25,0.5,0.75]"
         )
+    if features.whiten_layers == "each" and features.whitening == "none":
+        yield "algorithm.ebft.features.whiten_layers: each has no effect without whitening; set whitening, or joint"
     if not features.alignment_coef and not features.diversity_coef:
         yield "algorithm.ebft.features.alignment_coef: without diversity_coef, 0 leaves no reward; set it above 0"
 
@@ -98,6 +132,8 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.advantage.path: blocks of raw text are scored in the learner, micro batch by micro batch, "
             "without rollouts; set it to null"
         )
+    elif advantage.name in ("optimal_token_baseline", "remax", "gae"):
+        yield f"algorithm.advantage.name: {advantage.name} does not work on blocks of raw text; set rloo"
     elif by_batch or (advantage.name in ("grpo", "pass_at_k") and advantage.scale == "batch"):
         yield (
             f"algorithm.advantage: {advantage.name} normalizes over the step's batch, but blocks are drawn and trained "

@@ -167,6 +167,10 @@ class Rollout:
     """The rest of an episode; None in a rollout of one turn, and in a further branch."""
     rejected: Rollout | None = None
     """The worse completion of a preference, of which this is the better one."""
+    is_greedy: bool = False
+    """True for the greedy completion of a prompt, which others are compared with and which is not trained."""
+    first_place: int = 0
+    """Place of its first loss token among those of the step, if the learner computes the advantages."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -234,6 +238,11 @@ class RolloutGroup:
         return iter(self.rollouts)
 
     @property
+    def sampled(self) -> list[Rollout]:
+        """The rollouts without the greedy one."""
+        return [rollout for rollout in self.rollouts if not rollout.is_greedy]
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
@@ -268,6 +277,7 @@ class MicroBatch:
     advantages: FloatArray  # [N]
     policy_versions: IntArray  # [N]
     group_ids: IntArray  # [S]
+    first_places: NDArray[np.int64]  # [S], as in rollouts
     ref_logprobs: FloatArray | None = None  # [N]
     shares: FloatArray | None = None  # [N]
     """Share of a token's sequence in the loss tokens of its episode; None: every sequence is a whole episode."""
@@ -302,12 +312,29 @@ class MiniBatch:
     """Ground truths whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepRewards:
+    """Rewards of a step's groups, from which the learner computes advantages; lists have one entry for each group.
+
+    The loss tokens of the step are numbered in the order of groups, rollouts and their sequences.
+    """
+
+    rewards: Sequence[FloatArray]  # [G], NaN for rollouts that no reward function scored
+    num_tokens: Sequence[IntArray]  # [G], loss tokens
+    pairwise: Sequence[FloatArray] | None = None
+    """Part of each reward that is a mean over pairs ``[G]``, of EBFT; None without one."""
+    baselines: Sequence[float] = ()
+    """Reward of the greedy completion, NaN if it has none; empty if the groups have no greedy completion."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
     """Batch that one learner rank receives for one step."""
 
     step: int
     mini_batches: list[MiniBatch]
+    rewards: StepRewards | None = None
+    """Rewards of all ranks' rollouts, if the learner computes the advantages."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the replay buffer knows (rewards, lengths, staleness); equal on all ranks."""
     resume: dict[str, Any] = field(default_factory=dict)
@@ -332,11 +359,13 @@ class GroupRequest:
     """False: sample from the base model without the adapter, which is the same in every version."""
     has_priority: bool = False
     """True: start before waiting requests that do not have this set."""
+    with_greedy: bool = False
+    """True: sample one more completion at temperature 0, as the group's last rollout."""
 
     @property
     def outstanding_tokens(self) -> int:
         """Upper bound of the tokens that the request costs."""
-        return len(self.prompt.token_ids) + self.group_size * self.max_tokens
+        return len(self.prompt.token_ids) + (self.group_size + self.with_greedy) * self.max_tokens
 
 
 class WeightsKind(StrEnum):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpipe.configs.schema.option import (
-    CHARACTERS,
     MAX_PROCESSES,
     MAX_SECONDS,
     MAX_STEPS,
@@ -15,105 +14,10 @@ from rlpipe.configs.schema.option import (
     Freezable,
     option,
 )
+from rlpipe.configs.schema.preference_config import PreferenceConfig, ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
-WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
-PAIR_LOSSES = (
-    *("dpo", "ipo", "hinge", "robust", "exo", "nca_pair", "sppo", "apo_zero", "apo_down"),
-    *WITHOUT_REFERENCE,
-)
 DIGEST = "SHA-256 of the file in path, which the run fills in; a run rejects a file with another digest."
-
-
-@dataclass(kw_only=True)
-class PreferenceConfig(Freezable):
-    loss: str = option(
-        "dpo",
-        "The loss of pairs of a chosen and a rejected completion; for kto, of completions that are good or bad.",
-        choices=(*PAIR_LOSSES, "kto"),
-    )
-    beta: float = option(
-        0.1, "Scale of the log-ratios; for orpo, weight of the odds ratio.", above=0, maximum=MAX_WEIGHT
-    )
-    label_smoothing: float = option(
-        0.0, "Share of labels that are wrong (dpo, robust, exo, simpo, cpo).", minimum=0, maximum=0.5
-    )
-    margin: float = option(
-        0.0, "Target margin between chosen and rejected completion (simpo).", minimum=0, maximum=MAX_WEIGHT
-    )
-    cross_entropy_coef: float = option(
-        0.0, "Weight of the chosen completions' cross-entropy, added to the loss.", minimum=0, maximum=MAX_WEIGHT
-    )
-    desirable_weight: float = option(1.0, "Weight of good completions (kto).", minimum=0, maximum=MAX_WEIGHT)
-    undesirable_weight: float = option(1.0, "Weight of bad completions (kto).", minimum=0, maximum=MAX_WEIGHT)
-
-    precompute_ref_log_probs: bool = option(
-        False,
-        "Compute the reference's log-probs of all rows once, before the first step, and keep them in data.cache; no "
-        "reference is in memory while training.",
-    )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.loss not in WITHOUT_REFERENCE
-
-    @property
-    def runs_reference(self) -> bool:
-        """Whether the reference runs in each step."""
-        return self.needs_reference and not self.precompute_ref_log_probs
-
-    @property
-    def takes_pairs(self) -> bool:
-        return self.loss != "kto"
-
-    @property
-    def rows(self) -> str:
-        """Name of the form that rows are rendered to."""
-        return "pairs" if self.takes_pairs else "labelled"
-
-
-@dataclass(kw_only=True)
-class RewardModelConfig(Freezable):
-    margin_column: str | None = option(
-        None, "Column with the margin by which the chosen completion's reward should exceed the rejected one's."
-    )
-    center_coef: float = option(
-        0.0,
-        "Weight of the mean of (chosen + rejected reward)², which centers rewards at 0.",
-        minimum=0,
-        maximum=MAX_WEIGHT,
-    )
-
-    @property
-    def rows(self) -> str:
-        """Name of the form that rows are rendered to."""
-        return "rewards" if self.margin_column is None else f"rewards with {self.margin_column}"
-
-
-@dataclass(kw_only=True)
-class ProcessRewardConfig(Freezable):
-    steps_column: str = option("completions", "Column with the list of a row's steps.")
-    labels_column: str = option("labels", "Column with the list of the steps' labels, which are true for good steps.")
-    separator: str = option("\n\n", "Text after each step, as in StepReward.", text=CHARACTERS)
-    step_token: str | None = option(
-        None,
-        "Text after each step in place of the separator (Qwen's process reward models: <extra_0>).",
-        text=CHARACTERS,
-    )
-
-    @property
-    def mark(self) -> str:
-        """Text after each step, at whose end the step's value is read."""
-        return self.step_token or self.separator
-
-    @property
-    def rows(self) -> str:
-        """Name of the form that rows are rendered to."""
-        return f"steps {self.steps_column} with {self.labels_column}, each before {self.mark!r}"
-
-
-RowOptions = PreferenceConfig | RewardModelConfig | ProcessRewardConfig
-"""Options of an algorithm that trains on rows of a form of its own."""
 
 
 @dataclass(kw_only=True)
@@ -134,6 +38,11 @@ class FeatureConfig(Freezable):
         "sample",
         "Decorrelate the features of a prompt's completions: between samples, between features, or not.",
         choices=("sample", "feature", "none"),
+    )
+    whiten_layers: str = option(
+        "joint",
+        "Whiten the features of all depths together, or those of each depth by themselves.",
+        choices=("joint", "each"),
     )
     weights: str = option(
         "own",
@@ -156,6 +65,12 @@ class FeatureConfig(Freezable):
     diversity_coef: float = option(
         1.0, "Weight of the similarity to the other completions.", minimum=0, maximum=MAX_WEIGHT
     )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Numbers of layers that are whitened apart and of positions whose features are concatenated."""
+        layers = len(self.layers) if self.whiten_layers == "each" else 1
+        return {"num_layers": layers, "num_positions": 3 if self.pooling == "concat" else 1}
 
 
 @dataclass(kw_only=True)
@@ -192,6 +107,7 @@ class EbftConfig(Freezable):
 ADVANTAGES = (
     *("grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline", "reinforce_plus_plus"),
     *("opo", "gpg", "pass_at_k", "max_rl"),
+    *("optimal_token_baseline", "remax", "gae"),
 )
 
 
@@ -210,6 +126,10 @@ class AdvantageConfig(Freezable):
         choices=("group", "batch", "none"),
     )
     eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
+    gamma: float = option(1.0, "Discount of the next token's value (gae).", minimum=0, maximum=1)
+    lam: float = option(
+        1.0, "Decay of later tokens' errors; 1: the return minus the value (gae).", minimum=0, maximum=1
+    )
     credit: str = option(
         "episode",
         "Whether an episode has one advantage, or each of its turns has its own, from the rewards after it (rloo).",
@@ -382,6 +302,37 @@ OwnFunction = AdvantageConfig | LossConfig | CorrectionConfig | ReplayPolicyConf
 
 
 @dataclass(kw_only=True)
+class RewardKlConfig(Freezable):
+    coef: float = option(
+        0.0,
+        "Weight of the KL to the reference in the reward, in which it is subtracted; its first value, with a target.",
+        minimum=0,
+        maximum=MAX_WEIGHT,
+    )
+    kl: str = option("k1", "Estimator of each token's KL.", choices=("k1", "k2", "k3", "abs"))
+    target: float | None = option(
+        None,
+        "KL per token that coef is adapted to, after each step; null: coef is constant.",
+        above=0,
+        maximum=MAX_WEIGHT,
+    )
+    horizon: int = option(
+        10_000,
+        "Rollouts that it takes coef to adapt: n of them change it by 0.2 n / horizon at most.",
+        minimum=1,
+        maximum=MAX_STEPS,
+    )
+
+
+@dataclass(kw_only=True)
+class CriticConfig(Freezable):
+    lr: float = option(1e-5, "Learning rate of the value head (gae).", above=0, maximum=MAX_WEIGHT)
+    value_clip: float | None = option(
+        0.5, "Largest change of a value in a step that is rewarded; null: not bounded.", above=0, maximum=MAX_WEIGHT
+    )
+
+
+@dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
     sync_steps: int = option(
         0,
@@ -417,6 +368,8 @@ class AlgorithmConfig(Freezable):
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     replay: ReplayPolicyConfig = field(default_factory=ReplayPolicyConfig)
+    reward_kl: RewardKlConfig = field(default_factory=RewardKlConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -427,6 +380,30 @@ class AlgorithmConfig(Freezable):
     def samples_pairs(self) -> bool:
         """Whether the loss compares the best and the worst rollout of each group."""
         return self.kind == "rl" and self.loss.name == PAIRS and self.loss.path is None
+
+    @property
+    def samples_greedy(self) -> bool:
+        """Whether each prompt has a greedy completion, too, which the others are compared with."""
+        own = self.advantage.name == "remax" and self.advantage.path is None
+        return own and self.kind == "rl" and not self.samples_pairs
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """Completions that engines sample of a prompt, trained or not."""
+        return self.group_size + self.samples_greedy
+
+    @property
+    def credits_in_learner(self) -> bool:
+        """Whether the learner computes the advantages, because they depend on its log-probs."""
+        has_energies = self.advantage.name == "optimal_token_baseline" and self.advantage.path is None
+        needs_learner = has_energies or self.has_critic or self.reward_kl.coef > 0
+        return self.kind == "rl" and not self.samples_pairs and needs_learner
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the learner trains a value head, from which advantages are computed."""
+        own = self.advantage.name == "gae" and self.advantage.path is None
+        return own and self.kind == "rl" and not self.samples_pairs
 
     @property
     def precomputes_reference(self) -> bool:

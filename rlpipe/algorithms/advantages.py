@@ -21,6 +21,10 @@ from rlpipe.errors import RunError
 from rlpipe.types import FloatArray, IntArray, RolloutGroup
 
 Values = NDArray[np.float64]
+TokenValues = Sequence[Sequence[NDArray[np.floating[Any]]]]
+"""Values of the loss tokens of each rollout, by group."""
+TINY = 1e-8
+"""Added to a sum of weights that may be 0."""
 
 
 def combine_rewards(rewards: FloatArray, weights: Sequence[float] | FloatArray, combine: str, eps: float) -> FloatArray:
@@ -50,11 +54,20 @@ class AdvantageInputs:
     """Loss tokens of each rollout ``[G]``; in an episode of all its branches."""
     pairwise: Sequence[FloatArray] | None = None
     """Part of each reward that is a mean over pairs ``[G]``, of EBFT; None without one."""
+    baselines: Sequence[float] = ()
+    """Reward of each group's greedy completion, NaN if it has none; empty without greedy completions."""
     groups: Sequence[RolloutGroup] = ()
-    """The rollouts, with tokens, log-probs and the row's columns (``task``); empty for blocks of raw text."""
+    """The rollouts, with tokens, log-probs and the row's columns (``task``); empty in the learner."""
+    penalties: TokenValues | None = None
+    """Penalty of each loss token of every rollout, which the rewards have been reduced by; None without any."""
+    energies: TokenValues | None = None
+    """Squared length of the gradient of each loss token's log-prob by its logits; None if not needed."""
+    values: TokenValues | None = None
+    """Value of the state before each loss token; None without a critic."""
 
 
-Estimator = Callable[[list[Values], AdvantageInputs], list[Values]]
+Estimator = Callable[[list[Values], AdvantageInputs], Sequence[Values | list[Values]]]
+"""Function that returns the advantages of each group, ``[G]`` or one array of its loss tokens for each rollout."""
 ADVANTAGES: dict[str, Estimator] = {}
 """The built-in estimators by ``algorithm.advantage.name``."""
 register_advantage = registrar(ADVANTAGES)
@@ -77,13 +90,42 @@ def compute_advantages(
     because there is nothing to compare with, except for ``reinforce`` and ``reinforce_plus_plus``, and for rewards with
     a pairwise part.
     """
-    if config.name not in ADVANTAGES:
-        raise ValueError(f"advantage.name is {config.name!r}; use {', '.join(ADVANTAGES)}")
+    counts = [np.ones(len(group), np.int32) for group in rewards] if num_tokens is None else num_tokens
+    found = estimate_advantages(rewards, AdvantageInputs(config=config, num_tokens=counts, pairwise=pairwise))
+    return [_one_each(group) for group in found]
+
+
+def _one_each(group: FloatArray | list[FloatArray]) -> FloatArray:
+    assert isinstance(group, np.ndarray), "without penalties and energies, a rollout has one advantage"
+    return group
+
+
+def estimate_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[FloatArray | list[FloatArray]]:
+    """Return the advantages of every group, ``[G]`` or one array of its loss tokens for each rollout.
+
+    The penalties of the inputs are subtracted from the rewards of their rollouts first.
+    """
+    name = inputs.config.name
+    if name not in ADVANTAGES:
+        raise ValueError(f"advantage.name is {name!r}; use {', '.join(ADVANTAGES)}")
+    return [
+        _as_float32(group) if isinstance(group, np.ndarray) else [_as_float32(own) for own in group]
+        for group in ADVANTAGES[name](subtract_penalties(rewards, inputs), inputs)
+    ]
+
+
+def subtract_penalties(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[Values]:
+    """Return the rewards minus the sum of the penalties of their rollouts."""
     groups = [np.asarray(group, np.float64) for group in rewards]
-    counts = [np.ones(len(group), np.int32) for group in groups] if num_tokens is None else num_tokens
-    inputs = AdvantageInputs(config=config, num_tokens=counts, pairwise=pairwise)
-    estimated = ADVANTAGES[config.name](groups, inputs)
-    return [np.nan_to_num(group, nan=0.0).astype(np.float32) for group in estimated]
+    if inputs.penalties is None:
+        return groups
+    sums = [np.array([own.sum(dtype=np.float64) for own in group]) for group in inputs.penalties]
+    return [group - penalty for group, penalty in zip(groups, sums, strict=True)]
+
+
+def _as_float32(values: Values) -> FloatArray:
+    """Return advantages, 0 for rollouts without reward."""
+    return np.nan_to_num(values, nan=0.0).astype(np.float32)
 
 
 def own_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[FloatArray | list[FloatArray]]:
@@ -144,6 +186,10 @@ def grpo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
 @register_advantage("rloo")
 def rloo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
     """Return r - mean of the others (arXiv:2402.14740)."""
+    return _rloo(groups, inputs)
+
+
+def _rloo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
     differences = [_leave_one_out(_center(group)) for group in groups]
     if inputs.pairwise is None:
         return differences
@@ -154,7 +200,7 @@ def rloo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
 @register_advantage("group_norm")
 def group_norm(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
     """Return the advantages of rloo, divided by the group's standard deviation plus eps."""
-    return _divide_each(rloo(groups, inputs), [_std(group) for group in groups], inputs.config.eps)
+    return _divide_each(_rloo(groups, inputs), [_std(group) for group in groups], inputs.config.eps)
 
 
 @register_advantage("reinforce")
@@ -174,21 +220,48 @@ def reinforce_baseline(groups: list[Values], inputs: AdvantageInputs) -> list[Va
 
 
 @register_advantage("reinforce_plus_plus")
-def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
+def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
     """Return (r - mean) / (std + eps) over all loss tokens of the batch (REINFORCE++, arXiv:2501.03262).
 
-    A rollout counts as often as it has loss tokens.
+    A rollout counts as often as it has loss tokens. With penalties, r is the return of each token: the reward minus the
+    penalties from there on.
     """
     if not groups:
         return groups
-    rewards, counts = np.concatenate(groups), np.concatenate(inputs.num_tokens).astype(np.float64)
-    counts = np.where(np.isnan(rewards), 0, counts)
+    if inputs.penalties is not None:
+        return _whiten_tokens(_returns(groups, inputs), inputs.config.eps)
+    return _whiten(groups, inputs.num_tokens, inputs.config.eps)
+
+
+def _whiten(parts: Sequence[Values], weights: Sequence[IntArray], eps: float) -> list[Values]:
+    """Return (value - mean) / (std + eps) over all parts, in which each value counts as often as its weight says."""
+    values, counts = np.concatenate(parts), np.concatenate(weights).astype(np.float64)
+    counts = np.where(np.isnan(values), 0, counts)
     total = counts.sum()
     if total < 2:
-        return [np.zeros_like(group) for group in groups]
-    mean = np.nansum(rewards * counts) / total
-    std = float(np.sqrt(np.nansum((rewards - mean) ** 2 * counts) / (total - 1)))
-    return [_divide(group - mean, std, inputs.config.eps) for group in groups]
+        return [np.zeros_like(part) for part in parts]
+    mean = np.nansum(values * counts) / total
+    std = float(np.sqrt(np.nansum((values - mean) ** 2 * counts) / (total - 1)))
+    return [_divide(part - mean, std, eps) for part in parts]
+
+
+def _whiten_tokens(groups: Sequence[list[Values]], eps: float) -> list[list[Values]]:
+    """Return (value - mean) / (std + eps) over all loss tokens of all groups."""
+    tokens = [own for group in groups for own in group]
+    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], eps) if tokens else [])
+    return [[next(whitened) for _ in group] for group in groups]
+
+
+def _returns(groups: list[Values], inputs: AdvantageInputs) -> list[list[Values]]:
+    """Return the return of each loss token: the rollout's reward, without the penalties of the tokens before."""
+    found = [
+        [np.full(count, reward) for reward, count in zip(group, counts.tolist(), strict=True)]
+        for group, counts in zip(groups, inputs.num_tokens, strict=True)
+    ]
+    for group, penalties in zip(found, inputs.penalties or (), strict=False):
+        for own, paid in zip(group, penalties, strict=True):
+            own += np.cumsum(paid, dtype=np.float64) - paid
+    return found
 
 
 @register_advantage("opo")
@@ -233,6 +306,80 @@ def max_rl(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
             "add a constant to the rewards, or set another advantage"
         )
     return _divide_each([_center(group) for group in groups], means, inputs.config.eps)
+
+
+@register_advantage("optimal_token_baseline")
+def optimal_token_baseline(groups: list[Values], inputs: AdvantageInputs) -> list[list[Values]]:
+    """Return the return of each token minus the mean of the group's returns at that token (OTB, arXiv:2602.07078).
+
+    The mean is over the rollouts that have as many tokens, each weighted by the energies of its tokens up to there. A
+    token without any other rollout beside it has the baseline 0, as in verl.
+    """
+    assert inputs.energies is not None, "the learner computes the energies"
+    return [
+        _subtract_token_baseline(returns, energies)
+        for returns, energies in zip(_returns(groups, inputs), inputs.energies, strict=True)
+    ]
+
+
+def _subtract_token_baseline(returns: list[Values], energies: Sequence[NDArray[np.floating[Any]]]) -> list[Values]:
+    scored = [index for index, own in enumerate(returns) if len(own) and not np.isnan(own).any()]
+    longest = max((len(returns[index]) for index in scored), default=0)
+    weights, totals = np.zeros((2, len(scored), longest))
+    for place, index in enumerate(scored):
+        count = len(returns[index])
+        weights[place, :count] = np.cumsum(energies[index], dtype=np.float64)
+        totals[place, :count] = weights[place, :count] * returns[index]
+    baseline = totals.sum(0) / (weights.sum(0) + TINY)
+    lengths = sorted(len(returns[index]) for index in scored)
+    baseline[lengths[-2] if len(lengths) > 1 else 0 :] = 0
+    if len(scored) < 2:
+        return [np.zeros_like(own) for own in returns]
+    return [own - baseline[: len(own)] if index in scored else np.zeros_like(own) for index, own in enumerate(returns)]
+
+
+@register_advantage("remax")
+def remax(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
+    """Return r - reward of the prompt's greedy completion (ReMax, arXiv:2310.10505).
+
+    With penalties, r is the return of each token.
+    """
+    if inputs.penalties is None:
+        return [group - baseline for group, baseline in zip(groups, inputs.baselines, strict=True)]
+    returns = zip(_returns(groups, inputs), inputs.baselines, strict=True)
+    return [[own - baseline for own in group] for group, baseline in returns]
+
+
+@register_advantage("gae")
+def gae(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
+    """Return generalized advantage estimates (arXiv:1506.02438), minus their mean over all loss tokens, over their std.
+
+    As in verl, eps is added to the standard deviation.
+    """
+    return _whiten_tokens(generalized_advantages(groups, inputs), inputs.config.eps)
+
+
+def generalized_advantages(groups: Sequence[Values], inputs: AdvantageInputs) -> list[list[Values]]:
+    """Return Σ_k (γ λ)^k δ_{t+k} of each loss token t, with δ_t = r_t + γ V_{t+1} - V_t, and V = 0 after the last one.
+
+    r_t is minus the penalty, plus the rollout's reward (``groups``, from which the penalties were subtracted) at the
+    last loss token.
+    """
+    assert inputs.values is not None, "the learner computes the values"
+    gamma, decay = inputs.config.gamma, inputs.config.gamma * inputs.config.lam
+    found: list[list[Values]] = []
+    for place, (group, values) in enumerate(zip(groups, inputs.values, strict=True)):
+        found.append([])
+        for index, (reward, own) in enumerate(zip(group, values, strict=True)):
+            rewards = np.zeros(len(own))
+            if inputs.penalties is not None:
+                rewards -= inputs.penalties[place][index]
+            rewards[-1:] += reward - rewards.sum()
+            errors = rewards + gamma * np.append(own[1:], 0.0)[: len(own)] - own
+            for token in range(len(errors) - 2, -1, -1):
+                errors[token] += decay * errors[token + 1]
+            found[-1].append(errors)
+    return found
 
 
 def _margin_of_best(rewards: Values) -> Values:

@@ -6,6 +6,7 @@ hidden size. Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ class Whitened:
     samples: Tensor  # [B, n, D]
     truth: Tensor  # [B, n, D], what each sample is compared with
     num_failed: int = 0
-    """Prompts or blocks whose SVD failed; their features are only scaled to length 1."""
+    """Prompts or blocks, or layers of these, whose SVD failed; their features are only scaled to length 1."""
 
 
 def whiten(samples: Tensor, truth: Tensor, method: str) -> Whitened:
@@ -115,6 +116,23 @@ def whiten(samples: Tensor, truth: Tensor, method: str) -> Whitened:
         return plain
 
 
+def _whiten_layers(samples: Tensor, truth: Tensor, method: str, num_layers: int, num_positions: int) -> Whitened:
+    """Whiten each layer by itself, over the root of their number, so that dot products are means over the layers."""
+    if num_layers == 1:
+        return whiten(samples, truth, method)
+
+    def split(features: Tensor) -> Tensor:
+        parts = features.unflatten(-1, (num_positions, num_layers, -1))
+        return parts.movedim(-2, 0).flatten(-2).flatten(0, 1)  # [L B, ..., D / L]
+
+    def join(whitened: Tensor) -> Tensor:
+        parts: Tensor = whitened.unflatten(0, (num_layers, len(samples))) / math.sqrt(num_layers)
+        return parts.movedim(0, -2).flatten(-2)
+
+    found = whiten(split(samples), split(truth), method)
+    return Whitened(samples=join(found.samples), truth=join(found.truth), num_failed=found.num_failed)
+
+
 def _to_length_one(samples: Tensor, truth: Tensor) -> Whitened:
     repeated = functional.normalize(truth, dim=-1)[:, None].expand_as(samples)
     return Whitened(samples=functional.normalize(samples, dim=-1), truth=repeated)
@@ -148,15 +166,19 @@ class FeatureScores:
     diversity: Tensor  # [B, n], the mean dot product with the other samples; 0 if there are none
     cfm: Tensor  # [B], the squared distance of the samples' mean from the ground truth
     num_unwhitened: int
-    """Prompts or blocks whose SVD failed."""
+    """Prompts or blocks, or layers of these, whose SVD failed."""
 
 
-def score_features(samples: Tensor, truth: Tensor, whitening: str) -> FeatureScores:
+def score_features(
+    samples: Tensor, truth: Tensor, whitening: str, *, num_layers: int = 1, num_positions: int = 1
+) -> FeatureScores:
     """Score the features ``[B, n, D]`` of samples against those of the ground truth ``[B, D]``, in float64.
 
-    With sample whitening each sample has a ground truth of its own, and ``cfm`` is the distance of the means.
+    With sample whitening each sample has a ground truth of its own, and ``cfm`` is the distance of the means. With
+    ``num_layers`` above 1, the features of each layer are whitened by themselves; they are those of ``num_positions``
+    positions, one after the other.
     """
-    whitened = whiten(samples.double(), truth.double(), whitening)
+    whitened = _whiten_layers(samples.double(), truth.double(), whitening, num_layers, num_positions)
     x, y = whitened.samples, whitened.truth
     products = x @ x.mT  # [B, n, n]
     others = products.sum(2) - products.diagonal(dim1=1, dim2=2)

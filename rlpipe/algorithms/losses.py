@@ -16,7 +16,10 @@ from torch import Tensor
 from rlpipe.algorithms.corrections import Correction, correct, keep_top_entropy, sequence_sums
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.surrogates import SurrogateInputs, SurrogateOutput, find_surrogate
-from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig, RewardKlConfig
+
+MAX_KL_ERROR = 0.2
+"""Largest relative error of the KL that the adaptive coefficient takes note of."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +77,30 @@ class EntropyBonus:
         if target is not None and math.isfinite(entropy):
             self.coef = max(self.coef + (step if entropy < target else -step), 0.0)
             self.is_on = entropy <= target
+
+
+class KlCoefficient:
+    """The weight of the KL in the reward, which may follow a target (Ziegler et al. 2019, arXiv:1909.08593).
+
+    With a target, it is multiplied after each step by 1 + e n / horizon, with n the step's rollouts and e the relative
+    error of their KL, clipped to [-0.2, 0.2].
+    """
+
+    def __init__(self, config: RewardKlConfig) -> None:
+        self._config = config
+        self.value = config.coef
+
+    def restore(self, value: float | None) -> None:
+        """Continue from the value in a checkpoint, if the coefficient follows a target."""
+        if value is not None and self._config.target is not None:
+            self.value = value
+
+    def follow(self, kl: float, num_rollouts: int) -> None:
+        """Take note of the mean KL of a step's rollouts; one that is not finite changes nothing."""
+        target = self._config.target
+        if target is not None and math.isfinite(kl):
+            error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+            self.value *= 1 + error * num_rollouts / self._config.horizon
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionConfig | None = None) -> LossOutput:

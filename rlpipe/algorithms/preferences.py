@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema.algorithm_config import PreferenceConfig, RewardModelConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 
 
 @dataclass(kw_only=True, slots=True)

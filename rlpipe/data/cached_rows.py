@@ -27,8 +27,9 @@ import pyarrow as pa
 from rlpipe.common.atomic_io import python_files, user_cache
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.data_sources import cache_folder, data_files
-from rlpipe.configs.schema.algorithm_config import EbftConfig, RowOptions
+from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.preference_config import RowOptions
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.row_renderer import RenderedRow

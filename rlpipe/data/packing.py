@@ -347,6 +347,7 @@ def _join(rollouts: list[Rollout], shares: Mapping[int, float] | None = None) ->
         advantages=np.concatenate(advantages),
         policy_versions=np.concatenate([rollout.policy_versions for rollout in rollouts]),
         group_ids=np.array([rollout.group_id for rollout in rollouts], np.int32),
+        first_places=np.array([rollout.first_place for rollout in rollouts], np.int64),
         ref_logprobs=np.concatenate(references) if references else None,
         shares=np.repeat([shares[id(rollout)] for rollout in rollouts], lengths).astype(np.float32) if shares else None,
         images=tuple(
@@ -412,6 +413,7 @@ def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
         advantages=micro_batch.advantages[places],
         policy_versions=micro_batch.policy_versions[places],
         group_ids=micro_batch.group_ids[list(sequences)],
+        first_places=micro_batch.first_places[list(sequences)],
         ref_logprobs=None if reference is None else reference[places],
         shares=None if micro_batch.shares is None else micro_batch.shares[places],
         images=tuple(
@@ -434,6 +436,7 @@ def empty_micro_batch(*, with_reference: bool) -> MicroBatch:
         advantages=np.zeros(2, np.float32),
         policy_versions=np.full(2, NO_VERSION, np.int32),
         group_ids=np.array([NO_GROUP], np.int32),
+        first_places=np.zeros(1, np.int64),
         ref_logprobs=np.zeros(2, np.float32) if with_reference else None,
     )
 
@@ -456,6 +459,7 @@ def with_blank(micro_batch: MicroBatch, blank: Encoded) -> MicroBatch:
         advantages=added(micro_batch.advantages, none),
         policy_versions=added(micro_batch.policy_versions, np.full(length, NO_VERSION)),
         group_ids=added(micro_batch.group_ids, [NO_GROUP]),
+        first_places=added(micro_batch.first_places, [0]),
         ref_logprobs=None if micro_batch.ref_logprobs is None else added(micro_batch.ref_logprobs, none),
         shares=None if micro_batch.shares is None else added(micro_batch.shares, none),
         images=tuple(image.moved(micro_batch.num_tokens) for image in blank.images),

@@ -8,16 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlpipe.algorithms.strided import document_budget
-from rlpipe.configs.schema.algorithm_config import (
-    AlgorithmConfig,
-    EbftConfig,
-    ProcessRewardConfig,
-    RewardModelConfig,
-    RowOptions,
-)
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig, RowOptions
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split

@@ -1,7 +1,8 @@
 """Writes and reads checkpoints of the learner, and saves the trained policy.
 
 Every tensor has a unique name, so that shards written by some ranks can be read by others:
-``policy.<parameter>``, ``optimizer.<parameter>.<moment>``, ``reference.<parameter>``, ``random.<device>.<rank>``.
+``policy.<parameter>``, ``optimizer.<parameter>.<moment>``, ``reference.<parameter>``, ``random.<device>.<rank>``,
+and ``critic.<tensor>``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def write_state(learner: Learner, folder: Path) -> dict[str, str]:
     """
     sharding = learner.policy.sharding
     reference = {f"{REFERENCE}{name}": tensor for name, tensor in sharding.state(_moving(learner)).items()}
-    tensors = learner.updates.state() | reference | _random_states(learner)
+    critic = {} if learner.critic is None or sharding.rank else learner.critic.state()  # all ranks have the same
+    tensors = learner.updates.state() | reference | critic | _random_states(learner)
     return write_tensors(folder, tensors, num_ranks=sharding.num_ranks)
 
 
@@ -83,6 +85,8 @@ def read_state(learner: Learner, folder: Path) -> None:
     _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
     learner.updates.load_state(stored, tensors.read)
     learner.policy.sharding.load_state(moving, partial(tensors.read, prefix=REFERENCE))
+    if learner.critic is not None and learner.critic.state().keys() <= stored.keys():
+        tensors.read(learner.critic.state())
     random = {name: state for name, state in _random_states(learner).items() if name in stored}
     tensors.read(random)
     _set_random_states(random)
@@ -261,12 +265,11 @@ class CheckpointStore:
         temporary = writing_path(target)
         counts = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
         bonus = {"coef": learner.entropy_bonus.coef, "is_on": learner.entropy_bonus.is_on}
+        weights = {"entropy_bonus": bonus, "kl_coefficient": learner.kl_coefficient.value}
 
         def complete() -> None:
             own = {**extra, **(add(temporary) if add is not None else {})}
-            complete_checkpoint(
-                temporary, target, {"step": step, **counts, "entropy_bonus": bonus, "extra": own}, digests
-            )
+            complete_checkpoint(temporary, target, {"step": step, **counts, **weights, "extra": own}, digests)
 
         def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -299,6 +302,7 @@ class CheckpointStore:
         bonus = record.get("entropy_bonus", {})
         learner.entropy_bonus.coef = bonus.get("coef", learner.entropy_bonus.coef)
         learner.entropy_bonus.is_on = bonus.get("is_on", True)
+        learner.kl_coefficient.restore(record.get("kl_coefficient"))
         return Checkpoint(record["step"], record["extra"])
 
 

@@ -189,6 +189,27 @@ class TokenScorer(nn.Module):
         result: tuple[Tensor, Tensor | None] = self(work)
         return result
 
+    def read_states(self, row: Row) -> Tensor:
+        """Return the last hidden states ``[K, H]`` before the row's targets, without gradient."""
+        states: Tensor = self(lambda: self.hidden_states(row).index_select(0, row.predictors))
+        return states
+
+    def energies(self, row: Row, temperature: float, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return log-probs ``[K]`` of the row's targets, and the squared lengths ``[K]`` of their gradients by logits.
+
+        These are 1 - 2 p + the sum of all tokens' squared probabilities. The sum's logarithm is twice the log-prob of
+        any token minus its log-prob at half the temperature. Without gradient.
+        """
+
+        def work() -> tuple[Tensor, Tensor]:
+            hidden = self.hidden_states(row).index_select(0, row.predictors)  # [K, H]
+            logprobs, _ = self.score_hidden(hidden, row.targets, temperature, chunk_tokens)
+            sharper, _ = self.score_hidden(hidden, row.targets, temperature / 2, chunk_tokens)
+            return logprobs, (1 - 2 * logprobs.exp() + (2 * logprobs - sharper).exp()).clamp(min=0)
+
+        result: tuple[Tensor, Tensor] = self(work)
+        return result
+
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
         """Return the hidden states of every token at some depths, each ``[M, H]``; 0 is the embedding."""
         result: list[Tensor] = self(partial(self._depths, row, indices))

@@ -42,6 +42,7 @@ class LearnerInputs:
     num_sequences: int
     """Sequences with loss tokens."""
     sequence_ids: Tensor  # [K], numbered from 0 without gaps
+    places: NDArray[np.int64]  # [K], among all loss tokens of the step, on the host
     advantages: Tensor  # [K]
     sampling_logprobs: Tensor  # [K]
     old_logprobs: Tensor | None = None  # [K]
@@ -87,11 +88,18 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
         group_ids=micro_batch.group_ids,
         num_sequences=len(found),
         sequence_ids=torch.from_numpy(sequence_ids).to(policy.device),
+        places=_places(micro_batch, sequences - 1),
         advantages=pick(micro_batch.advantages),
         sampling_logprobs=pick(micro_batch.logprobs),
         ref_logprobs=None if micro_batch.ref_logprobs is None else pick(micro_batch.ref_logprobs),
         shares=None if micro_batch.shares is None else pick(micro_batch.shares),
     )
+
+
+def _places(micro_batch: MicroBatch, sequences: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the places of the loss tokens among all of the step, given the sequence of each ``[K]``."""
+    before = np.searchsorted(sequences, sequences)  # loss tokens of the micro batch
+    return micro_batch.first_places[sequences] + np.arange(len(sequences)) - before
 
 
 class Reference(Protocol):
@@ -318,7 +326,7 @@ class PolicyGradient(PackedRows):
         return super().prepare(mini_batch) + [replace(inputs, is_truth=True) for inputs in truths]
 
     def remember(self, inputs: LearnerInputs) -> None:
-        if inputs.is_truth:
+        if inputs.is_truth or inputs.old_logprobs is not None:
             return
         with self._policy.inference():
             inputs.old_logprobs, _ = self._policy.scorer.logprobs(

@@ -24,8 +24,8 @@ from rlpipe.algorithms.preferences import (
     pair_loss,
     step_loss,
 )
-from rlpipe.configs.schema.algorithm_config import PreferenceConfig, RewardModelConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 from rlpipe.data.reference_cache import keyed_sequences
 from rlpipe.errors import ModelError
 from rlpipe.learner.objectives import LearnerInputs, PackedRows, Reference, prepare

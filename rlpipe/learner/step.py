@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.losses import EntropyBonus
+from rlpipe.algorithms.losses import EntropyBonus, KlCoefficient
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.preferences import labelled_means
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
+from rlpipe.learner.critic import Critic
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, Preferences, RewardPairs
+from rlpipe.learner.step_credit import StepCredit
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
@@ -56,12 +58,15 @@ class Learner:
         self.num_bad_steps = 0
         self.bad_steps_in_row = 0
         self.entropy_bonus = EntropyBonus(algorithm.loss)
+        self.kl_coefficient = KlCoefficient(algorithm.reward_kl)
         self._bad_groups: set[int] = set()
         self._config = learner
         self._algorithm = algorithm
         self.updates = policy.sharding.make_updates(policy.trainable_parameters(), learner.optimizer)
         self.reference = make_reference(policy, algorithm)
         self._objective = self._make_objective(temperature, max_completion_tokens, seed)
+        self.critic = Critic(policy, algorithm.critic) if algorithm.has_critic else None
+        self._credit = self._make_credit(temperature) if algorithm.credits_in_learner else None
         self._note_small_updates()
 
     def _note_small_updates(self) -> None:
@@ -97,6 +102,17 @@ class Learner:
             max_completion_tokens=max_completion_tokens,
         )
 
+    def _make_credit(self, temperature: float) -> StepCredit:
+        return StepCredit(
+            self.policy,
+            self._config,
+            self._algorithm,
+            self.reference,
+            coefficient=self.kl_coefficient,
+            critic=self.critic,
+            temperature=temperature,
+        )
+
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on the batch, with one update per mini batch, and return the step's metrics on all ranks.
 
@@ -108,6 +124,10 @@ class Learner:
         self._objective.begin(batch.step)
         learning_rate = self._set_learning_rate()
         updates = [self._objective.prepare(mini_batch) for mini_batch in batch.mini_batches]
+        credit_metrics: dict[str, float] = {}
+        if self._credit is not None:
+            assert batch.rewards is not None, "batches come with rewards if the learner computes advantages"
+            credit_metrics = self._credit.assign(batch.rewards, updates)
         for inputs in (inputs for update in updates[1:] for inputs in update):  # the first has the initial weights
             self._objective.remember(inputs)
         sums: MetricSums | None = None
@@ -123,6 +143,7 @@ class Learner:
             self.entropy_bonus.follow(values.get("entropy", math.nan))
         return {
             **values,
+            **credit_metrics,
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": learning_rate,
             "bad_steps": float(self.num_bad_steps),

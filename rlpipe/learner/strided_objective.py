@@ -299,7 +299,7 @@ class Strided:
         start = inputs.plan.num_document_tokens
         own = torch.arange(start, inputs.plan.num_tokens, device=drawn.device).view_as(drawn)
         samples = self._pool(depths, own).unflatten(0, (-1, num_samples))  # [B, n, D]
-        return score_features(samples, truth, config.whitening)
+        return score_features(samples, truth, config.whitening, **config.parts)
 
     def _pool(self, depths: list[Tensor], places: Tensor) -> Tensor:
         """Return the features ``[S, D]`` of token sequences whose places in the row are ``[g, S]``."""

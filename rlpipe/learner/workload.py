@@ -79,10 +79,11 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def reads_logprobs(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss reads log-probs of the reference, and not its hidden states alone."""
+    """Return whether the loss or the rewards need log-probs of the reference, and not its hidden states alone."""
     if algorithm.kind == "preference" or algorithm.samples_pairs:
         return algorithm.preference.runs_reference
-    return algorithm.kind not in ("sft", *REWARD_HEADS) and algorithm.loss.beta > 0
+    in_reward = algorithm.kind == "rl" and algorithm.reward_kl.coef > 0
+    return in_reward or (algorithm.kind not in ("sft", *REWARD_HEADS) and algorithm.loss.beta > 0)
 
 
 def reads_features(algorithm: AlgorithmConfig) -> bool:

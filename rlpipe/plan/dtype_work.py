@@ -23,7 +23,7 @@ def engine_products(config: Config) -> Products | None:
     groups = -(-algorithm.groups_per_step // rollout.num_engines) * (1 + config.replay.max_staleness)
     limits = (rollout.engine_args.get(name) for name in ("max_num_seqs", "max_batch_size"))
     most = next((limit for limit in limits if isinstance(limit, int)), default_sequences(rollout))
-    rows = min(groups * algorithm.group_size, most)
+    rows = min(groups * algorithm.completions_per_prompt, most)
     return products(rows=rows, widths=read_widths(config.model.path), num_threads=engine_threads(rollout))
 
 

@@ -133,7 +133,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         slot_rank=slot_rank(config.model.adapter.r) if has_slots else 0,
         bucket_bytes=config.weights.bucket_bytes if serving.kind == "full" else 0,
         groups_per_step=config.algorithm.groups_per_step,
-        group_size=config.algorithm.group_size,
+        group_size=config.algorithm.completions_per_prompt,
     )
 
 
@@ -157,7 +157,7 @@ def _max_sequences(config: Config, kind: str) -> int:
 
 def _work(config: Config) -> int:
     """Return the sequences of a step on the engine with the most."""
-    return -(-config.algorithm.groups_per_step // config.rollout.num_engines) * config.algorithm.group_size
+    return -(-config.algorithm.groups_per_step // config.rollout.num_engines) * config.algorithm.completions_per_prompt
 
 
 def _batched_tokens(config: Config, kind: str, on_gpu: bool, length: int, sequences: int) -> int:

@@ -61,7 +61,7 @@ class Work:
     """Micro batches of an update."""
     num_logprob_passes: float
     """Forward passes without gradient per micro batch, for the policy's log-probs at the step's start."""
-    num_reference_passes: int
+    num_reference_passes: float
     """Forward passes of the reference per micro batch."""
     row: Row
     """Row of the micro batch with the most work."""
@@ -96,16 +96,24 @@ def read_work(config: Config, layout: AttentionLayout) -> Work:
 
 
 def _logprob_passes(algorithm: AlgorithmConfig, num_updates: int) -> float:
-    """Return the policy's passes without gradient: of later updates at the step's start, and of KTO's mismatches."""
+    """Return the policy's passes without gradient: of later updates at the step's start, and of KTO's mismatches.
+
+    Advantages that depend on log-probs need those of the first update, too. A critic has a pass over the first epoch
+    for its values, and one over each for its training.
+    """
     if algorithm.kind == "preference":
         return 0 if algorithm.preference.takes_pairs else 1
     if algorithm.samples_pairs:
         return 0
+    if algorithm.credits_in_learner:
+        return 1 + algorithm.has_critic * (1 + 1 / algorithm.num_epochs_per_step)
     return (num_updates - 1) / num_updates if algorithm.kind == "rl" else 0
 
 
-def _reference_passes(algorithm: AlgorithmConfig) -> int:
+def _reference_passes(algorithm: AlgorithmConfig) -> float:
     """Return the reference passes: one for the KL, and one for features that the learner computes for EBFT.
+
+    A KL that is only in the reward has one in the first epoch.
 
     Preferences have one for their rows, and KTO another one for its mismatches.
     """
@@ -116,7 +124,9 @@ def _reference_passes(algorithm: AlgorithmConfig) -> int:
         return int(algorithm.preference.needs_reference)
     if algorithm.kind != "rl":
         return 0
-    return int(algorithm.loss.beta > 0) + int(reads_features(algorithm))
+    in_reward = algorithm.credits_in_learner and algorithm.reward_kl.coef > 0
+    of_kl = 1 if algorithm.loss.beta > 0 else in_reward / algorithm.num_epochs_per_step
+    return of_kl + int(reads_features(algorithm))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

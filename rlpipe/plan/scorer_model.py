@@ -107,7 +107,7 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, de
         sequence_tokens=length if model is None else min(length, model.max_tokens),
         groups_per_copy=groups,
         groups_per_call=min(groups, per_call),
-        sequences_per_group=config.algorithm.group_size + is_features,  # and the ground truth
+        sequences_per_group=config.algorithm.completions_per_prompt + is_features,  # and the ground truth
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rlpipe.algorithms.advantages import (
     AdvantageInputs,
     combine_rewards,
-    compute_advantages,
+    estimate_advantages,
     own_advantages,
     turn_advantages,
 )
@@ -20,7 +20,17 @@ from rlpipe.algorithms.plugins import REPLAY, call_function, load_function, own_
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, IntArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
+from rlpipe.types import (
+    DIVERSITY,
+    NO_VERSION,
+    FloatArray,
+    IntArray,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StepRewards,
+    TrainBatch,
+)
 
 EBFT = "ebft/"
 """Prefix of the metrics of EBFT's scorer."""
@@ -50,10 +60,16 @@ def assemble_step(
 
     ``replayed`` groups of earlier steps are trained with ``groups``, but metrics of rewards, lengths and staleness
     cover ``groups`` only. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators
-    but left out of the batch, unless the loss reads them all the same.
+    but left out of the batch, unless the loss reads them all the same. If the learner computes the advantages, the
+    batches hold the rewards instead.
     """
-    trained = [*groups, *replayed]
-    set_advantages(trained, algorithm, reward_weights)
+    whole = [*groups, *replayed]
+    trained = [replace(group, rollouts=group.sampled) for group in whole]
+    in_learner = algorithm.credits_in_learner
+    skip_zero_advantage = skip_zero_advantage and not in_learner
+    rewards = set_advantages(whole, algorithm, reward_weights)
+    if in_learner:
+        number_tokens([rollout for group in trained for rollout in group])
     rollouts, pairs = [rollout for group in trained for rollout in group], []
     if algorithm.samples_pairs:
         pairs = pair_up(trained, without_truncated=algorithm.loss.mask_truncated)
@@ -73,17 +89,20 @@ def assemble_step(
     if algorithm.ebft.reward and algorithm.ebft.ce_coef:
         _add_truths(batches, trained, algorithm, learner, seed=seed + step)
     metrics = {
-        **step_metrics(groups, step),
+        **step_metrics(trained[: len(groups)], step),
+        **_greedy_metrics(rewards),
         "num_tokens": float(sum(group.num_tokens for group in trained)),
         "num_completion_tokens": float(sum(group.num_loss_tokens for group in trained)),
         "groups/replayed": float(len(replayed)),
         **({"groups/paired": float(len(pairs))} if algorithm.samples_pairs else {}),
         "groups/skipped": float(sum(map(_is_flat, trained)) if skip_zero_advantage else 0),
     }
-    if algorithm.ebft.reward:
+    if algorithm.ebft.reward and not in_learner:
         metrics["ebft/advantages_std"] = float(np.mean([_advantages_std(group) for group in trained]))
     for batch in batches:
-        batch.metrics = metrics
+        batch.metrics, batch.rewards = metrics, rewards if in_learner else None
+    if in_learner:
+        _clear_advantages(trained)
     return batches
 
 
@@ -186,40 +205,76 @@ def _without_loss(rollout: Rollout) -> Rollout:
 
 def set_advantages(
     groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
-) -> None:
-    """Write each rollout's advantage to all its tokens, or the advantages of its turns to theirs."""
+) -> StepRewards:
+    """Write each rollout's advantage to all its tokens, or the advantages of its turns to theirs; return the rewards.
+
+    Greedy rollouts have none. If the learner computes the advantages, zeros stand for them.
+    """
+    found = _step_rewards(groups, algorithm, reward_weights)
     if algorithm.advantage.credit == "turns":
         for group in groups:
             _credit_turns(group, reward_weights.get("environment", 0.0))
-        return
-    weights = np.array(list(reward_weights.values()), np.float32)
-    rewards = [
-        combine_rewards(_reward_table(group, list(reward_weights)), weights, algorithm.combine, algorithm.advantage.eps)
-        for group in groups
-    ]
-    pairwise = None
-    if algorithm.ebft.reward:
-        tables = [_reward_table(group, [DIVERSITY]) for group in groups]
-        pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
+        return found
     inputs = AdvantageInputs(
         config=algorithm.advantage,
-        num_tokens=[_loss_tokens(group) for group in groups],
-        pairwise=pairwise,
-        groups=groups,
+        num_tokens=found.num_tokens,
+        pairwise=found.pairwise,
+        baselines=found.baselines,
+        groups=[replace(group, rollouts=group.sampled) for group in groups],
     )
     estimated: Sequence[FloatArray | list[FloatArray]]
-    if algorithm.advantage.path is not None:
-        estimated = own_advantages(rewards, inputs)
+    if algorithm.credits_in_learner:
+        estimated = [np.zeros(len(rewards), np.float32) for rewards in found.rewards]
     else:
-        estimated = compute_advantages(rewards, algorithm.advantage, pairwise, inputs.num_tokens)
+        estimate = estimate_advantages if algorithm.advantage.path is None else own_advantages
+        estimated = estimate(found.rewards, inputs)
     for group, advantages in zip(groups, estimated, strict=True):
-        for rollout, advantage in zip(group, advantages, strict=True):
+        for rollout, advantage in zip(group.sampled, advantages, strict=True):
             _write_advantages(rollout, np.asarray(advantage))
+    return found
+
+
+def _step_rewards(
+    groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
+) -> StepRewards:
+    """Return the combined rewards of the groups, and what else advantages depend on."""
+    names = list(reward_weights)
+    weights = np.array(list(reward_weights.values()), np.float32)
+    rewards = [
+        combine_rewards(_reward_table(rollouts, names), weights, algorithm.combine, algorithm.advantage.eps)
+        for rollouts in (group.sampled for group in groups)
+    ]
+    baselines = []
+    if algorithm.samples_greedy:
+        greedy = [[rollout for rollout in group if rollout.is_greedy] for group in groups]
+        tables = [_reward_table(rollouts, names) for rollouts in greedy]
+        found = [combine_rewards(table, weights, "sum_then_normalize", 0.0) for table in tables]
+        baselines = [float(own[0]) if len(own) else np.nan for own in found]
+    pairwise = None
+    if algorithm.ebft.reward:
+        tables = [_reward_table(group.sampled, [DIVERSITY]) for group in groups]
+        pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
+    counts = [_loss_tokens(group) for group in groups]
+    return StepRewards(rewards=rewards, num_tokens=counts, pairwise=pairwise, baselines=baselines)
+
+
+def number_tokens(rollouts: Iterable[Rollout]) -> None:
+    """Write to each sequence how many loss tokens the sequences before it have."""
+    count = 0
+    for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
+        sequence.first_place = count
+        count += sequence.num_loss_tokens
+
+
+def _clear_advantages(groups: Sequence[RolloutGroup]) -> None:
+    """Remove the zeros that stood for the advantages in the batch, so that nothing records them."""
+    for sequence in (sequence for group in groups for sequence in group.sequences):
+        sequence.advantages = None
 
 
 def _loss_tokens(group: RolloutGroup) -> IntArray:
     """Return the number of loss tokens of each rollout ``[G]``, in all branches of an episode."""
-    counts = [sum(sequence.num_loss_tokens for sequence in rollout.sequences) for rollout in group]
+    counts = [sum(sequence.num_loss_tokens for sequence in rollout.sequences) for rollout in group.sampled]
     return np.array(counts, np.int32)
 
 
@@ -250,10 +305,17 @@ def _credit_turns(group: RolloutGroup, environment_weight: float) -> None:
                 sequence.advantages[sequence.loss_mask] = advantages[sequence.turns[sequence.loss_mask]]
 
 
-def _reward_table(group: RolloutGroup, names: list[str]) -> FloatArray:
-    """Return the rewards of a group, with NaN where a reward skipped a rollout."""
-    rows = [[rollout.rewards.get(name) for name in names] for rollout in group]
-    return np.array([[np.nan if r is None else r for r in row] for row in rows], np.float32)  # [G, R]
+def _reward_table(rollouts: Sequence[Rollout], names: list[str]) -> FloatArray:
+    """Return the rewards of rollouts, with NaN where a reward skipped one."""
+    rows = [[rollout.rewards.get(name) for name in names] for rollout in rollouts]
+    values = [[np.nan if r is None else r for r in row] for row in rows]
+    return np.array(values, np.float32).reshape(len(rollouts), len(names))  # [G, R]
+
+
+def _greedy_metrics(rewards: StepRewards) -> dict[str, float]:
+    """Return the mean reward of the greedy completions, if there are any."""
+    known = [value for value in rewards.baselines if not np.isnan(value)]
+    return {"reward/greedy": float(np.mean(known))} if known else {}
 
 
 def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:

@@ -260,7 +260,7 @@ class ReplayStore:
     def _has_zero_reward(self, group: RolloutGroup) -> bool:
         if self._replay.reroll_after is None:
             return False
-        known = [rollout.reward for rollout in group if rollout.reward is not None]
+        known = [rollout.reward for rollout in group.sampled if rollout.reward is not None]
         return bool(known) and max(known) <= self._replay.reroll_below
 
     def _assemble(self, step: int, groups: StepGroups) -> list[TrainBatch]:

@@ -84,6 +84,29 @@ class Engine(Protocol):
         ...
 
 
+class WrappedEngine:
+    """Base of engines around another one, which define ``submit``, ``cancel`` and ``step``; the rest is passed on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def prepare_load(self, manifest: WeightsManifest) -> bool:
+        return self._engine.prepare_load(manifest)
+
+    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        return self._engine.load(manifest, buckets)
+
+    def health(self) -> EngineHealth:
+        return self._engine.health()
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+
 def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
     """Return the engine that ``rollout.engine`` selects here; raise ``ConfigError`` if it is vllm but not installed."""
     has_vllm = find_spec("vllm") is not None

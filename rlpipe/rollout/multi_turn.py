@@ -7,17 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlpipe.rollout.engine import Engine
-from rlpipe.types import (
-    NO_VERSION,
-    Buckets,
-    EngineHealth,
-    GroupRequest,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    WeightsManifest,
-)
+from rlpipe.rollout.engine import Engine, WrappedEngine
+from rlpipe.types import NO_VERSION, GroupRequest, Rollout, RolloutGroup, RolloutStatus
 
 FIRST_PART_ID = 2**40
 """First request id for single turns; no group's id is in this range."""
@@ -25,7 +16,7 @@ SEED_STEP = 1_000_003
 MAX_SEED = 2**31
 
 
-class TurnByTurn:
+class TurnByTurn(WrappedEngine):
     """An engine that also samples prompts with ``turns``; all other requests go to the wrapped engine unchanged.
 
     The first turn is sampled for the whole group. After each answer that ended by itself, the prompt's next turn is
@@ -33,14 +24,10 @@ class TurnByTurn:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._conversations: dict[int, _Conversation] = {}
         self._parts: dict[int, tuple[_Conversation, int]] = {}
         self._next_id = FIRST_PART_ID
-
-    @property
-    def has_work(self) -> bool:
-        return self._engine.has_work
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._conversations |= {r.group_id: _Conversation(r) for r in requests if r.prompt.turns}
@@ -78,18 +65,6 @@ class TurnByTurn:
             self._next_id += 1
         if requests:
             self._engine.submit(requests)
-
-    def prepare_load(self, manifest: WeightsManifest) -> bool:
-        return self._engine.prepare_load(manifest)
-
-    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
-        return self._engine.load(manifest, buckets)
-
-    def health(self) -> EngineHealth:
-        return self._engine.health()
-
-    def stop(self) -> None:
-        self._engine.stop()
 
 
 class _Conversation:

@@ -274,6 +274,7 @@ class Controller:
             temperature=self._sampling.temperature,
             seed=_group_seed(self._seed, group_id),
             min_version=version,
+            with_greedy=self._algorithm.samples_greedy,
         )
 
     # Groups -------------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class FeatureScorer:
         return results
 
     def _fill(self, result: GroupScores, samples: Tensor, truth: Tensor) -> None:
-        scores = score_features(samples[None], truth[None], self._config.whitening)
+        scores = score_features(samples[None], truth[None], self._config.whitening, **self._config.parts)
         if not all(bool(part.isfinite().all()) for part in (scores.alignment, scores.diversity, scores.cfm)):
             result.failures = dict.fromkeys((ALIGNMENT, DIVERSITY), "its features are not finite")
             return

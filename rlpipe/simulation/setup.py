@@ -170,13 +170,13 @@ def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, s
         raise ConfigError(f"algorithm.kind: {config.algorithm.kind} has no engines, so there is nothing to simulate")
     return Setup(
         num_engines=config.rollout.num_engines,
-        groups_per_engine=groups_per_engine or groups_at_once(config.rollout, config.algorithm.group_size),
+        groups_per_engine=groups_per_engine or groups_at_once(config.rollout, config.algorithm.completions_per_prompt),
         slowdown=slowdown,
         holds=holds_groups(config),
         pools=pool_sizes(config),
         num_ranks=config.learner.num_ranks,
         groups_per_step=config.algorithm.groups_per_step,
-        group_size=config.algorithm.group_size,
+        group_size=config.algorithm.completions_per_prompt,
         max_tokens=config.rollout.sampling.max_tokens,
         max_staleness=config.replay.max_staleness,
         num_steps=config.algorithm.num_steps,
@@ -322,7 +322,7 @@ def _measured_times(config: Config, given: GivenTimes, run: Path, slowdown: floa
             f"--from {run}: its engines held their groups while they waited for weights, so its sync times include "
             "that wait; set --sync to the seconds of the transfer and the load alone"
         )
-    places = groups_at_once(source.rollout, source.algorithm.group_size)
+    places = groups_at_once(source.rollout, source.algorithm.completions_per_prompt)
     generate = [
         seconds
         for spans in measured.on_engines

@@ -172,6 +172,7 @@ def _describe(group: RolloutGroup, rollout: Rollout, text: str) -> dict[str, Any
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "advantage": _advantage(rollout),
+        **({"is_greedy": True} if rollout.is_greedy else {}),
         "policy_version": rollout.oldest_version,
         "num_tokens": len(rollout.completion_ids),
         "status": rollout.status.value,

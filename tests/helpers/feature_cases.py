@@ -27,8 +27,25 @@ def whiten_reference(samples: Array, truth: Array, method: str) -> tuple[Array, 
     return samples @ matrix, np.stack([truth @ matrix] * count)
 
 
+def whiten_layers_reference(
+    samples: Array, truth: Array, method: str, layers: int, positions: int = 1
+) -> tuple[Array, Array]:
+    """Whiten each layer by itself; its features stand at each of the positions."""
+    width = samples.shape[1] // (layers * positions)
+    x, y = [], []
+    for layer in range(layers):
+        own = [(place * layers + layer) * width + index for place in range(positions) for index in range(width)]
+        one, other = whiten_reference(samples[:, own], truth[own], method)
+        x.append(one / np.sqrt(layers))
+        y.append(other / np.sqrt(layers))
+    return np.concatenate(x, axis=1), np.concatenate(y, axis=1)
+
+
 def score_reference(samples: Array, truth: Array, method: str) -> tuple[list[float], list[float], float]:
-    x, y = whiten_reference(samples, truth, method)
+    return score_whitened(*whiten_reference(samples, truth, method))
+
+
+def score_whitened(x: Array, y: Array) -> tuple[list[float], list[float], float]:
     count = len(x)
     alignment = [float(unit(x[j]) @ unit(y[j])) for j in range(count)]
     diversity = [sum(float(x[j] @ x[k]) for k in range(count) if k != j) / max(count - 1, 1) for j in range(count)]

@@ -12,10 +12,15 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.learner.objectives import LearnerInputs, PolicyGradient
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
+from rlpipe.learner.step_credit import StepCredit
 from rlpipe.learner.workload import Workload, needs_copy
-from rlpipe.types import NO_VERSION, MicroBatch, Rollout, TrainBatch
+from rlpipe.replay.assemble import number_tokens
+from rlpipe.types import NO_VERSION, MicroBatch, Rollout, StepRewards, TrainBatch
+
+TEMPERATURE = 0.9
 
 
 def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) -> list[Rollout]:
@@ -82,6 +87,31 @@ def make_batches(
     )
 
 
+def make_rewarded(
+    algorithm: AlgorithmConfig, *, step: int = 0, num_ranks: int = 1, max_tokens: int = 4096
+) -> tuple[list[TrainBatch], list[Rollout]]:
+    """Return one batch per rank, with rewards from which the learner computes advantages, and all rollouts.
+
+    One sampling log-prob is unknown.
+    """
+    rollouts = make_rollouts(seed=step)
+    rollouts[1].logprobs[-1] = np.nan
+    number_tokens(rollouts)
+    batches = pack_step(
+        rollouts,
+        step=step,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        num_minibatches=algorithm.num_minibatches,
+        num_epochs=algorithm.num_epochs_per_step,
+    )
+    counts = np.array([rollout.num_loss_tokens for rollout in rollouts], np.int32).reshape(4, 3)
+    rewards = np.random.default_rng(step).normal(size=counts.shape).astype(np.float32)
+    for batch in batches:
+        batch.rewards = StepRewards(rewards=list(rewards), num_tokens=list(counts))
+    return batches, rollouts
+
+
 def make_adapter_config(kind: str = "lora", **options: Any) -> AdapterConfig:
     return AdapterConfig(kind=kind, r=4, alpha=8.0, **options)
 
@@ -113,7 +143,35 @@ def make_learner(
     model, algorithm = model or make_model_config(path, adapter=adapter), algorithm or AlgorithmConfig(num_steps=10)
     workload = Workload(copied_for=algorithm if needs_copy(model, algorithm) else None)
     policy = load_policy(model, learner, torch.device(device), workload=workload)
-    return Learner(policy, learner, algorithm, temperature=0.9, max_completion_tokens=16)
+    return Learner(policy, learner, algorithm, temperature=TEMPERATURE, max_completion_tokens=16)
+
+
+def assign_credit(
+    learner: Learner, algorithm: AlgorithmConfig, batch: TrainBatch
+) -> tuple[list[list[LearnerInputs]], dict[str, float]]:
+    """Return the inputs of the batch's updates with the advantages that the learner computes, and its metrics."""
+    policy, config = learner.policy, LearnerConfig()
+    objective = PolicyGradient(
+        policy,
+        config,
+        algorithm,
+        learner.reference,
+        bonus=learner.entropy_bonus,
+        temperature=TEMPERATURE,
+        max_completion_tokens=16,
+    )
+    updates = [objective.prepare(mini_batch) for mini_batch in batch.mini_batches]
+    credit = StepCredit(
+        policy,
+        config,
+        algorithm,
+        learner.reference,
+        coefficient=learner.kl_coefficient,
+        critic=learner.critic,
+        temperature=TEMPERATURE,
+    )
+    assert batch.rewards is not None
+    return updates, credit.assign(batch.rewards, updates)
 
 
 def train_steps(learner: Learner, first: int, last: int, *, max_tokens: int = 4096) -> list[dict[str, float]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, PreferenceConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.types import NO_VERSION, Rollout
 
 PAIRS = 6

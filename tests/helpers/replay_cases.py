@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReplayPolicyConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
@@ -68,12 +68,16 @@ def open_store(
     fail: str = "skip_group",
     replay: ReplayConfig | None = None,
     policy: ReplayPolicyConfig | None = None,
+    advantage: str = "grpo",
 ) -> ReplayStore:
     """Open a store on the ledger in ``folder``, which is created if it is missing."""
     return ReplayStore(
         Ledger(folder / NAME, keep_steps=keep_steps),
         algorithm=AlgorithmConfig(
-            groups_per_step=groups_per_step, num_steps=num_steps, replay=policy or ReplayPolicyConfig()
+            groups_per_step=groups_per_step,
+            num_steps=num_steps,
+            replay=policy or ReplayPolicyConfig(),
+            advantage=AdvantageConfig(name=advantage),
         ),
         learner=LearnerConfig(max_tokens_per_microbatch=64),
         replay=replay or ReplayConfig(max_staleness=max_staleness),

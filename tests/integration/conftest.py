@@ -14,7 +14,7 @@ from engine_cases import OpenVllm, model_config, rollout_config
 from run_cases import SIX_STEPS, make_config
 
 import rlpipe
-from rlpipe.actors.ray_internals import private_services
+from rlpipe.actors.ray_internals import patient_start
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.models.tiny import make_tiny_policy
@@ -64,7 +64,7 @@ def local_ray() -> Iterator[None]:
     started_here = not ray.is_initialized()
     if started_here:
         preloading.begin_stages(["learner", "engine"])
-        with preloading.used_by_ray(), private_services():
+        with preloading.used_by_ray(), patient_start():
             ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
     yield
     if started_here:

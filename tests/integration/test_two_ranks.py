@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from learner_cases import assert_close, make_batches, make_learner, parameters_of
+from learner_cases import assert_close, make_batches, make_learner, make_rewarded, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
+from rlpipe.configs.schema.algorithm_config import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    LossConfig,
+    ReferenceConfig,
+    RewardKlConfig,
+)
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import LearnerFailed
@@ -94,6 +101,54 @@ def train_on_ranks(tiny: Path, folder: Path, case: str) -> None:
     export_policy(learner.policy, folder / "export")
     assert (manifest is not None) == (rank == 0)
     torch.save((metrics, parameters, manifest, buckets), folder / f"rank{rank}.pt")
+
+
+CREDITED = AlgorithmConfig(
+    advantage=AdvantageConfig(name="optimal_token_baseline"),
+    reward_kl=RewardKlConfig(coef=0.1, kl="k2", target=1e-4, horizon=100),
+    num_minibatches=2,
+    num_epochs_per_step=2,
+)
+"""Advantages that the learner computes of the rollouts of all ranks."""
+WITH_CRITIC = replace(
+    CREDITED, advantage=AdvantageConfig(name="gae", lam=0.9), critic=CriticConfig(lr=0.01, value_clip=0.1)
+)
+
+
+def credit(
+    tiny: Path, case: str, algorithm: AlgorithmConfig, num_ranks: int
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    adapter, _, options = CASES[case]
+    config = LearnerConfig(num_ranks=num_ranks, **(options if num_ranks > 1 else {}))
+    config = replace(config, optimizer=OptimizerConfig(lr=LEARNING_RATES[adapter]))
+    learner = make_learner(tiny, adapter=adapter, learner=config, algorithm=algorithm)
+    rank, metrics = learner.policy.sharding.rank, []
+    for step in range(3):
+        batches, _ = make_rewarded(algorithm, step=step, num_ranks=num_ranks, max_tokens=60)
+        metrics.append(learner.train_step(batches[rank]))
+    return metrics, parameters_of(learner)
+
+
+def credit_on_ranks(tiny: Path, folder: Path, case: str, algorithm: AlgorithmConfig) -> None:
+    torch.save(credit(tiny, case, algorithm, NUM_RANKS), folder / f"rank{dist.get_rank()}.pt")
+
+
+@pytest.mark.parametrize("case", ["fsdp2 lora", "fsdp2 full", "zero3 full", "chunked full"])
+@pytest.mark.parametrize("algorithm", [CREDITED, WITH_CRITIC], ids=["token baseline", "critic"])
+def test_advantages_of_the_learner_compare_rollouts_of_all_ranks(
+    ranks: Ranks, tiny: Path, tmp_path: Path, case: str, algorithm: AlgorithmConfig
+) -> None:
+    ranks.run(credit_on_ranks, tiny, tmp_path, case, algorithm)
+    expected, parameters = credit(tiny, case, algorithm, 1)
+    assert expected[1]["kl/coefficient"] != expected[2]["kl/coefficient"]
+    for rank in range(NUM_RANKS):
+        metrics, own = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        assert_close(parameters, own, 1e-5)
+        for mine, theirs in zip(expected, metrics, strict=True):
+            names = [name for name in mine if name.startswith(("loss", "grad_norm", "kl/", "critic/"))]
+            assert len(names) == (8 if algorithm is WITH_CRITIC else 4)
+            for name in names:
+                assert theirs[name] == pytest.approx(mine[name], abs=1e-5), name
 
 
 @pytest.mark.parametrize("case", CASES)

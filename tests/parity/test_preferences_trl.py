@@ -21,7 +21,8 @@ from trl.trainer.kto_trainer import KTOTrainer
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, labelled_means, pair_loss
 from rlpipe.configs.compose import config_folder
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, PreferenceConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 
 PAIRS, LENGTH, CASES = 50, 9, 4
 DPO_NAMES = {"dpo": "sigmoid", "exo": "exo_pair", "sppo": "sppo_hard"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from trl.trainer.reward_trainer import RewardTrainer
 
 from rlpipe.algorithms.preferences import RewardPairInputs, bradley_terry_loss
-from rlpipe.configs.schema.algorithm_config import RewardModelConfig
+from rlpipe.configs.schema.preference_config import RewardModelConfig
 
 PAIRS, CASES = 50, 4
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpipe.configs.schema.algorithm_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.data.render.formats import (
     INPUT,
     INSTRUCTION,

@@ -57,6 +57,7 @@ def full_rows(scorer: TokenScorer, num_tokens: int) -> list[Row]:
         advantages=np.zeros(num_tokens, np.float32),
         policy_versions=np.zeros(num_tokens, np.int32),
         group_ids=np.zeros(1, np.int32),
+        first_places=np.zeros(1, np.int64),
     )
     text = plan_row(micro_batch, layout=scorer.layout, device=CPU)
     return [*_with_images(scorer, micro_batch), text]

@@ -64,6 +64,7 @@ def pack_record(group: RolloutGroup) -> str:
                 "rewards": rollout.rewards,
                 "reward": rollout.reward,
                 "advantage": None if rollout.advantages is None else float(rollout.advantages[-1]),
+                **({"is_greedy": True} if rollout.is_greedy else {}),
                 **({} if rollout.episode is None else {"episode": _episode_record(rollout.episode)}),
             }
             for rollout in group
@@ -124,6 +125,8 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 images=prompt.images,
                 episode=None,
                 rejected=None,
+                is_greedy=bool(entry.get("is_greedy", False)),
+                first_place=0,
                 **{name: parts[name][place] for name in names},
             )
             for place in range(start, stop)

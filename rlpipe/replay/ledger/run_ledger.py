@@ -132,7 +132,7 @@ class Ledger(Database):
         now = time.time()
         with self._transaction():
             for group in groups:
-                known = [rollout.reward for rollout in group if rollout.reward is not None]
+                known = [rollout.reward for rollout in group.sampled if rollout.reward is not None]
                 statistics = (float(f(known)) if known else None for f in (np.mean, np.std, np.max))
                 changed = self._connection.execute(
                     "UPDATE groups SET state = 'SCORED', reward = ?, reward_std = ?, best_reward = ?, score_s = ?,"

@@ -9,11 +9,17 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.advantages import ADVANTAGES as REGISTERED
-from rlpipe.algorithms.advantages import combine_rewards, compute_advantages, turn_advantages
+from rlpipe.algorithms.advantages import (
+    AdvantageInputs,
+    combine_rewards,
+    compute_advantages,
+    estimate_advantages,
+    turn_advantages,
+)
 from rlpipe.configs.schema.algorithm_config import ADVANTAGES as CHOICES
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
 from rlpipe.errors import RunError
@@ -262,6 +268,153 @@ def test_missing_rewards_move_no_other_and_have_no_advantage(name: str) -> None:
 def test_no_groups_and_groups_of_one_are_no_problem(name: str) -> None:
     assert compute_advantages([], AdvantageConfig(name=name)) == []
     assert advantages(name, array(5)) == [[0]]
+
+
+TOKENS = st.lists(
+    st.lists(
+        st.tuples(st.integers(0, 8), st.lists(st.tuples(st.integers(1, 30), st.integers(-9, 9)), max_size=7)),
+        min_size=1,
+        max_size=5,
+    ),
+    min_size=1,
+    max_size=3,
+)
+"""Groups of rollouts: rewards in quarters, and for each loss token its energy in twentieths and penalty in tenths."""
+
+
+def estimate_by_token(
+    name: str, groups: list[list[tuple[int, list[tuple[int, int]]]]], baselines: Sequence[float] = ()
+) -> list[list[list[float]]]:
+    inputs = AdvantageInputs(
+        config=AdvantageConfig(name=name, eps=1e-4),
+        baselines=baselines,
+        num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
+        energies=[[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups],
+        penalties=[[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups],
+    )
+    found = estimate_advantages([array(*[reward / 4 for reward, _ in group]) for group in groups], inputs)
+    return [
+        [np.broadcast_to(own, count).tolist() for own, count in zip(group, counts, strict=True)]
+        for group, counts in zip(found, inputs.num_tokens, strict=True)
+    ]
+
+
+def returns_of(group: list[tuple[int, list[tuple[int, int]]]]) -> list[list[float]]:
+    """Return for each token the reward minus the penalties from there on."""
+    return [
+        [reward / 4 - sum(penalty / 10 for _, penalty in tokens[place:]) for place in range(len(tokens))]
+        for reward, tokens in group
+    ]
+
+
+@settings(deadline=None)
+@given(groups=TOKENS)
+def test_the_optimal_token_baseline_weighs_returns_by_the_energy_so_far(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]],
+) -> None:
+    """Compare with verl's formula, token by token; as in verl the longest rollout has no baseline where it is alone."""
+    got = estimate_by_token("optimal_token_baseline", groups)
+    for values, group in zip(got, groups, strict=True):
+        returns = returns_of(group)
+        for index, own in enumerate(returns):
+            for place, value in enumerate(own):
+                beside = [other for other, (_, tokens) in enumerate(group) if len(tokens) > place]
+                weights = [sum(energy / 20 for energy, _ in group[other][1][: place + 1]) for other in beside]
+                weighed = sum(weight * returns[other][place] for weight, other in zip(weights, beside, strict=True))
+                baseline = weighed / (sum(weights) + 1e-8) if len(beside) > 1 else 0.0
+                scored = sum(bool(tokens) for _, tokens in group)
+                assert values[index][place] == pytest.approx(value - baseline if scored > 1 else 0.0, abs=1e-6)
+
+
+def test_a_rollout_without_reward_is_in_no_token_baseline() -> None:
+    tokens = [array(0.5, 1), array(1, 1), array(1, 2)]
+    inputs = AdvantageInputs(
+        config=AdvantageConfig(name="optimal_token_baseline"), num_tokens=[np.array([2, 2, 2])], energies=[tokens]
+    )
+    (found,) = estimate_advantages([array(3, NAN, 0)], inputs)
+    expected = [[3 - 3 * 0.5 / 1.5, 3 - 3 * 1.5 / 4.5], [0, 0], [-3 * 0.5 / 1.5, -3 * 1.5 / 4.5]]
+    np.testing.assert_allclose(np.stack(found), expected, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(groups=TOKENS)
+def test_reinforce_plus_plus_whitens_the_returns_of_tokens_with_penalties(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]],
+) -> None:
+    tokens = [value for group in groups for own in returns_of(group) for value in own]
+    got = [value for group in estimate_by_token("reinforce_plus_plus", groups) for own in group for value in own]
+    if len(tokens) < 2:
+        assert got == [0.0] * len(tokens)
+        return
+    mean, std = statistics.fmean(tokens), statistics.stdev(tokens)
+    assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in tokens], abs=1e-5, rel=1e-5)
+
+
+@settings(deadline=None)
+@given(groups=TOKENS, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+def test_gae_equals_the_recursion_of_verl(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]], gamma: float, lam: float
+) -> None:
+    """Take the first number of each token as its value; rewards are the penalties, and the reward at the last token."""
+    values = [[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups]
+    inputs = AdvantageInputs(
+        config=AdvantageConfig(name="gae", gamma=gamma, lam=lam, eps=1e-4),
+        num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
+        values=values,
+        penalties=[[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups],
+    )
+    found = estimate_advantages([array(*[reward / 4 for reward, _ in group]) for group in groups], inputs)
+    got = [value for group in found for own in group for value in np.asarray(own).tolist()]
+    expected: list[float] = []
+    for group, own_values in zip(groups, values, strict=True):
+        for (reward, tokens), own in zip(group, own_values, strict=True):
+            last, following, backwards = 0.0, 0.0, []
+            for place in reversed(range(len(tokens))):
+                token_reward = -tokens[place][1] / 10 + (reward / 4 if place == len(tokens) - 1 else 0)
+                last = token_reward + gamma * following - own[place] + gamma * lam * last
+                following = own[place]
+                backwards.append(last)
+            expected += backwards[::-1]
+    if len(expected) > 1:
+        mean, std = statistics.fmean(expected), statistics.stdev(expected)
+        assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in expected], abs=1e-5, rel=1e-5)
+
+
+@settings(deadline=None)
+@given(groups=TOKENS, baseline=st.integers(-8, 8))
+def test_remax_subtracts_the_reward_of_the_greedy_completion(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]], baseline: int
+) -> None:
+    """Compare with verl's: the return of each token, with the KL from there on, minus the greedy reward."""
+    baselines = [baseline / 4 + index for index in range(len(groups))]
+    got = estimate_by_token("remax", groups, baselines)
+    for values, group, own in zip(got, groups, baselines, strict=True):
+        for found, returns in zip(values, returns_of(group), strict=True):
+            assert found == pytest.approx([value - own for value in returns], abs=1e-6)
+
+
+def test_remax_without_a_greedy_reward_gives_no_advantage() -> None:
+    inputs = AdvantageInputs(
+        config=AdvantageConfig(name="remax"), num_tokens=[np.array([2, 2]), np.array([1])], baselines=[0.5, NAN]
+    )
+    found = estimate_advantages([array(1, NAN), array(3)], inputs)
+    assert [np.asarray(group).tolist() for group in found] == [[0.5, 0.0], [0.0]]
+
+
+@settings(deadline=None)
+@given(groups=TOKENS, name=st.sampled_from(["grpo", "rloo", "opo", "reinforce"]))
+def test_the_penalties_of_a_rollout_are_subtracted_from_its_reward(
+    groups: list[list[tuple[int, list[tuple[int, int]]]]], name: str
+) -> None:
+    rewards = [
+        array(*[reward / 4 - sum(penalty for _, penalty in tokens) / 10 for reward, tokens in group])
+        for group in groups
+    ]
+    counts = [np.array([len(tokens) for _, tokens in group], np.int32) for group in groups]
+    expected = compute_advantages(rewards, AdvantageConfig(name=name), num_tokens=counts)
+    for got, want, sizes in zip(estimate_by_token(name, groups), expected, counts, strict=True):
+        for own, value, size in zip(got, want, sizes, strict=True):
+            assert own == pytest.approx([float(value)] * size, abs=2e-3 if name == "grpo" else 1e-5)
 
 
 STOP, GO = 0.3, 0.7

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from feature_cases import baseline_reference, score_reference, unit
+from feature_cases import baseline_reference, score_reference, score_whitened, unit, whiten_layers_reference
 from torch import Tensor
 
 from rlpipe.algorithms import features
 from rlpipe.algorithms.advantages import compute_advantages
 from rlpipe.algorithms.features import join_layers, layer_indices, pool, score_features, whiten
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, FeatureConfig
 
 Array = np.ndarray
 
@@ -85,6 +85,33 @@ def test_where_the_svd_keeps_failing_nothing_is_whitened_and_that_is_counted(met
     torch.testing.assert_close(scores.alignment[[0, 2]], sound.alignment)
     plain = score_features(samples[1:2, 1:], truth[1:2], "none")
     torch.testing.assert_close(scores.alignment[1, 1:], plain.alignment[0])
+
+
+@pytest.mark.parametrize("method", ["sample", "feature"])
+@pytest.mark.parametrize(("layers", "pooling"), [(3, "last_token"), (2, "concat")])
+def test_each_layer_is_whitened_by_itself(method: str, layers: int, pooling: str) -> None:
+    config = FeatureConfig(layers=[0.5] * layers, pooling=pooling, whitening=method, whiten_layers="each")
+    count, width, positions = 4, 12, 3 if pooling == "concat" else 1
+    samples, truth = draw(2, count, positions * layers * width), draw(2, positions * layers * width, seed=1)
+    scores = score_features(samples, truth, method, **config.parts)
+    for block in range(2):
+        pair = samples[block].numpy(), truth[block].numpy()
+        alignment, diversity, cfm = score_whitened(*whiten_layers_reference(*pair, method, layers, positions))
+        np.testing.assert_allclose(scores.alignment[block], alignment, atol=1e-9)
+        np.testing.assert_allclose(scores.diversity[block], diversity, atol=1e-9)
+        np.testing.assert_allclose(scores.cfm[block], cfm, rtol=1e-9)
+    joint = score_features(samples, truth, method)
+    assert (joint.alignment - scores.alignment).abs().max() > 0.01
+
+
+def test_a_layer_whose_svd_fails_leaves_the_others_whitened() -> None:
+    samples, truth = draw(2, 3, 16), draw(2, 16, seed=1)
+    samples[1, 0, 0] = torch.inf
+    scores = score_features(samples, truth, "sample", num_layers=2)
+    assert scores.num_unwhitened == 1
+    torch.testing.assert_close(
+        scores.alignment[0], score_features(samples[:1], truth[:1], "sample", num_layers=2).alignment[0]
+    )
 
 
 def test_unknown_whitening_is_refused() -> None:

@@ -26,6 +26,11 @@ MERGED = {"weights.serve": "merged"}
 FEATURES = {"algorithm.ebft.reward": True}
 SERVE = "algorithm.ebft.features.serve"
 LEARNERS = {**FEATURES, "algorithm.ebft.features.weights": "learner"}
+KL = {"algorithm.reward_kl.coef": 0.1}
+OTB = {"algorithm.advantage.name": "optimal_token_baseline"}
+GAE = {"algorithm.advantage.name": "gae"}
+REMAX = {"algorithm.advantage.name": "remax"}
+BLOCKS = {"algorithm.kind": "ebft_strided", "data.source": "jsonl", "data.path": "rows.jsonl", "data.task": None}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 
 
@@ -375,6 +380,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "[0.25,0.5,0.75]",
         ),
         (
+            {**FEATURES, "algorithm.ebft.features.whiten_layers": "each", "algorithm.ebft.features.whitening": "none"},
+            "algorithm.ebft.features.whiten_layers",
+            "set whitening, or joint",
+        ),
+        (
             {**LEARNERS, "model.adapter.kind": "none", "algorithm.loss.beta": 0.1, "algorithm.reference.sync_steps": 5},
             "algorithm.reference.sync_steps",
             "weights=own",
@@ -398,6 +408,34 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             {"data.chat_template_kwargs": {"chat_template": "x"}},
             "data.chat_template_kwargs.chat_template",
             "set model.chat_template instead",
+        ),
+        (KL | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
+        (OTB | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
+        ({"algorithm.reward_kl.target": 0.1}, "algorithm.reward_kl", "set algorithm.reward_kl.coef"),
+        (KL | {"algorithm.reward_kl.horizon": 99}, "algorithm.reward_kl.horizon", "set algorithm.reward_kl.target"),
+        (GAE | BLOCKS, "algorithm.advantage.name", "set rloo"),
+        (GAE | FEATURES, "algorithm.ebft.reward", "set rloo"),
+        (GAE | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
+        ({"algorithm.advantage.lam": 0.9}, "algorithm.advantage.gamma", "set gae"),
+        ({"algorithm.critic.lr": 0.1}, "algorithm.critic", "leave it out"),
+        (REMAX | BLOCKS, "algorithm.advantage.name", "set rloo"),
+        (REMAX | FEATURES, "algorithm.ebft.reward", "set rloo"),
+        (REMAX | {"algorithm.combine": "normalize_then_sum"}, "algorithm.combine", "set rloo"),
+        (REMAX | {"environment.path": "mine.py:Game", "data.chat": True}, "algorithm.advantage.name", "set rloo"),
+        (KL | {"algorithm.loss.name": "dpo"}, "algorithm.reward_kl.coef", "set 0"),
+        (KL | {"algorithm.advantage.path": "mine.py:f"}, "algorithm.reward_kl.coef", "algorithm.advantage.path=null"),
+        (KL | BLOCKS, "algorithm.reward_kl", "set algorithm.loss.beta"),
+        (OTB | BLOCKS, "algorithm.advantage.name", "set rloo"),
+        (
+            KL
+            | {
+                "algorithm.advantage.credit": "turns",
+                "algorithm.advantage.name": "rloo",
+                "environment.path": "mine.py:Game",
+                "data.chat": True,
+            },
+            "algorithm.reward_kl.coef",
+            "algorithm.advantage.credit=episode",
         ),
         ({"algorithm.correction.path": "mine.py"}, "algorithm.correction.path", "names no function"),
         ({"algorithm.correction.kwargs": {"a": 1}}, "algorithm.correction.kwargs", "set algorithm.correction.path"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rlpipe.data.packing import pack_step, sequence_cost, split_padded, with_blank
 from rlpipe.data.render.processor import Encoded
 from rlpipe.errors import ConfigError
+from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import MicroBatch, PlacedImage, Rollout, TrainBatch
 
 
@@ -208,6 +209,25 @@ def test_sequences_that_are_filled_up_keep_to_the_budget(lengths: list[int], max
         assert np.array_equal(part.position_ids == 0, np.isin(np.arange(part.num_tokens), part.sequence_starts[:-1]))
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=20), st.integers(1, 3), st.integers(1, 3))
+def test_loss_tokens_are_numbered_over_the_whole_step(lengths: list[int], num_ranks: int, num_minibatches: int) -> None:
+    rollouts = [rollout(index, length) for index, length in enumerate(lengths)]
+    numbered = [token for one in rollouts for token in one.token_ids[one.loss_mask].tolist()]
+    number_tokens(rollouts)
+    batches = pack_step(rollouts, step=0, num_ranks=num_ranks, max_tokens=60, num_minibatches=num_minibatches)
+    whole = [micro for batch in batches for mini in batch.mini_batches for micro in mini.micro_batches]
+    found = {}
+    for micro in (part for one in whole for part in split_padded(one, 50)):
+        for place, start, end in zip(
+            micro.first_places, micro.sequence_starts[:-1], micro.sequence_starts[1:], strict=True
+        ):
+            own = slice(start, end)
+            found |= dict(enumerate(micro.token_ids[own][micro.loss_mask[own]].tolist(), int(place)))
+    assert [found[place] for place in range(len(numbered))] == numbered
+    assert len(found) == len(numbered)
+
+
 def test_a_pair_that_padding_takes_over_the_budget_is_named() -> None:
     pairs = [rollout(index, length) for index, length in enumerate([20, 20, 40, 10])]
     (micro,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=90)[0].mini_batches[0].micro_batches
@@ -244,3 +264,4 @@ def test_images_stay_with_their_sequences() -> None:
     assert filled.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert filled.sequence_starts.tolist() == [0, 5, 8]
     assert (filled.loss_mask.sum(), filled.images[0].place) == (4, 6)
+    assert filled.first_places.tolist() == [0, 0]

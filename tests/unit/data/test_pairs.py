@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema.algorithm_config import PreferenceConfig
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.data.cached_rows import PreparedRow
 from rlpipe.data.packing import pack_labelled, pack_step, split_padded
 from rlpipe.data.prompts import open_sft_rows

@@ -9,10 +9,11 @@ import pytest
 from test_pairs import PAIR, PLACE, TOKENIZER, write_rows
 
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ProcessRewardConfig, RewardModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.data.prompts import open_run_sequences
 from rlpipe.data.render.pairs import RewardRenderer, StepRenderer
 from rlpipe.data.render_rows import prepare_rows

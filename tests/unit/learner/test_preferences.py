@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
-from rlpipe.configs.schema.algorithm_config import PAIR_LOSSES, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.preference_config import PAIR_LOSSES
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner

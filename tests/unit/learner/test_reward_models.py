@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import to_tree
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ProcessRewardConfig, RewardModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.data.render.pairs import RewardRenderer, StepRenderer
 from rlpipe.data.row import RowLocation

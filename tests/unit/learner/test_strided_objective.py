@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from family_cases import make_family
-from feature_cases import baseline_reference, score_reference, unit, whiten_reference
+from feature_cases import baseline_reference, score_reference, score_whitened, unit, whiten_layers_reference
 from learner_cases import make_document, make_model_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -107,8 +107,9 @@ def loss_alone(
         sequences = [torch.cat([document[:context], drawn[:, column + j]]) for j in range(SAMPLES)]
         samples = np.stack([features_alone(frozen, sequence) for sequence in sequences])
         truth = features_alone(frozen, document[: context + plan.num_steps])
-        whitened, _ = whiten_reference(samples, truth, whitening)
-        alignment, _, _ = score_reference(samples, truth, whitening)
+        layers = len(DEPTHS) if algorithm.ebft.features.whiten_layers == "each" else 1
+        whitened, others = whiten_layers_reference(samples, truth, whitening, layers)
+        alignment, _, _ = score_whitened(whitened, others)
         advantages.append(baseline_reference(np.array(alignment), whitened @ whitened.T, 1.0, 1.0))
         for sequence, advantage in zip(sequences, advantages[-1], strict=True):
             logits = policy(input_ids=sequence[None]).logits[0, context - 1 : -1]
@@ -117,9 +118,11 @@ def loss_alone(
     return torch.stack(losses).sum() / drawn.numel(), advantages
 
 
-@pytest.mark.parametrize("whitening", ["sample", "feature", "none"])
-def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, whitening: str) -> None:
-    policy, algorithm = make_policy(folder, "none"), make_algorithm(whitening=whitening)
+@pytest.mark.parametrize(
+    ("whitening", "layers"), [("sample", "joint"), ("feature", "joint"), ("none", "joint"), ("sample", "each")]
+)
+def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, whitening: str, layers: str) -> None:
+    policy, algorithm = make_policy(folder, "none"), make_algorithm(whitening=whitening, whiten_layers=layers)
     objective, mini_batch = make_objective(policy, algorithm), make_mini_batch(17, 4, 14)
     (inputs,) = objective.prepare(mini_batch)
     objective.begin(0)

@@ -149,6 +149,22 @@ def test_precomputed_log_probs_need_no_reference() -> None:
         assert case.work.num_reference_passes == bool(copied)
 
 
+def test_advantages_of_the_learner_take_a_pass_of_the_policy_and_one_of_the_reference() -> None:
+    both = ("algorithm.num_minibatches=2", "algorithm.num_epochs_per_step=2")
+    for options, passes in (
+        ((), (3 / 4, 0)),
+        (("algorithm.advantage.name=optimal_token_baseline",), (1, 0)),
+        (("algorithm.reward_kl.coef=0.1",), (1, 1 / 2)),
+        (("algorithm.advantage.name=gae",), (1 + 1 / 2 + 1, 0)),
+        (("algorithm.reward_kl.coef=0.1", "algorithm.loss.beta=0.1"), (1, 1)),
+    ):
+        work = case_of(config_of(SMALL, *both, *options)).work
+        assert (work.num_logprob_passes, work.num_reference_passes) == passes
+    found = case_of(config_of(SMALL, "model=full", "algorithm.reward_kl.coef=0.1")).memory
+    assert found is not None
+    assert found.device.reference == 2 * NUM_SMALL
+
+
 def test_a_copy_that_gives_features_alone_ends_at_the_deepest() -> None:
     with_kl, _ = memory("model=full", "algorithm=ebft_strided", "algorithm.loss.beta=0.1")
     without, _ = memory("model=full", "algorithm=ebft_strided")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from replay_cases import group
 
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig, RewardKlConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.replay.assemble import assemble_step, set_advantages, step_metrics
 from rlpipe.types import NO_TURN, EpisodeTrace, Rollout, RolloutGroup, RolloutStatus, TrainBatch
@@ -48,6 +48,75 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss() -> None:
     batches = assemble(groups, algorithm)
     assert loss_advantages(batches) == pytest.approx([0.5] * 3)
     assert batches[0].metrics["completions/max_length"] == 3, "the metrics still know them"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(advantage=AdvantageConfig(name="optimal_token_baseline")),
+        AlgorithmConfig(reward_kl=RewardKlConfig(coef=0.1)),
+    ],
+)
+def test_rewards_go_to_the_learner_if_it_computes_the_advantages(algorithm: AlgorithmConfig) -> None:
+    groups = [group(0, [1.0, None], lengths=[2, 4]), group(1, [0.5, 0.5])]
+    batches = assemble_step(
+        groups,
+        step=3,
+        algorithm=algorithm,
+        learner=LearnerConfig(num_ranks=2, max_tokens_per_microbatch=64),
+        reward_weights={"right": 2.0},
+        seed=0,
+        skip_zero_advantage=True,
+    )
+    for batch in batches:
+        assert batch.rewards is not None
+        np.testing.assert_array_equal(np.stack(batch.rewards.rewards), [[2.0, np.nan], [1.0, 1.0]])
+        assert [counts.tolist() for counts in batch.rewards.num_tokens] == [[2, 4], [3, 3]]
+        assert batch.metrics["groups/skipped"] == 0
+    assert loss_advantages(batches) == [0.0] * 12, "no rollout is left out"
+    assert all(rollout.advantages is None for one in groups for rollout in one), "nothing records the zeros"
+
+
+def with_greedy(made: RolloutGroup) -> RolloutGroup:
+    """Return the group with its last rollout as the greedy one."""
+    made.rollouts[-1].is_greedy = True
+    return made
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_a_greedy_completion_is_a_baseline_and_is_not_trained(coef: float) -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="remax"), reward_kl=RewardKlConfig(coef=coef))
+    groups = [with_greedy(group(0, [1.0, 0.0, 0.5], lengths=[2, 3, 9])), with_greedy(group(1, [0.5, 0.25, None]))]
+    (batch,) = assemble(groups, algorithm)
+    assert [int(micro.loss_mask.sum()) for micro in batch.mini_batches[0].micro_batches] == [2 + 3 + 3 + 3]
+    assert (batch.mini_batches[0].num_sequences, batch.metrics["num_completion_tokens"]) == (4, 11)
+    assert batch.metrics["reward"] == pytest.approx((1 + 0.5 + 0.25) / 4)
+    assert batch.metrics["reward/greedy"] == 0.5
+    assert batch.metrics["completions/max_length"] == 3
+    assert all(rollout.advantages is None for one in groups for rollout in one if rollout.is_greedy)
+    if coef:
+        assert batch.rewards is not None
+        np.testing.assert_array_equal(np.stack(batch.rewards.rewards), [[1.0, 0.0], [0.5, 0.25]])
+        np.testing.assert_array_equal(batch.rewards.baselines, [0.5, np.nan])
+        assert [counts.tolist() for counts in batch.rewards.num_tokens] == [[2, 3], [3, 3]]
+    else:
+        assert loss_advantages([batch]) == pytest.approx([-0.5] * 3 + [0.0] * 6 + [0.5] * 2)
+
+
+def test_a_greedy_completion_is_not_trained_with_another_advantage_either() -> None:
+    """Check what a run has left of remax, if it goes on with other options."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="rloo"))
+    (batch,) = assemble([with_greedy(group(0, [1.0, 0.0, 1.0]))], algorithm)
+    assert loss_advantages([batch]) == [-1.0] * 3 + [1.0] * 3
+
+
+def test_the_branches_of_an_episode_are_numbered_one_after_the_other() -> None:
+    made = group(0, [1.0, 0.0], lengths=[3, 2])
+    made.rollouts[0] = played(made.rollouts[0], [0, 0, 0, 1.0], (group(0, [1.0], lengths=[1]).rollouts[0],))
+    (batch,) = assemble([made], AlgorithmConfig(reward_kl=RewardKlConfig(coef=0.1)))
+    (micro,) = batch.mini_batches[0].micro_batches
+    assert batch.rewards is not None
+    assert (batch.rewards.num_tokens[0].tolist(), micro.first_places.tolist()) == ([4, 2], [0, 3, 4])
 
 
 ONLINE = AlgorithmConfig(loss=LossConfig(name="dpo"))

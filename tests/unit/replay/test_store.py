@@ -96,6 +96,35 @@ def test_a_new_process_goes_on_where_the_dead_one_was(tmp_path: Path) -> None:
     assert again.batches(0) is not None
 
 
+def test_greedy_completions_outlive_the_process_and_are_trained_in_no_step(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, refill_attempts=3)
+
+    def reopen() -> ReplayStore:
+        return open_store(tmp_path, advantage="remax", replay=replay)
+
+    store = reopen()
+    admit(store, 0, 1, 2)
+    for group_id in (0, 1, 2):
+        made = group(group_id, [0.0, 0.0, 0.0], scored=False)
+        made.rollouts[-1].is_greedy = True
+        store.generated([made])
+    store = reopen()
+    (found,) = store.unscored([1])
+    assert [rollout.is_greedy for rollout in found] == [False, False, True]
+    assert score(store, 0, [1.0, 1.0, 0.5]).discarded == {}, "the greedy completion makes the difference"
+    assert score(store, 1, [1.0, 1.0, 1.0]).discarded.keys() == {1}
+    score(store, 2, [1.0, 0.0, 0.0])
+    results = []
+    for _ in range(2):
+        batches = store.batches(0)
+        assert batches is not None
+        micros = batches[0].mini_batches[0].micro_batches
+        results.append(sorted(float(value) for micro in micros for value in micro.advantages[micro.loss_mask]))
+        assert batches[0].metrics["reward/greedy"] == 0.25
+        store = reopen()
+    assert results == [[0.5] * 6 + [1.0] * 3] * 2, "an advantage of 0 is skipped, and no greedy token is there"
+
+
 # Rollouts without gradient --------------------------------------------------------------------------------------------
 
 

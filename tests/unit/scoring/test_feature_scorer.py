@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from feature_cases import baseline_reference, score_reference, whiten_reference
+from feature_cases import baseline_reference, score_reference, score_whitened, whiten_layers_reference, whiten_reference
 from torch import Tensor
 
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, EbftConfig, FeatureConfig
@@ -98,6 +98,15 @@ def test_groups_are_scored_against_their_ground_truths(whitening: str) -> None:
         expected = 1.4 * np.mean(alignment) - 2.4 * np.mean(diversity)
         assert result.metrics["ebft/reward"] == pytest.approx(expected, abs=1e-6)
     assert [result.group_id for result in results] == [0, 1]
+
+
+def test_layers_are_whitened_by_themselves() -> None:
+    config = FeatureConfig(whiten_layers="each", pooling="mean_pooling")
+    (result,) = FeatureScorer(Reader(), config).score([make_group("4", "five", "6")])
+    pair = features_of("4", "five", "6"), features_of("four")[0]
+    alignment, diversity, _ = score_whitened(*whiten_layers_reference(*pair, "sample", 3))
+    assert result.scores["alignment"] == pytest.approx(alignment, abs=1e-6)
+    assert result.scores["diversity"] == pytest.approx(diversity, abs=1e-6)
 
 
 def test_only_the_answer_counts_as_completion() -> None:

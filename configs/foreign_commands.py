@@ -1,0 +1,218 @@
+"""Finds the command that trains in a shell script, and reads its arguments as settings."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
+from rlpipe.configs.foreign_script import Script, ShellCommand
+from rlpipe.errors import ConfigError
+
+TRL_METHODS = {
+    "async_grpo": "rl",
+    "dpo_online": "online_dpo",
+    "online_dpo": "online_dpo",
+    "onlinedpo": "online_dpo",
+    "reward_modeling": "reward_model",
+    "asyncgrpo": "rl",
+    "grpo": "rl",
+    "gspo": "rl",
+    "rloo": "rloo",
+    "sft": "sft",
+    "dpo": "dpo",
+    "kto": "kto",
+    "bco": "bco",
+    "orpo": "orpo",
+    "cpo": "cpo",
+    "gkd": "gkd",
+    "ppo": "ppo",
+    "reward": "reward_model",
+    "prm": "process_reward_model",
+    "nash_md": "nash_md",
+    "nashmd": "nash_md",
+    "xpo": "xpo",
+    "maxrl": "rl",
+}
+"""Methods by the names of TRL's commands, scripts and trainers, in small letters."""
+OPENRLHF_METHODS = {
+    "ppo": "rl",
+    "ppo_ray": "rl",
+    "sft": "sft",
+    "dpo": "dpo",
+    "kto": "kto",
+    "rm": "reward_model",
+    "prm": "process_reward_model",
+    "kd": "distillation",
+    "opd": "distillation",
+    "es_ray": "evolution_strategies",
+}
+OPENRLHF = re.compile(r"(?:openrlhf\.cli\.|(?:.*/)?)train_(\w+?)(?:\.py)?")
+VERL_RL = re.compile(r"(?:verl|recipe)\.[\w.]*\bmain_(?!eval|gen)\w+|(?:.*/)?main_(?!eval|gen)\w+\.py|verl[\w.]*_main")
+VERL_SFT = re.compile(r"(?:verl|recipe)\.[\w.]*sft_trainer\w*|(?:.*/)?\w*sft_trainer\w*\.py")
+TRL_MODULE = re.compile(r"trl\.(?:scripts|experimental)\.(?:\w+\.)?(\w+)")
+TRL_SCRIPT = re.compile(r"(?:.*/)?(\w+)\.py")
+NUM_PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)")
+NUM_NODES = re.compile(r"--(?:nnodes|num[_-]nodes)")
+PLAIN_LAUNCH = ("python", "python3", "-m", "-u", "uv", "run", "--frozen", "--no-sync", "exec", "time", "nohup", "sudo")
+SILENT = ("set", "echo", "printf", "exit", "return", "true", ":", "shift", "cd", "tee", "read", "trap", "sleep")
+"""Commands that are not worth a comment."""
+LAUNCHER = "set learner.num_ranks and learner=fsdp2_gpu or learner=zero3_gpu for several GPUs"
+OTHER_COMMAND = "a command of the script that does not train"
+OTHER_RUN = "another run: import it from a file of its own"
+NOT_TAKEN = "in a branch of the script that is not taken"
+EXPORTED = "a variable of the environment: set it where you start the run"
+UNUSED = "a variable of the script that the command does not use"
+MAX_DEPTH = 3
+
+
+@dataclass(kw_only=True, frozen=True)
+class Found:
+    """A command that trains: what it is, and its words before and after the program."""
+
+    system: str
+    method: str
+    launcher: Sequence[str]
+    arguments: Sequence[str]
+
+
+def read_shell(text: str, what: str) -> ForeignRun:
+    """Read the first command that trains; the other lines become notes."""
+    script = Script(text)
+    runs: list[tuple[ShellCommand, Found]] = []
+    others: list[ShellCommand] = []
+    for command in script.commands:
+        found = find_program(command.words)
+        if found is None:
+            others.append(command)
+        else:
+            runs.append((command, found))
+    if not runs:
+        raise ConfigError(f"{what}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
+    taken = next((run for run in runs if run[0].runs), runs[0])
+    notes = [(show(run[0].words), OTHER_RUN) for run in runs if run is not taken]
+    notes += [
+        (show(command.words), OTHER_COMMAND if command.runs else NOT_TAKEN)
+        for command in others
+        if command.words[0] not in SILENT
+    ]
+    notes += [(hide_secret(exported), EXPORTED) for exported in script.exported]
+    exported_names = {exported.partition("=")[0] for exported in script.exported}
+    unused = [
+        (name, " ".join(script.variables.values[name])) for name in sorted(script.variables.unused - exported_names)
+    ]
+    notes += [(hide_secret(f"{name}={value}"), UNUSED) for name, value in [*script.variables.replaced, *unused]]
+    return as_run(taken[1], notes)
+
+
+def show(words: Sequence[str]) -> str:
+    hidden = [hide_secret(word) if "=" in word and not word.startswith("-") else word for word in words]
+    return " ".join(word if re.fullmatch(r"[\w./:=,@%+$-]+", word) else shlex.quote(word) for word in hidden)
+
+
+def as_run(found: Found, notes: Sequence[tuple[str, str]]) -> ForeignRun:
+    launcher = [word for word in found.launcher if word not in PLAIN_LAUNCH]
+    if launcher:
+        notes = [(show(found.launcher), LAUNCHER), *notes]
+    return ForeignRun(
+        system=found.system,
+        method=found.method,
+        settings=list(read_arguments(found.arguments, is_hydra=found.system == "verl")),
+        notes=notes,
+        num_processes=_num_processes(found.launcher),
+        is_shell=True,
+    )
+
+
+def _num_processes(launcher: Sequence[str]) -> int | None:
+    """Return the number of processes that a launcher starts, if it says."""
+    counts = {"processes": 0, "nodes": 1}
+    for word, after in zip(launcher, [*launcher[1:], ""], strict=False):
+        name, has_value, value = word.partition("=")
+        number = value if has_value else after
+        for key, pattern in (("processes", NUM_PROCESSES), ("nodes", NUM_NODES)):
+            if pattern.fullmatch(name) and number.isdigit():
+                counts[key] = int(number)
+    return counts["processes"] * counts["nodes"] or None
+
+
+def find_program(words: Sequence[str], depth: int = 0) -> Found | None:
+    """Return the program of a command that trains; None if it trains nothing."""
+    for index, word in enumerate(words):
+        if index and words[index - 1] == "-c" and " " in word and depth < MAX_DEPTH:
+            before = list(words[:index])
+            for command in _commands_of(word):
+                if (found := find_program(command.words, depth + 1)) is not None:
+                    return replace(found, launcher=[*before, *found.launcher])
+                before += [*command.words, "&&"]
+        if word == "axolotl" and index + 1 < len(words) and words[index + 1] in ("train", "preprocess"):
+            file = next((after for after in words[index + 2 :] if after.endswith((".yml", ".yaml"))), "its YAML file")
+            raise ConfigError(f"it runs axolotl with {file}; import that file")
+        method = _method(word, words[index + 1 : index + 2], words[index + 1 :])
+        if method is not None:
+            return Found(
+                system=method[0], method=method[1], launcher=words[:index], arguments=words[index + method[2] :]
+            )
+    return None
+
+
+def _commands_of(word: str) -> Sequence[ShellCommand]:
+    """Return the commands in the text of ``bash -c``; none if its quotes do not match."""
+    try:
+        return Script(word).commands
+    except ConfigError:
+        return []
+
+
+def _method(word: str, after: Sequence[str], rest: Sequence[str]) -> tuple[str, str, int] | None:
+    """Return the system, the method and the number of words of a program's name; None if it is none."""
+    has_arguments = any(other.startswith("--") for other in rest)
+    if word == "trl" and after and after[0] in TRL_METHODS:
+        return "trl", TRL_METHODS[after[0]], 2
+    if VERL_SFT.fullmatch(word):
+        return "verl", "sft", 1
+    if VERL_RL.fullmatch(word) and any("=" in other for other in rest):
+        return "verl", "rl", 1
+    known = OPENRLHF.fullmatch(word)
+    if known is not None and known[1] in OPENRLHF_METHODS and has_arguments:
+        return "openrlhf", OPENRLHF_METHODS[known[1]], 1
+    script = TRL_MODULE.fullmatch(word) or TRL_SCRIPT.fullmatch(word)
+    method = trl_method(script[1]) if script is not None and has_arguments else None
+    return None if method is None else ("trl", method, 1)
+
+
+def trl_method(name: str) -> str | None:
+    """Return the method of a script or a trainer of TRL, such as ``grpo_vlm`` or ``GRPOTrainer``; None if unknown."""
+    plain = name.lower()
+    return next((TRL_METHODS[key] for key in TRL_METHODS if plain == key or plain.startswith(f"{key}_")), None)
+
+
+def read_arguments(words: Sequence[str], *, is_hydra: bool = False) -> Iterator[Setting]:
+    """Yield ``key=value``, ``--key value``, ``--key=value`` and ``--key``; other words are settings without a value.
+
+    Hydra's commands mix ``--key value`` with ``key=value``, so a key has one value there.
+    """
+    at = 0
+    while at < len(words):
+        word = words[at]
+        name, has_value, value = word.lstrip("-+").partition("=")
+        at += 1
+        if word.startswith("--") and not has_value:
+            start = at
+            while at < len(words) and not words[at].startswith("--") and not (is_hydra and at > start):
+                at += 1
+            given = [read_value(text) for text in words[start:at]]
+            yield from _settings(name, True if not given else given[0] if len(given) == 1 else given)
+        elif has_value and name:
+            yield from _settings(name, read_value(value))
+        else:
+            yield Setting(name=word, value=None)
+
+
+def _settings(name: str, value: object) -> Iterator[Setting]:
+    if isinstance(value, Mapping) and value:
+        yield from flatten(value, f"{name}.")
+    else:
+        yield Setting(name=name, value=value)

@@ -1,0 +1,124 @@
+"""Translates the data sets of another system's run into options of ``data``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from rlpipe.configs.foreign_run import MAX_ENTRIES, Computed
+from rlpipe.configs.foreign_values import ForeignValues
+
+KINDS = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
+LOADERS = {"json": "jsonl", "parquet": "parquet"}
+"""Sources by the names that ``load_dataset`` has for formats of files."""
+COLUMNS = {
+    "field_messages": "messages_column",
+    "field": "text_column",
+    "field_chosen": "chosen_column",
+    "field_rejected": "rejected_column",
+    "field_prompt": "prompt_column",
+    "split": "split",
+    "name": "name",
+    "type": "",
+    "path": "path",
+}
+"""Options of ``data`` by the names of a data set's entries; an empty one chooses nothing but is understood."""
+UNDERSTOOD = {
+    **dict.fromkeys(("message_field_role", "message_property_mappings.role"), ("role", "from")),
+    **dict.fromkeys(("message_field_content", "message_property_mappings.content"), ("content", "value")),
+    "ds_type": ("json", "jsonl", "parquet"),
+}
+"""Settings of a data set that need no option if they have one of these values."""
+CHOICES = {"roles_to_train": list, "train_on_eos": str, "data_files": str}
+KNOWN_TYPES = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "stepwise_supervised")
+"""Formats of axolotl whose rows need no transform."""
+LISTS = ("datasets", "pretraining_dataset")
+NO_TYPE = "its rows have another form: see data.transform"
+NO_ENTRY = "set the option of data, or a data.transform"
+
+
+def entry_of(name: str) -> tuple[int, str] | None:
+    """Return the index and the key of a setting such as ``datasets.0.path``; None for other settings."""
+    parts = name.split(".", 2)
+    return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[0] in LISTS and parts[1].isdecimal() else None
+
+
+def describe_entry(index: int, key: str, value: Any) -> str | None:
+    """Return the reason why a setting of a data set makes no option; None if it does, or needs none."""
+    if index >= MAX_ENTRIES:
+        return f"more than {MAX_ENTRIES} data sets: set data.path to a folder or a pattern"
+    if key == "type":
+        kind = str(value)
+        return None if kind.split(".")[0] in KNOWN_TYPES or kind == "bradley_terry.chat_template" else NO_TYPE
+    is_known = value in UNDERSTOOD.get(key, ()) or isinstance(value, CHOICES.get(key, ()))
+    return None if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY
+
+
+def translate_data(values: ForeignValues) -> dict[str, Any]:
+    """Return the options of the data, with the choice of the group under ``data``."""
+    entries = _entries(values)
+    sources = [source for source in map(_source, entries if len(entries) <= MAX_ENTRIES else []) if source]
+    if len(sources) > 1:
+        named = {f"set_{index}": source for index, source in enumerate(sources, start=1)}
+        return {"data": "mix", "data.sources": named}
+    if not sources:
+        return {"data": "jsonl", "data.path": "???"}
+    sources[0].pop("weight", None)
+    return {"data": sources[0].pop("source"), **{f"data.{name}": value for name, value in sources[0].items()}}
+
+
+def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
+    """Return the data sets as mappings with a path, as axolotl has them."""
+    for name in LISTS:
+        listed = _listed(values, name)
+        if listed:
+            return listed
+    found = values.get("data.train_files", "prompt_data", "dataset_name", "dataset", *LISTS)
+    weights: list[Any] = []
+    if isinstance(found, str) and values.run.system == "openrlhf":
+        found = found.split(",")
+        shares = str(values.get("prompt_data_probs", "dataset_probs")).split(",")
+        weights = shares if len(shares) == len(found) > 1 else []
+    entries = found if isinstance(found, list) else [] if found is None else [found]
+    configuration = values.get("dataset_config", "dataset_config_name", "name")
+    split = values.get("dataset_train_split", "prompt_split", "train_split", "dataset_split", "split")
+    split = split[0] if isinstance(split, list) and split else split
+    given = (("name", configuration), ("split", split), ("data_files", values.get("data_files")))
+    extra = {key: value for key, value in given if isinstance(value, str)}
+    made: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
+    return (
+        [{**entry, "weight": float(weight)} for entry, weight in zip(made, weights, strict=True)] if weights else made
+    )
+
+
+def _listed(values: ForeignValues, name: str) -> list[Mapping[str, Any]]:
+    """Return the entries of a list of data sets, which are settings such as ``datasets.0.path``."""
+    entries: dict[int, dict[str, Any]] = {}
+    for setting in values.run.settings:
+        entry = entry_of(setting.name)
+        if entry is not None and setting.name.startswith(f"{name}."):
+            entries.setdefault(entry[0], {})[entry[1]] = setting.value
+    return list(entries.values())
+
+
+def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a data set, with its ``source``."""
+    path = entry.get("path")
+    if not isinstance(path, str) or isinstance(path, Computed):
+        return {}
+    source, files = KINDS.get(PurePath(path).suffix, "datasets"), entry.get("data_files")
+    options = {ours: entry[theirs] for theirs, ours in COLUMNS.items() if ours and isinstance(entry.get(theirs), str)}
+    if path in LOADERS:
+        if not isinstance(files, str):
+            return {}
+        source, options["path"] = LOADERS[path], files
+    options |= {
+        key: entry[key] for key in ("roles_to_train", "train_on_eos") if isinstance(entry.get(key), CHOICES[key])
+    }
+    if str(entry.get("type")) in ("completion", "pretrain"):
+        options.setdefault("text_column", "text")
+    if source != "datasets":
+        options = {name: value for name, value in options.items() if name not in ("split", "name")}
+    weight = {"weight": entry["weight"]} if "weight" in entry else {}
+    return {"source": source, **options, **weight}

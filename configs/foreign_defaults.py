@@ -1,0 +1,100 @@
+"""Defaults of other systems that matter to training and differ from those of rlpipe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rlpipe.configs.foreign_run import Setting
+
+TRL_ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
+TRL_SAMPLING = {"max_completion_length": 256, "gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
+PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
+GRPO = {"num_generations": 8, "loss_type": "dapo"}
+OF_PEFT = "those of PEFT"
+LORA_OF_COMMANDS = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": OF_PEFT}
+LORA_OF_PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": OF_PEFT}
+OPENRLHF = {
+    "train_batch_size": 128,
+    "lr_scheduler": "cosine_with_min_lr",
+    "lr_warmup_ratio": 0.03,
+    "adam_betas": [0.9, 0.95],
+    "apply_chat_template": False,
+}
+DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("trl", "rl"): {**TRL_SAMPLING, **GRPO},
+    ("trl", "rloo"): {**TRL_SAMPLING, "num_generations": 2, "beta": 0.05},
+    ("trl", "online_dpo"): {**TRL_ROWS, "learning_rate": 5e-7, "temperature": 0.9, "max_new_tokens": 64},
+    ("trl", "sft"): {**PREFERENCES, "learning_rate": 2e-5, "assistant_only_loss": False},
+    ("trl", "dpo"): PREFERENCES,
+    ("trl", "kto"): PREFERENCES,
+    ("trl", "orpo"): PREFERENCES,
+    ("trl", "cpo"): {**PREFERENCES, "beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
+    ("trl", "reward_model"): {**PREFERENCES, "learning_rate": 1e-4},
+    ("trl", "process_reward_model"): {**PREFERENCES, "learning_rate": 1e-5},
+    ("axolotl", "rl"): {**GRPO, "max_completion_length": 256},
+    ("axolotl", "ebft"): {"num_generations": 8, "max_completion_length": 256},
+    ("axolotl", "simpo"): {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
+    ("axolotl", ""): {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lr_scheduler": "cosine"},
+    ("verl", "rl"): {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.rollout_correction.rollout_is": "none",
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "actor.ppo_mini_batch_size": 256,
+        "actor.loss_agg_mode": "token-mean",
+        "actor.clip_ratio_c": 3.0,
+        "actor.optim.lr": 1e-6,
+        "actor.optim.weight_decay": 0.01,
+        "model.enable_gradient_checkpointing": True,
+        "rollout.n": 1,
+    },
+    ("verl", "sft"): {"data.train_batch_size": 256, "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.95]},
+    ("openrlhf", "rl"): {
+        **OPENRLHF,
+        "advantage_estimator": "gae",
+        "policy_loss_type": "ppo",
+        "actor_learning_rate": 1e-6,
+        "init_kl_coef": 0.01,
+        "rollout_batch_size": 1024,
+        "n_samples_per_prompt": 1,
+        "prompt_max_len": 1024,
+        "generate_max_len": 1024,
+        "enable_vllm_is_correction": False,
+        "input_key": "input",
+    },
+    ("openrlhf", "sft"): {**OPENRLHF, "learning_rate": 5e-6, "input_key": "input"},
+    ("openrlhf", "dpo"): {**OPENRLHF, "learning_rate": 1e-5},
+    ("openrlhf", "kto"): OPENRLHF,
+    ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6},
+    ("openrlhf", "process_reward_model"): OPENRLHF,
+}
+"""Defaults by system and method, or by system alone; those of TRL are of version 1."""
+INSTEAD = {
+    "num_generations": ("rollout.n",),
+    "prompt_max_len": ("max_len",),
+    "lr_warmup_ratio": ("lr_warmup_steps",),
+    "actor.clip_ratio_c": ("actor.policy_loss.loss_mode",),
+    "algorithm.rollout_correction.rollout_is": ("actor.tis_imp_ratio_cap", "algorithm.rollout_is"),
+    "enable_vllm_is_correction": ("vllm_enable_is_correction",),
+    "per_device_train_batch_size": ("auto_find_batch_size",),
+}
+"""Settings with which a default has no effect."""
+
+
+def default_settings(system: str, method: str, names: Collection[str]) -> list[Setting]:
+    """Return the defaults for the settings that are not among the names."""
+    found = {**DEFAULTS.get((system, ""), {}), **DEFAULTS.get((system, method), {})}
+    if system == "trl":
+        found |= LORA_OF_PEFT if "LoraConfig" in names else LORA_OF_COMMANDS if "use_peft" in names else {}
+        found |= (
+            {"vllm_importance_sampling_mode": "sequence_mask"}
+            if "use_vllm" in names and method in ("rl", "rloo")
+            else {}
+        )
+    return [
+        Setting(name=name, value=value, default_of=system)
+        for name, value in found.items()
+        if name not in names and not any(other in names for other in INSTEAD.get(name, ()))
+    ]

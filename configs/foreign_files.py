@@ -1,0 +1,103 @@
+"""Reads the settings of a run from files of TRL, axolotl, verl and OpenRLHF: YAML, shell scripts, Python scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf._utils import get_yaml_loader
+
+from rlpipe.configs.foreign_commands import read_shell
+from rlpipe.configs.foreign_python import read_python
+from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, flatten
+from rlpipe.configs.yaml_file import YamlLimits, describe_problem, read_text
+from rlpipe.errors import ConfigError
+
+MARKS = {
+    "axolotl": ("base_model",),
+    "verl": (
+        "actor_rollout_ref.model.path",
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.rollout.n",
+        "trainer.total_epochs",
+    ),
+    "openrlhf": ("pretrain", "prompt_data", "actor.model_name_or_path", "data.prompt_dataset"),
+    "trl": ("model_name_or_path", "dataset_name", "per_device_train_batch_size"),
+}
+"""Names in a YAML file by which a system is recognized."""
+AXOLOTL_METHODS = {"grpo": "rl", "gdpo": "rl"}
+TWICE = "it is given again below; the last one counts"
+
+
+def read_foreign(path: Path, system: str | None = None) -> ForeignRun:
+    """Read a file; raise ``ConfigError`` if it is of no known system, or if nothing is found in it."""
+    text = read_text(path)
+    if path.suffix == ".py":
+        run = read_python(text, path)
+    elif path.suffix in (".yaml", ".yml"):
+        run = _read_tree(text, path, system)
+    else:
+        try:
+            run = read_shell(text, str(path))
+        except ConfigError as error:
+            raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from None
+    if not run.settings:
+        raise ConfigError(f"{path}: no settings of {' or '.join(SYSTEMS.values())} were found in it; name another file")
+    return run
+
+
+class LastOfTwo(get_yaml_loader()):  # type: ignore[misc]
+    """A loader that takes the last value of a key, as the other systems do, and remembers the earlier ones."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.earlier: list[tuple[str, str]] = []
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, (key, (_, value)) in enumerate(zip(keys, node.value, strict=True)):
+            if key in keys[index + 1 :]:
+                self.earlier.append((f"{key}: {self.construct_object(value, deep=True)}", TWICE))
+        return yaml.SafeLoader.construct_mapping(self, node, deep=deep)
+
+
+def _read_tree(text: str, path: Path, system: str | None) -> ForeignRun:
+    try:
+        YamlLimits(path).check(text)
+        loader = LastOfTwo(text)
+        tree = loader.get_single_data()
+    except ConfigError:
+        raise
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not a YAML file: {describe_problem(error, text)}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {str(error).partition(';')[0]}; write the value out") from error
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: it contains no settings of {' or '.join(SYSTEMS.values())}; name another file")
+    settings = list(flatten(tree))
+    names = {setting.name for setting in settings}
+    system = system or next((name for name, marks in MARKS.items() if not names.isdisjoint(marks)), None)
+    if system is None:
+        raise ConfigError(f"{path}: it is not clear which system it is for; add --from {'|'.join(SYSTEMS)}")
+    method = _method_of(system, {own.name: own.value for own in settings})
+    return ForeignRun(system=system, method=method, settings=settings, notes=loader.earlier)
+
+
+def _method_of(system: str, values: Mapping[str, Any]) -> str:
+    """Return the method of a YAML file, which only axolotl's names."""
+    if system == "axolotl":
+        if values.get("process_reward_model"):
+            return "process_reward_model"
+        if values.get("reward_model"):
+            return "reward_model"
+        method = str(values.get("rl") or "sft")
+        if method == "ebft" and values.get("ebft.mode") == "strided":
+            return "ebft_strided"
+        return AXOLOTL_METHODS.get(method, method)
+    if system == "verl":
+        return "rl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in values) else "sft"
+    if system == "openrlhf":
+        return "rl" if values.keys() & {"prompt_data", "data.prompt_dataset"} else "sft"
+    return "rl" if values.keys() & {"num_generations", "reward_funcs"} else "dpo" if "beta" in values else "sft"

@@ -1,0 +1,291 @@
+"""Translates a run of another system into a config, in which each setting is an option or a comment with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import yaml
+
+from rlpipe.configs.compose import ManyProblems, load_config
+from rlpipe.configs.foreign_axolotl import AXOLOTL, AXOLOTL_BELOW
+from rlpipe.configs.foreign_data import describe_entry, entry_of, translate_data
+from rlpipe.configs.foreign_hf import TRL, TRL_BELOW
+from rlpipe.configs.foreign_losses import NO_EFFECT
+from rlpipe.configs.foreign_openrlhf import OPENRLHF, OPENRLHF_BELOW
+from rlpipe.configs.foreign_rules import OFF, Made, PartOf, Rule, Table
+from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign_values import ALGORITHMS, GROUPS, ForeignValues, canonical
+from rlpipe.configs.foreign_verl import VERL, VERL_BELOW
+from rlpipe.configs.options import all_names, options
+from rlpipe.errors import ConfigError, InputError
+
+TABLES: Mapping[str, tuple[Table, Mapping[str, str]]] = {
+    "axolotl": (AXOLOTL, AXOLOTL_BELOW),
+    "openrlhf": (OPENRLHF, OPENRLHF_BELOW),
+    "trl": (TRL, TRL_BELOW),
+    "verl": (VERL, VERL_BELOW),
+}
+GIVEN_AGAIN = "it is given again, and the last one counts"
+UNKNOWN = "no equivalent is known"
+EMPTY = "it has no value"
+COMPUTED = "the file computes it: set {} yourself"
+FROM_ENVIRONMENT = "a variable that the file does not set: set {} yourself"
+NO_REWARDS = ("scoring.rewards", "the run needs rewards: see scoring.rewards.<name>.path, and docs/rewards.md")
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
+MISSING = "???"
+MAX_COMMENT = 120
+PROMPT, COMPLETION = ("data.max_prompt_tokens", 1024), ("rollout.sampling.max_tokens", 256)
+MICRO_BATCH, ROOM = "learner.max_tokens_per_microbatch", 8192
+"""Options of lengths, with their defaults."""
+PLACEHOLDER = "unset"
+"""Stands for a required option that the file does not give, and for variables, while the rest is validated."""
+
+
+@dataclass
+class Translation:
+    """Choices of groups, options with the settings that they come from, and the settings without an equivalent."""
+
+    choices: dict[str, str]
+    options: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, list[str]] = field(default_factory=dict)
+    """Settings by the option, or by the group, that follows from them."""
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def take(self, made: Mapping[str, Any], setting: Setting) -> None:
+        """Take the options of a setting; one that has another value already keeps it."""
+        for option, value in made.items():
+            if option in self.options and self.options[option] != value:
+                if not setting.default_of:
+                    self.notes.append((str(setting), f"{option} is set by {', '.join(self.origins[option])}"))
+                continue
+            self.options[option] = value
+            self.origins.setdefault(option, []).append(str(setting))
+
+    def drop(self, option: str, reason: str) -> None:
+        """Turn an option into a comment."""
+        origins = ", ".join(self.origins.pop(option, []))
+        self.notes.append((f"{option}: {self.options.pop(option)}" + (f" ({origins})" if origins else ""), reason))
+
+
+def translate(run: ForeignRun) -> Translation:
+    """Return the config of a run, without options that it can't have; raise ``ConfigError`` if there can be none."""
+    values = ForeignValues(run)
+    if values.algorithm is None:
+        known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
+        raise ConfigError(f"there is no algorithm {run.method} here; there are {known}")
+    data = translate_data(values)
+    choices = {"algorithm": values.algorithm, "data": data.pop("data"), "model": values.model, "learner": "single_gpu"}
+    translation = Translation(choices | ({"rollout": "vllm_gpu"} if values.samples else {}))
+    for name, value in data.items():
+        known = _with_variables(values, value)
+        translation.options[name] = MISSING if known is None else known
+    translation.options |= values.batch
+    if run.num_processes is not None and run.system == "trl":
+        translation.origins[GROUPS] = [f"{run.num_processes} processes"]
+    for setting in [*run.settings, *values.defaults]:
+        _place(translation, values, setting)
+    translation.options.setdefault("model.path", MISSING)
+    _make_room(translation)
+    if values.samples and values.algorithm != "ebft" and not any(".rewards." in name for name in translation.options):
+        translation.notes.append(NO_REWARDS)
+    _leave_out_what_is_refused(translation)
+    translation.notes += run.notes
+    return translation
+
+
+def _make_room(translation: Translation) -> None:
+    """Raise the size of micro batches to that of the longest rollout, which they must hold."""
+    lengths = [translation.options.get(option, default) for option, default in (PROMPT, COMPLETION)]
+    longest = sum(length for length in lengths if type(length) is int)
+    room = translation.options.get(MICRO_BATCH, ROOM)
+    if "rollout" in translation.choices and type(room) is int and longest > room:
+        if MICRO_BATCH in translation.options:
+            translation.drop(MICRO_BATCH, "fewer tokens than a prompt and a completion have together")
+        translation.options[MICRO_BATCH] = longest
+        translation.origins[MICRO_BATCH] = [f"{PROMPT[0]} + {COMPLETION[0]}"]
+
+
+def _place(translation: Translation, values: ForeignValues, setting: Setting) -> None:
+    """Keep what a setting makes; a reason why a default makes nothing is worth a comment if it has an effect."""
+    made = translate_setting(values, setting)
+    if not (setting.default_of or values.counts(setting) or isinstance(setting.value, Computed)):
+        translation.notes.append((str(setting), GIVEN_AGAIN))
+    elif isinstance(made, PartOf):
+        translation.origins.setdefault(made.of, []).append(str(setting))
+    elif isinstance(made, str):
+        if not (setting.default_of and made in (OFF, NO_EFFECT)):
+            translation.notes.append((str(setting), made))
+    else:
+        known = {}
+        for option, value in made.items():
+            known_value = _with_variables(values, value)
+            if known_value is None:
+                translation.notes.append((str(setting), COMPUTED.format(option)))
+            elif REFERENCE.search(str(known_value)) and option not in _texts():
+                translation.notes.append((str(setting), FROM_ENVIRONMENT.format(option)))
+            else:
+                known[option] = known_value
+        translation.take(known, setting)
+
+
+@cache
+def _texts() -> frozenset[str]:
+    """Return the options that are texts, whose values may come from the environment."""
+    return frozenset(option.name for option in options() if option.type.startswith("a string"))
+
+
+def translate_setting(values: ForeignValues, setting: Setting) -> Made:
+    """Return the options that a setting makes, or the reason why it makes none."""
+    name = canonical(values.run.system, setting.name)
+    table, below = TABLES[values.run.system]
+    entry = entry_of(name)
+    rule: Rule | str | None = _of_entry if entry is not None else table.get(name)
+    section = None if rule is not None else _section_of(name, below)
+    if section is not None and " " not in below[section]:
+        rule = f"{below[section]}.{name[len(section) + 1 :]}"
+    elif section is not None:
+        return below[section]
+    if setting.value in (None, "") and rule is not None:
+        return EMPTY
+    if isinstance(rule, str) and " " in rule:
+        return rule
+    if isinstance(setting.value, Computed):
+        return COMPUTED.format(_option_of(values, rule))
+    if rule is None:
+        return UNKNOWN if setting.value is not None else f"{EMPTY}, and {UNKNOWN}"
+    if entry is not None and entry[1] == "step_separator" and values.run.method == "process_reward_model":
+        return {"algorithm.process_reward_model.separator": setting.value}
+    if entry is not None:
+        return describe_entry(*entry, setting.value) or PartOf("data")
+    return {rule: setting.value} if isinstance(rule, str) else rule(values, setting.value)
+
+
+def _of_entry(values: ForeignValues, value: Any) -> Made:
+    return PartOf("data")
+
+
+def _option_of(values: ForeignValues, rule: Rule | str | None) -> str:
+    """Return the option that a rule sets, as it does for a text."""
+    made = {rule: ""} if isinstance(rule, str) else {} if rule is None else rule(values, "")
+    known = [option for option in made if option in all_names()] if isinstance(made, dict) else []
+    return known[0] if known else "the option"
+
+
+def _section_of(name: str, below: Mapping[str, str]) -> str | None:
+    """Return the longest beginning of a dotted name that has a rule for all below it."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((beginning for beginning in beginnings if beginning in below), None)
+
+
+def _with_variables(values: ForeignValues, value: Any) -> Any:
+    """Return a value with references to the environment where a shell's variables are left; None if others are."""
+    if isinstance(value, dict):
+        known = {name: _with_variables(values, each) for name, each in value.items()}
+        return None if None in known.values() else known
+    if isinstance(value, list):
+        listed = [_with_variables(values, each) for each in value]
+        return None if None in listed else listed
+    if not isinstance(value, str):
+        return value
+    if values.run.is_shell:
+        value = VARIABLE.sub(lambda name: f"${{oc.env:{name[1] or name[2]}}}", value)
+    return None if "${" in REFERENCE.sub("", value) else value
+
+
+def _leave_out_what_is_refused(translation: Translation) -> None:
+    """Turn the options that a config can't have, alone or together, into comments with the reasons."""
+    while True:
+        try:
+            load_config(options=[as_tree(translation, PLACEHOLDER)], overrides=_chosen(translation), need_files=False)
+        except InputError as error:
+            messages = error.messages if isinstance(error, ManyProblems) else [str(error)]
+            named = {option: text for text in messages for option in _options_in(text) if option in translation.options}
+            if not named:
+                raise
+            for option, text in named.items():
+                translation.drop(option, text)
+        else:
+            return
+
+
+def _options_in(message: str) -> Iterator[str]:
+    """Yield the first option that a message names, with the sections around it."""
+    found = re.match(r"[\w.]+", message)
+    parts = found[0].split(".") if found else []
+    for length in range(len(parts), 1, -1):
+        yield ".".join(parts[:length])
+
+
+def _chosen(translation: Translation) -> list[str]:
+    return [f"{group}={choice}" for group, choice in translation.choices.items()]
+
+
+def as_tree(translation: Translation, missing: str = MISSING) -> dict[str, Any]:
+    """Return the options as a tree, with ``missing`` for those that the file does not give, and for variables."""
+    tree: dict[str, Any] = {}
+    for option, value in translation.options.items():
+        *sections, last = option.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[last] = value if missing == MISSING else _without_variables(value, missing)
+    return tree
+
+
+def _without_variables(value: Any, missing: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_variables(each, missing) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_variables(each, missing) for each in value]
+    return REFERENCE.sub(missing, value.replace(MISSING, missing)) if isinstance(value, str) else value
+
+
+def write(translation: Translation, source: str) -> str:
+    """Return the config as YAML, with the settings that each option comes from, and those without one at the end."""
+    lines = [
+        f"# Made from {_one_line(source)} by rlpipe import; what has no equivalent here is at the end.",
+        "defaults:",
+    ]
+    for group, choice in translation.choices.items():
+        lines += _commented(f"  - {group}: {choice}", translation.origins.get(group, []))
+    lines += ["", *_lines(as_tree(translation), translation)]
+    if translation.notes:
+        lines += ["", "# Without an equivalent:"]
+    for setting, reason in dict.fromkeys(translation.notes):
+        lines += [f"# {_one_line(setting)}", f"#     {_one_line(reason)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(tree: Mapping[str, Any], translation: Translation, prefix: str = "") -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in tree.items():
+        option = f"{prefix}{name}"
+        if option in translation.options or not isinstance(value, dict):
+            shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+            line = f"{indent}{name}: {shown.removesuffix('...' + chr(10)).strip()}"
+            yield from _commented(line, translation.origins.get(option, []))
+        else:
+            yield f"{indent}{name}:"
+            yield from _lines(value, translation, f"{option}.")
+
+
+def _commented(line: str, origins: list[str]) -> Iterator[str]:
+    """Yield a line with the settings that it comes from: after it, or above it if there are too many."""
+    settings = [_one_line(origin) for origin in dict.fromkeys(origins)]
+    together = ", ".join(settings)
+    if len(together) > MAX_COMMENT:
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from (f"{indent}# {setting}" for setting in settings)
+        yield line
+    else:
+        yield f"{line}  # {together}" if together else line
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,259 @@
+"""Reads the settings of a Python script of TRL from its calls and its docstring, without running it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpipe.configs.foreign_commands import Found, as_run, find_program, show, trl_method
+from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting, flatten
+from rlpipe.configs.foreign_script import Script
+from rlpipe.errors import ConfigError
+
+ADAPTERS = ("LoraConfig", "BitsAndBytesConfig")
+PASSED_ON = re.compile(r"\w*(?:args|config)(?:\.\w+)*|None")
+"""Values that come from the command line, whose arguments are read where they are given."""
+HOLDER = re.compile(r"\w*(?:args|config)")
+DATA, MODEL = "load_dataset", "from_pretrained"
+WIRED = (
+    *("args", "train_dataset", "eval_dataset", "peft_config", "quantization_config"),
+    *("processing_class", "tokenizer"),
+)
+"""Arguments by which a script passes on what it has made elsewhere."""
+OTHER_DATA = "another data set: the one that the trainer receives, or the first one, is taken"
+OTHER_MODEL = "another model: the one that the trainer receives is taken"
+OTHER_TRAINER = "another run: the script's last trainer is taken"
+OTHER_COMMAND = "another command of the docstring: it is not the one that is translated"
+MAX_TEXT = 200
+
+
+def read_python(text: str, path: Path) -> ForeignRun:
+    """Read a script; where its docstring has a command, its arguments come first, and the script may change them."""
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path}: not a Python file: {error}") from None
+    script = PythonScript(module)
+    told = list(_told_runs(ast.get_docstring(module) or "", path.stem))
+    told.sort(key=lambda run: (run.system != "trl", not run.settings))  # stable: the first command of TRL
+    methods = script.trainers or [run.method for run in told[:1]] or script.configs
+    if not methods:
+        raise ConfigError(f"{path}: no trainer of TRL and no command was found in it; name another file")
+    settings = [*(told[0].settings if told else ()), *script.settings]
+    notes = [*(told[0].notes if told else ()), *script.notes]
+    notes += [(f"{run.method}: {_words(run)}", OTHER_COMMAND) for run in told[1:]]
+    return ForeignRun(
+        system="trl",
+        method=methods[-1],
+        settings=settings,
+        notes=notes,
+        num_processes=told[0].num_processes if told else None,
+        is_shell=bool(told),
+    )
+
+
+def _words(run: ForeignRun) -> str:
+    return show([f"--{setting.name}={setting.value}" for setting in run.settings])
+
+
+def _told_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
+    """Yield the commands in a docstring, whose other lines are prose with quotes that need not match."""
+    lines = docstring.splitlines()
+    while lines:
+        line = lines.pop(0).strip()
+        if not re.search(rf"\btrl |trl\.|/\w+\.py\b|\b{re.escape(stem)}\.py\b", line) and not line.endswith("\\"):
+            continue
+        # A line of arguments belongs to the command above it, even if a backslash is missing there.
+        while lines and (line.endswith("\\") or lines[0].lstrip().startswith("--")):
+            line = f"{line.removesuffix(chr(92))} {lines.pop(0).strip()}"
+        try:
+            commands = Script(line).commands
+        except ConfigError:
+            continue
+        for command in commands:
+            # The script's own name need not be one of TRL's; its trainer tells the method.
+            own = None if trl_method(stem) else f"{stem}.py"
+            found = find_program(["sft.py" if Path(word).name == own else word for word in command.words])
+            if found is not None:
+                yield as_run(found, [])
+            elif (names := [Path(word).name for word in command.words]).count(f"{stem}.py"):
+                launcher = command.words[: names.index(f"{stem}.py")]
+                yield as_run(Found(system="trl", method="sft", launcher=launcher, arguments=()), [])
+
+
+class PythonScript:
+    """The trainers of a script, and the arguments of its configs, trainers, data sets and models."""
+
+    def __init__(self, module: ast.Module) -> None:
+        self.trainers: list[str] = []
+        """Methods of its trainers."""
+        self.configs: list[str] = []
+        """Methods of its configs."""
+        self.settings: list[Setting] = []
+        self.notes: list[tuple[str, str]] = []
+        calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        calls.sort(key=lambda call: (call.lineno, call.col_offset))
+        self._assigned: dict[str, list[ast.expr]] = {}
+        self._has_data = False
+        changes: list[tuple[str, ast.expr]] = []
+        for node in ast.walk(module):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                changes += self._read_assignment(node.targets[0], node.value)
+        trainers = [call for call in calls if _method_of(call, "Trainer") is not None]
+        self.trainers += [str(_method_of(call, "Trainer")) for call in trainers]
+        self._models = self._sources_of(trainers[-1:], "model", MODEL)
+        self._data = self._sources_of(trainers[-1:], "train_dataset", DATA)
+        for call in calls:
+            self._read_call(called(call), call)
+        for name, value in changes:
+            self.settings += self._settings(name, value)
+
+    def _read_assignment(self, target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+        """Remember the value of a variable; yield a change of a config, such as ``training_args.beta = 0``."""
+        if isinstance(target, ast.Name):
+            self._assigned.setdefault(target.id, []).append(value)
+        elif isinstance(target, ast.Tuple):
+            for name in target.elts:
+                if isinstance(name, ast.Name):
+                    self._assigned.setdefault(name.id, []).append(value)
+        elif isinstance(target, ast.Attribute) and HOLDER.fullmatch(_text(target.value)):
+            yield target.attr, value
+
+    def _sources_of(self, trainers: Sequence[ast.Call], argument: str, source: str) -> set[int]:
+        """Return the calls of a function from whose results an argument of the trainers is made."""
+        found: set[int] = set()
+        nodes = [keyword.value for call in trainers for keyword in call.keywords if keyword.arg == argument]
+        nodes += [call.args[0] for call in trainers if call.args and argument == "model"]
+        seen: set[str] = set()
+        while nodes:
+            for part in ast.walk(nodes.pop()):
+                if isinstance(part, ast.Call) and called(part) == source:
+                    found.add(id(part))
+                elif isinstance(part, ast.Name) and part.id not in seen:
+                    seen.add(part.id)
+                    nodes += self._assigned.get(part.id, [])
+        return found
+
+    def _read_call(self, name: str, call: ast.Call) -> None:
+        method, is_trainer = _method_of(call, "Config") or _method_of(call, "Trainer"), name.endswith("Trainer")
+        if method is not None and self.trainers and method != self.trainers[-1]:
+            self.notes.append((_text(call), OTHER_TRAINER))
+        elif method is not None:
+            if not is_trainer:
+                self.configs.append(method)
+            elif call.args:
+                self.settings += self._settings("model", call.args[0])
+            self._read_keywords(call)
+        elif name in ADAPTERS:
+            self.settings.append(Setting(name=name, value=True))
+            self._read_keywords(call)
+        elif name == DATA:
+            self._read_data(call)
+        elif name == MODEL and "Model" in _text(call.func):
+            self._read_model(call)
+
+    def _read_keywords(self, call: ast.Call, prefix: str = "") -> None:
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                self.settings += self._settings(f"{prefix}{keyword.arg}", keyword.value)
+            elif not isinstance(keyword.value, ast.Name) or not self._spread(keyword.value.id):
+                self.notes.append((f"**{_text(keyword.value)}", "arguments that the script computes"))
+
+    def _spread(self, name: str) -> bool:
+        """Read the entries of a dictionary that a call receives as ``**name``."""
+        values = self._assigned.get(name, [])
+        for value in values:
+            if isinstance(value, ast.Call) and called(value) == "dict":
+                self._read_keywords(value)
+            elif isinstance(value, ast.Dict):
+                self.settings += self._entries("", value)
+            else:
+                return False
+        return bool(values)
+
+    def _read_data(self, call: ast.Call) -> None:
+        path = self._value(call.args[0]) if call.args else None
+        is_other = self._data and id(call) not in self._data
+        if is_other or self._has_data:
+            self.notes.append((_text(call), OTHER_DATA))
+            return
+        if isinstance(path, Computed) and PASSED_ON.fullmatch(path.text):
+            return
+        self._has_data = True
+        self.settings.append(Setting(name="dataset", value=path))
+        if len(call.args) > 1:
+            self.settings += self._settings("dataset_config", call.args[1])
+        self._read_keywords(call)
+
+    def _read_model(self, call: ast.Call) -> None:
+        if self._models and id(call) not in self._models:
+            self.notes.append((_text(call), OTHER_MODEL))
+            return
+        if call.args:
+            self.settings += self._settings("model", call.args[0])
+        self._read_keywords(call)
+
+    def _settings(self, name: str, node: ast.expr) -> Iterator[Setting]:
+        """Yield the settings that an argument is; none if it only passes on what the command line gives."""
+        if name in WIRED:
+            yield Setting(name=name, value=Computed(text=_text(node)))
+            return
+        if isinstance(node, ast.Name) and any(map(_loads_model, self._assigned.get(node.id, []))):
+            return
+        if isinstance(node, ast.Dict) and node.keys:
+            yield from self._entries(f"{name}.", node)
+            return
+        if isinstance(node, ast.Call) and called(node) == "dict" and not node.args:
+            for keyword in node.keywords:
+                yield from self._settings(f"{name}.{keyword.arg or '**'}", keyword.value)
+            return
+        value = self._value(node)
+        if isinstance(value, Computed) and PASSED_ON.fullmatch(value.text):
+            return
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        else:
+            yield Setting(name=name, value=value)
+
+    def _entries(self, prefix: str, node: ast.Dict) -> Iterator[Setting]:
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant):
+                yield from self._settings(f"{prefix}{key.value!s}", value)
+            else:
+                yield Setting(name=f"{prefix}**", value=Computed(text=_text(value)))
+
+    def _value(self, node: ast.expr) -> Any:
+        """Return a constant, also by the one name that it is assigned to, or what the script computes."""
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return node.attr
+        values = self._assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
+        if len(values) != 1:
+            return Computed(text=_text(node))
+        try:
+            return ast.literal_eval(values[0])
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return Computed(text=_text(node))
+
+
+def _method_of(call: ast.Call, kind: str) -> str | None:
+    """Return the method of a config or a trainer that a call makes; None if it makes neither."""
+    name = called(call)
+    return trl_method(name.removesuffix(kind)) if name.endswith(kind) and name not in ADAPTERS else None
+
+
+def _loads_model(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and called(node) == MODEL
+
+
+def called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _text(node: ast.expr) -> str:
+    try:
+        return ast.unparse(node)[:MAX_TEXT]
+    except RecursionError:
+        return "..."

@@ -1,0 +1,177 @@
+"""Looks up the settings of another system's run, and what follows from several of them: the model and the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rlpipe.configs.foreign_defaults import default_settings
+from rlpipe.configs.foreign_names import DOTTED
+from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
+
+ALGORITHMS = {
+    "rl": "grpo",
+    "ebft": "ebft",
+    "ebft_strided": "ebft_strided",
+    "rloo": "rloo",
+    "sft": "sft",
+    "dpo": "dpo",
+    "ipo": "ipo",
+    "kto": "kto",
+    "orpo": "orpo",
+    "simpo": "simpo",
+    "cpo": "cpo",
+    "online_dpo": "online_dpo",
+    "reward_model": "reward_model",
+    "process_reward_model": "process_reward_model",
+}
+"""Choices of rlpipe's group ``algorithm`` by method."""
+ONLINE = ("rl", "rloo", "online_dpo", "ebft")
+GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "algorithm.num_minibatches"
+
+
+def is_on(value: Any) -> bool:
+    """Return whether a switch is on, as YAML, shells and Python write it."""
+    return str(value).lower() in ("true", "1", "yes", "on", "auto", "full", "enable")
+
+
+def canonical(system: str, name: str) -> str:
+    """Return the name that the tables have: without the part that all options of a system have, and in its old form."""
+    plain = name.replace("-", "_")
+    if system == "axolotl":
+        return plain.removeprefix("trl.")
+    if system == "verl":
+        return plain.removeprefix("actor_rollout_ref.")
+    return DOTTED.get(plain, plain) if system == "openrlhf" else plain
+
+
+@dataclass
+class ForeignValues:
+    """The settings of a run of another system, by their names in the tables, with the defaults of those it lacks."""
+
+    run: ForeignRun
+
+    @cached_property
+    def _by_name(self) -> dict[str, Any]:
+        """Values by name; the last setting of several counts, as it does for the other systems."""
+        every = [*self.defaults, *(setting for setting in self.run.settings if self.counts(setting))]
+        return {canonical(self.run.system, setting.name): setting.value for setting in every}
+
+    @cached_property
+    def _last(self) -> dict[str, Setting]:
+        """The last setting of each name, of those with a known value if there are any."""
+        known = [setting for setting in self.run.settings if not isinstance(setting.value, Computed)]
+        return {canonical(self.run.system, setting.name): setting for setting in [*self.run.settings, *known]}
+
+    def counts(self, setting: Setting) -> bool:
+        """Return whether a setting is not given again with another value."""
+        return self._last[canonical(self.run.system, setting.name)] is setting
+
+    @cached_property
+    def defaults(self) -> list[Setting]:
+        """Defaults of the system that differ from those of rlpipe, for settings that the file does not have."""
+        names = {canonical(self.run.system, setting.name) for setting in self.run.settings}
+        return default_settings(self.run.system, self.run.method, names)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of the names that has one which is known."""
+        values = (self._by_name.get(name) for name in names)
+        return next((value for value in values if value is not None and not isinstance(value, Computed)), None)
+
+    def number(self, *names: str) -> int | None:
+        """Return a whole number above 0; None if there is none."""
+        value = self.get(*names)
+        return value if type(value) is int and value > 0 else None
+
+    @property
+    def samples(self) -> bool:
+        """Whether the policy samples what it is trained on, with engines."""
+        return self.run.method in ONLINE
+
+    @property
+    def algorithm(self) -> str | None:
+        """The choice of the group ``algorithm``; None if there is none for the method."""
+        if self.run.method == "cpo" and self.get("loss_type") == "simpo":
+            return "simpo"
+        return ALGORITHMS.get(self.run.method)
+
+    @property
+    def model(self) -> str:
+        """The choice of the group ``model``."""
+        kind = str(self.get("adapter") or "")
+        by_rank = self.run.system in ("verl", "openrlhf") and self.number(
+            "lora_rank", "model.lora_rank", "model.lora.rank"
+        )
+        if not (by_rank or kind in ("lora", "qlora") or is_on(self.get("use_peft")) or self.get("LoraConfig")):
+            return "full"
+        return "qlora" if kind == "qlora" or is_on(self.get("load_in_4bit")) else "lora"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row of a batch is a sequence of several rows of the data."""
+        return (
+            self.run.method == "sft"
+            and self.run.system in ("trl", "axolotl")
+            and is_on(self.get("packing", "sample_packing"))
+        )
+
+    @cached_property
+    def updates_per_step(self) -> int:
+        """Updates of the policy in a step of rlpipe, for systems that count updates."""
+        if self.run.system in ("verl", "openrlhf"):
+            return 1
+        passes = self.number("num_iterations") if self.samples else None
+        return self.batch.get(UPDATES, 1) * (passes or 1)
+
+    @property
+    def num_steps(self) -> int | None:
+        number = self.number("max_steps", "trainer.total_training_steps", "actor.optim.total_training_steps")
+        return None if number is None else -(-number // self.updates_per_step)
+
+    @cached_property
+    def batch(self) -> dict[str, int]:
+        """Options of the number of prompts, completions and updates of a step."""
+        make = {"verl": self._verl_batch, "openrlhf": self._openrlhf_batch}.get(self.run.system, self._row_batch)
+        return {name: number for name, number in make().items() if number}
+
+    def _verl_batch(self) -> dict[str, int | None]:
+        prompts = self.number("data.train_batch_size")
+        if not self.samples:
+            return {GROUPS: prompts}
+        return {
+            GROUPS: prompts,
+            SIZE: self.number("rollout.n"),
+            UPDATES: _share(prompts, self.number("actor.ppo_mini_batch_size")),
+        }
+
+    def _openrlhf_batch(self) -> dict[str, int | None]:
+        if not self.samples:
+            return {GROUPS: self.number("train_batch_size")}
+        prompts, group = self.number("rollout_batch_size"), self.number("n_samples_per_prompt")
+        completions = prompts * group if prompts and group else None
+        return {GROUPS: prompts, SIZE: group, UPDATES: _share(completions, self.number("train_batch_size"))}
+
+    def _row_batch(self) -> dict[str, int | None]:
+        """Return the batch of systems that count rows of a process, and their accumulation."""
+        rows = self.number("micro_batch_size" if self.run.system == "axolotl" else "per_device_train_batch_size")
+        accumulated = self.number("gradient_accumulation_steps")
+        if rows is None or accumulated is None or self.is_packed:
+            return {}
+        together = rows * (self.run.num_processes or 1)
+        if not self.samples:
+            return {GROUPS: together * accumulated}
+        if self.run.method == "online_dpo":
+            return {GROUPS: together * accumulated, SIZE: 2}
+        group, generated = self.number("num_generations"), self.number("generation_batch_size")
+        if group is None:
+            return {}
+        # Batches of completions per generation; with fewer than an update takes, several generations make one step.
+        sampled = generated // together if generated else self.number("steps_per_generation") or accumulated
+        sampled = max(sampled, accumulated)
+        return {GROUPS: max(together * sampled // group, 1), SIZE: group, UPDATES: _share(sampled, accumulated) or 1}
+
+
+def _share(whole: int | None, part: int | None) -> int | None:
+    """Return how many times a part fits into the whole; None if it does not divide it."""
+    return whole // part if whole and part and whole % part == 0 else None

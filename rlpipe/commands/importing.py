@@ -1,0 +1,48 @@
+"""The command ``rlpipe import``, which turns configs of other systems into configs of rlpipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlpipe.commands.arguments import Commands, add_command
+from rlpipe.errors import ConfigError
+
+NOTES = """\
+Reads YAML files of axolotl, shell scripts and YAML files of verl and OpenRLHF, and scripts, commands and YAML files of
+TRL.
+Nothing is run. Each setting becomes an option, or a comment with the reason why it has no equivalent.
+"""
+
+
+def add_import(commands: Commands) -> None:
+    parser = add_command(
+        commands, "import", run_import, "turn a config of another system into one of rlpipe", epilog=NOTES
+    )
+    parser.add_argument("file", metavar="FILE", help="a YAML file, a shell script or a Python script")
+    parser.add_argument("-o", "--output", metavar="FILE", help="YAML file to write; default: print it")
+    parser.add_argument(
+        "--from",
+        dest="system",
+        choices=("axolotl", "openrlhf", "trl", "verl"),
+        help="the system that a YAML file is for, where its options do not show it",
+    )
+
+
+def run_import(arguments: argparse.Namespace) -> None:
+    from rlpipe.common.atomic_io import write_whole
+    from rlpipe.configs.foreign_files import read_foreign
+    from rlpipe.configs.foreign_options import translate, write
+    from rlpipe.configs.foreign_run import SYSTEMS
+
+    path = Path(arguments.file)
+    run = read_foreign(path, arguments.system)
+    translation = translate(run)
+    text = write(translation, f"{SYSTEMS[run.system]}'s {path.name}")
+    if arguments.output is None:
+        print(text, end="")
+        return
+    if Path(arguments.output).exists():
+        raise ConfigError(f"{arguments.output} exists already; name another file, or delete it")
+    write_whole(Path(arguments.output), text)
+    print(f"written to {arguments.output}: {len(translation.options)} options, {len(translation.notes)} comments")

@@ -1,0 +1,162 @@
+"""Advantages that depend on the log-probs of policy and reference, which the learner computes before a step's updates.
+
+Shapes: N loss tokens of the step, on all ranks; K loss tokens of a micro batch; G rollouts of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlpipe.algorithms.advantages import (
+    AdvantageInputs,
+    estimate_advantages,
+    generalized_advantages,
+    subtract_penalties,
+)
+from rlpipe.algorithms.corrections import correct
+from rlpipe.algorithms.losses import KlCoefficient, estimate_kl
+from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.learner.critic import Critic
+from rlpipe.learner.objectives import LearnerInputs, Reference
+from rlpipe.learner.policy import Policy
+from rlpipe.learner.strategies.sharding import Reduce
+from rlpipe.types import FloatArray, StepRewards
+
+Tokens = NDArray[np.float64]
+
+
+class StepCredit:
+    """Advantages of the rollouts of a step, which may be on any rank; all ranks must make the same calls."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        learner: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        reference: Reference | None,
+        *,
+        coefficient: KlCoefficient,
+        critic: Critic | None,
+        temperature: float,
+    ) -> None:
+        self._policy, self._chunk_tokens, self._algorithm = policy, learner.logprob_chunk_tokens, algorithm
+        self._reference = reference if algorithm.reward_kl.coef else None
+        self._coefficient, self._critic, self._temperature = coefficient, critic, temperature
+        self._needs_energies = algorithm.advantage.name == "optimal_token_baseline"
+
+    def assign(self, rewards: StepRewards, updates: Sequence[Sequence[LearnerInputs]]) -> dict[str, float]:
+        """Write the advantages to the inputs of all updates, train the critic, and return metrics of KL and critic.
+
+        The first pass over the rollouts gives their log-probs and values. If any of these is not finite, all advantages
+        are NaN, so that the step counts as a bad one.
+        """
+        first_pass = updates[: len(updates) // self._algorithm.num_epochs_per_step]
+        tokens = self._read_tokens(int(sum(map(np.sum, rewards.num_tokens))), first_pass)
+        kl, energies, values = tokens
+        inputs = AdvantageInputs(
+            config=self._algorithm.advantage,
+            num_tokens=rewards.num_tokens,
+            pairwise=rewards.pairwise,
+            baselines=rewards.baselines,
+            penalties=None if self._reference is None else _split(self._coefficient.value * kl, rewards),
+            energies=_split(energies, rewards) if self._needs_energies else None,
+            values=None if self._critic is None else _split(values, rewards),
+        )
+        advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
+        is_bad = not np.isfinite(tokens).all()
+        if is_bad:
+            advantages = np.full_like(advantages, np.nan)
+        for part in (part for update in updates for part in update if not part.is_truth):
+            part.advantages = torch.from_numpy(advantages[part.places]).to(part.advantages.device)
+        metrics = {} if self._critic is None or is_bad else self._fit(self._critic, values, rewards, inputs, updates)
+        return metrics if self._reference is None else metrics | self._follow(kl, rewards)
+
+    def _fit(
+        self,
+        critic: Critic,
+        values: Tokens,
+        rewards: StepRewards,
+        inputs: AdvantageInputs,
+        updates: Sequence[Sequence[LearnerInputs]],
+    ) -> dict[str, float]:
+        """Train the critic on the sums of values and advantages, as verl and TRL do."""
+        groups = generalized_advantages(subtract_penalties(rewards.rewards, inputs), inputs)
+        found = [own for group in groups for own in group]
+        returns = values + np.concatenate([*found, np.zeros(0)])
+        known = ~np.isnan(returns)
+        spread = float(returns[known].var()) if known.any() else 0.0
+        metrics = critic.fit(updates, *(torch.from_numpy(part).to(self._policy.device) for part in (values, returns)))
+        metrics["critic/value"] = float(values[known].mean()) if known.any() else 0.0
+        if spread:
+            metrics["critic/explained_variance"] = 1 - float((returns - values)[known].var()) / spread
+        return metrics
+
+    def _read_tokens(self, num_tokens: int, updates: Sequence[Sequence[LearnerInputs]]) -> Tokens:
+        """Return the KL, the energy and the value of all tokens of the step ``[3, N]``; 0 for what is not needed."""
+        found = np.zeros((3, num_tokens))
+        for number, update in enumerate(updates):
+            for part in update:
+                if part.is_truth or (part.is_empty and self._policy.sharding.num_ranks == 1):
+                    continue
+                found[:2, part.places] = torch.stack(self._read(part, is_first=number == 0)).cpu().numpy()
+                if self._critic is not None:
+                    found[2, part.places] = self._critic.values(part).cpu().numpy()
+        tokens: Tokens = self._policy.sharding.reduce(torch.from_numpy(found), Reduce.SUM).cpu().numpy()
+        return tokens
+
+    def _read(self, part: LearnerInputs, *, is_first: bool) -> tuple[Tensor, Tensor]:
+        """Return the KL and the energy of a micro batch's tokens ``[K]``, and keep the log-probs for the updates."""
+        with self._policy.inference():
+            scorer = self._policy.scorer
+            if self._needs_energies:
+                logprobs, energies = scorer.energies(part.row, self._temperature, self._chunk_tokens)
+                energies = energies * self._weights(part, logprobs).square()
+            else:
+                logprobs, _ = scorer.logprobs(part.row, self._temperature, self._chunk_tokens)
+                energies = torch.zeros_like(logprobs)
+        if not is_first:  # the first update begins with these weights
+            part.old_logprobs = logprobs
+        if self._reference is None:
+            return torch.zeros_like(logprobs), energies
+        reference = self._reference.logprobs(part.row, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+        if self._algorithm.loss.beta:
+            part.ref_logprobs = reference
+        return estimate_kl(reference - logprobs, self._algorithm.reward_kl.kl), energies
+
+    def _weights(self, part: LearnerInputs, logprobs: Tensor) -> Tensor:
+        """Return the factors of the off-policy correction ``[K]``, by which the tokens' gradients are multiplied."""
+        log_weights = torch.where(part.sampling_logprobs.isnan(), 0, logprobs - part.sampling_logprobs)
+        mask, nothing = torch.ones_like(logprobs, dtype=torch.bool), torch.zeros_like(logprobs)
+        metrics = MetricSums(num_tokens=mask.sum())
+        return correct(log_weights, nothing, mask, part.sequence_ids, self._algorithm.correction, metrics).weights
+
+    def _by_token(self, advantages: Sequence[FloatArray | list[FloatArray]], rewards: StepRewards) -> FloatArray:
+        """Return the advantages of all tokens of the step ``[N]``."""
+        parts = [np.zeros(0, np.float32)]
+        for group, counts in zip(advantages, rewards.num_tokens, strict=True):
+            parts += [np.broadcast_to(own, count) for own, count in zip(group, counts.tolist(), strict=True)]
+        return np.concatenate(parts)
+
+    def _follow(self, kl: Tokens, rewards: StepRewards) -> dict[str, float]:
+        """Adapt the coefficient to the mean over the rollouts of each one's mean KL, as verl does."""
+        means = [float(own.mean()) for group in _split(kl, rewards) for own in group if len(own)]
+        mean = float(np.mean(means)) if means else 0.0
+        metrics = {"kl/in_reward": mean, "kl/coefficient": self._coefficient.value}
+        self._coefficient.follow(mean, len(means))
+        return metrics
+
+
+def _split(tokens: Tokens, rewards: StepRewards) -> list[list[Tokens]]:
+    """Return the values of each rollout's loss tokens, by group."""
+    ends: Iterator[int] = iter(np.cumsum(np.concatenate(rewards.num_tokens)).tolist())
+    return [
+        [tokens[end - count : end] for count, end in zip(counts.tolist(), ends, strict=False)]
+        for counts in rewards.num_tokens
+    ]

@@ -1,0 +1,47 @@
+set -x
+
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --ref_num_nodes 1 \
+   --ref_num_gpus_per_node 8 \
+   --actor_num_nodes 1 \
+   --actor_num_gpus_per_node 8 \
+   --vllm_num_engines 2 \
+   --vllm_tensor_parallel_size 4 \
+   --colocate_all_models \
+   --vllm_gpu_memory_utilization 0.6 \
+   --init_kl_coef 1e-3 \
+   --gamma 1.0 \
+   --use_kl_loss \
+   --kl_estimator k2 \
+   --advantage_estimator group_norm \
+   --pretrain models/tiny \
+   --reward_pretrain models/reward \
+   --save_path out/grpo \
+   --ckpt_path out/ckpt \
+   --save_hf_ckpt \
+   --micro_train_batch_size 8 \
+   --train_batch_size 64 \
+   --micro_rollout_batch_size 16 \
+   --rollout_batch_size 32 \
+   --n_samples_per_prompt 8 \
+   --max_epochs 2 \
+   --prompt_max_len 128 \
+   --max_samples 1000 \
+   --generate_max_len 64 \
+   --temperature 0.9 \
+   --zero_stage 3 \
+   --bf16 \
+   --actor_learning_rate 5e-7 \
+   --critic_learning_rate 9e-6 \
+   --prompt_data rows/prompts.jsonl \
+   --input_key question \
+   --apply_chat_template \
+   --normalize_reward \
+   --adam_offload \
+   --gradient_checkpointing \
+   --packing_samples \
+   --vllm_sync_backend nccl \
+   --enforce_eager \
+   --vllm_enable_sleep

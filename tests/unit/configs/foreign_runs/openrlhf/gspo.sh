@@ -1,0 +1,15 @@
+python3 -m openrlhf.cli.train_ppo_ray \
+   --policy_loss_type gspo \
+   --advantage_estimator dr_grpo \
+   --init_kl_coef 0 \
+   --eps_clip 0.0004 \
+   --dual_clip 3.0 \
+   --pretrain models/tiny \
+   --remote_rm_url http://localhost:5000/get_reward \
+   --save_path out/gspo \
+   --train_batch_size 32 \
+   --rollout_batch_size 16 \
+   --n_samples_per_prompt 4 \
+   --prompt_data rows/a.jsonl,rows/b.jsonl \
+   --prompt_data_probs 0.4,0.6 \
+   --overlong_buffer_len 16

@@ -1,0 +1,45 @@
+set -x
+
+python3 -m openrlhf.cli.train_ppo_ray \
+   --ref.num_nodes 1 \
+   --reward.num_nodes 1 \
+   --critic.num_nodes 1 \
+   --actor.num_nodes 1 \
+   --actor.num_gpus_per_node 8 \
+   --vllm.num_engines 8 \
+   --vllm.tensor_parallel_size 1 \
+   --train.colocate_all \
+   --vllm.gpu_memory_utilization 0.8 \
+   --vllm.enable_prefix_caching \
+   --actor.model_name_or_path models/tiny \
+   --reward.model_name_or_path models/reward \
+   --ckpt.output_dir out/ppo \
+   --ckpt.path out/ckpt \
+   --train.batch_size 64 \
+   --rollout.batch_size 64 \
+   --rollout.n_samples_per_prompt 1 \
+   --rollout.max_new_tokens 48 \
+   --train.max_epochs 1 \
+   --data.max_len 96 \
+   --data.max_samples 800 \
+   --ds.zero_stage 3 \
+   --ds.param_dtype bf16 \
+   --actor.adam.lr 5e-7 \
+   --critic.adam.lr 9e-6 \
+   --algo.kl.init_coef 0.01 \
+   --algo.kl.target 0.4 \
+   --algo.kl.horizon 5000 \
+   --algo.advantage.lambd 0.95 \
+   --critic.value_clip 0.25 \
+   --data.prompt_dataset rows/prompts.jsonl \
+   --data.input_key context \
+   --data.apply_chat_template \
+   --reward.normalize_enable \
+   --actor.gradient_checkpointing_enable \
+   --ds.packing_samples \
+   --vllm.sync_backend nccl \
+   --vllm.enforce_eager \
+   --train.dynamic_batch_enable \
+   --train.max_tokens_per_gpu 2000 \
+   --algo.advantage.is_correction_enable \
+   --logger.wandb.key 0123456789abcdef

@@ -1,0 +1,17 @@
+deepspeed --module openrlhf.cli.train_prm \
+   --save_path ./out/prm \
+   --save_steps 500 \
+   --eval_steps 100 \
+   --train_batch_size 16 \
+   --pretrain models/tiny \
+   --bf16 \
+   --max_epochs 1 \
+   --learning_rate 1e-6 \
+   --dataset rows/steps.jsonl \
+   --input_key input \
+   --label_key value \
+   --flash_attn \
+   --wandb_group prm \
+   --placeholder_token ки \
+   --reward_tokens + - \
+   --specialize_reward_tokens

@@ -1,0 +1,22 @@
+deepspeed --num_gpus 4 ../train_sft.py \
+    --dataset rows/talks.jsonl \
+    --input_key talk \
+    --multiturn \
+    --apply_chat_template \
+    --train_batch_size 16 \
+    --pretrain models/tiny \
+    --save_path ./out/lora \
+    --learning_rate 1e-4 \
+    --lr_scheduler constant \
+    --adam_betas 0.9 0.99 \
+    --l2 0.05 \
+    --max_norm 0.8 \
+    --load_in_4bit \
+    --lora_rank 12 \
+    --lora_alpha 24 \
+    --lora_dropout 0.1 \
+    --target_modules q_proj k_proj \
+    --aux_loss_coef 0.001 \
+    --use_wandb 0123456789abcdef0123456789abcdef01234567 \
+    --wandb_project tiny \
+    --wandb_run_name lora

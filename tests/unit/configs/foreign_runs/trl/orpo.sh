@@ -1,0 +1,17 @@
+python examples/scripts/orpo.py \
+    --model_name_or_path=models/tiny \
+    --dataset rows/pairs.jsonl \
+    --per_device_train_batch_size 4 \
+    --max_steps 100 \
+    --learning_rate 8e-6 \
+    --beta 0.2 \
+    --gradient_accumulation_steps 1 \
+    --eval_steps 50 \
+    --output_dir="out/orpo" \
+    --optim rmsprop \
+    --warmup_steps 15 \
+    --report_to tensorboard \
+    --fp16 \
+    --use_peft \
+    --lora_r=16 \
+    --lora_alpha=16

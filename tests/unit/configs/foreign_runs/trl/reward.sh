@@ -1,0 +1,12 @@
+trl reward \
+    --model_name_or_path models/tiny \
+    --dataset_name rows/pairs.jsonl \
+    --output_dir out/reward \
+    --per_device_train_batch_size 8 \
+    --num_train_epochs 1 \
+    --gradient_checkpointing True \
+    --learning_rate 1.0e-5 \
+    --eval_strategy steps \
+    --eval_steps 50 \
+    --center_rewards_coefficient 0.01 \
+    --max_length 2048

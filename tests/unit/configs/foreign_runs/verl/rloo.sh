@@ -1,0 +1,25 @@
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=rloo \
+    data.train_files=rows/prompts.parquet \
+    data.train_batch_size=48 \
+    data.max_prompt_length=64 \
+    data.max_response_length=32 \
+    actor_rollout_ref.model.path=models/tiny \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=4 \
+    actor_rollout_ref.actor.grad_clip=0.7 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=12 \
+    actor_rollout_ref.actor.use_kl_loss=False \
+    actor_rollout_ref.rollout.name=hf \
+    actor_rollout_ref.rollout.temperature=0.9 \
+    actor_rollout_ref.rollout.top_k=-1 \
+    actor_rollout_ref.rollout.n=6 \
+    algorithm.use_kl_in_reward=True \
+    algorithm.kl_penalty=kl \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    algorithm.kl_ctrl.type=adaptive \
+    algorithm.kl_ctrl.target_kl=0.2 \
+    algorithm.gamma=0.99 \
+    trainer.resume_mode=disable \
+    trainer.save_freq=-1 \
+    trainer.total_training_steps=12

@@ -1,0 +1,564 @@
+"""Examples in the form of those of axolotl, TRL, verl and OpenRLHF become configs, without losing a setting."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlpipe.cli import main
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.foreign_files import read_foreign
+from rlpipe.configs.foreign_options import TABLES, translate, translate_setting, write
+from rlpipe.configs.foreign_rules import PartOf
+from rlpipe.configs.foreign_run import ForeignRun, Setting
+from rlpipe.configs.foreign_values import ForeignValues
+from rlpipe.configs.options import all_names
+from rlpipe.configs.schema.root_config import Config
+
+FOLDER = Path(__file__).with_name("foreign_runs")
+RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.rglob("*.*"))}
+CALLS = ("Config", "Trainer", "load_dataset", "from_pretrained")
+EXPECTED: Mapping[str, Mapping[str, Any]] = {
+    "axolotl/sft_lora.yml": {
+        "algorithm.kind": "sft",
+        "algorithm.groups_per_step": 15,
+        "algorithm.num_steps": 60,
+        "model.path": "models/tiny",
+        "model.adapter.kind": "lora",  # a base in 8 bit is none in NF4
+        "model.adapter.r": 24,
+        "model.adapter.alpha": 12,
+        "model.adapter.dropout": 0.1,
+        "model.adapter.target_modules": "all-linear",
+        "model.dtype": "auto",
+        "model.attention": "flash_attention_2",
+        "model.gradient_checkpointing": True,
+        "model.reentrant_checkpointing": False,
+        "data.source": "jsonl",
+        "data.path": "rows/talks.jsonl",
+        "data.messages_column": "talk",
+        "data.held_out.size": 0,
+        "learner.optimizer.name": "adamw_8bit",
+        "learner.optimizer.lr": 3e-4,
+        "learner.optimizer.weight_decay": 0.02,
+        "learner.schedule.name": "cosine",
+        "learner.schedule.warmup_steps": 3,
+        "output": "./out/sft-lora",
+    },
+    "axolotl/dpo_lora.yml": {
+        "algorithm.kind": "preference",
+        "algorithm.preference.loss": "hinge",
+        "algorithm.preference.beta": 0.2,
+        "algorithm.groups_per_step": 8,
+        "data.source": "mix",
+        "data.sources": {
+            "set_1": {
+                "source": "jsonl",
+                "path": "rows/pairs_a.jsonl",
+                "messages_column": "talk",
+                "chosen_column": "good",
+                "rejected_column": "bad",
+            },
+            "set_2": {
+                "source": "parquet",
+                "path": "rows/pairs_b.parquet",
+                "messages_column": "talk",
+                "chosen_column": "good",
+                "rejected_column": "bad",
+            },
+        },
+    },
+    "axolotl/grpo_vllm.yaml": {
+        # Six batches of four rows are four groups of six, trained in one update, twice: 100 updates are 50 steps.
+        "algorithm.groups_per_step": 4,
+        "algorithm.group_size": 6,
+        "algorithm.num_minibatches": 1,
+        "algorithm.num_epochs_per_step": 2,
+        "algorithm.num_steps": 50,
+        "algorithm.loss.name": "clip",
+        "algorithm.loss.aggregate": "constant",
+        "algorithm.loss.beta": 0.002,
+        "algorithm.loss.clip_low": 0.15,
+        "algorithm.loss.clip_high": 0.3,
+        "algorithm.loss.mask_truncated": True,
+        "algorithm.advantage.scale": "none",
+        "algorithm.reference.sync_steps": 0,  # the base of an adapter does not change
+        "checkpoint.every_steps": 10,
+        "learner.schedule.warmup_steps": 6,
+        "learner.schedule.name": "constant",
+        "rollout.sampling.max_tokens": 96,
+        "rollout.tensor_parallel_size": 2,
+        "rollout.engine_args": {"gpu_memory_utilization": 0.8},
+        "scoring.rewards.accurate.path": "my_rewards:accurate",
+        "scoring.rewards.tidy.weight": 0.25,
+        "data.path": "openai/gsm8k",
+        "data.name": "main",
+    },
+    "axolotl/ebft_strided.yaml": {
+        "algorithm.kind": "ebft_strided",
+        "algorithm.group_size": 3,
+        "algorithm.groups_per_step": 2,
+        "algorithm.ebft.strided.generate_tokens": 5,
+        "algorithm.ebft.features.whitening": "none",
+        "algorithm.ebft.ce_coef": 0.1,
+    },
+    "axolotl/simpo.yml": {
+        "algorithm.preference.loss": "simpo",
+        "algorithm.preference.beta": 2.5,
+        "algorithm.preference.margin": 1.4,
+        "algorithm.preference.cross_entropy_coef": 0.0,
+        "learner.optimizer.name": "adamw",
+        "learner.schedule.name": "constant",
+    },
+    "trl/sft_command.sh": {
+        "algorithm.groups_per_step": 16,  # 4 rows, twice, on two processes
+        "data.name": "small",
+        "data.held_out.split": "test",
+        "data.held_out.every_steps": 25,
+        "data.loss_mask": "roles",
+        "model.adapter.kind": "none",
+        "model.attention": "sdpa",
+        "learner.schedule.name": "cosine",
+        "learner.schedule.min_ratio": 0.2,
+        "tracking.wandb": True,
+    },
+    "trl/sft_code.py": {
+        "model.path": "models/tiny",
+        "model.adapter.kind": "qlora",
+        "model.adapter.r": 4,
+        "model.adapter.target_modules": ("q_proj", "v_proj"),
+        "model.dtype": "bfloat16",
+        "learner.optimizer.lr": 5e-4,
+        "learner.schedule.name": "constant",
+        "learner.schedule.warmup_steps": 5,
+        "data.source": "jsonl",
+        "data.path": "rows/pairs.jsonl",
+    },
+    "trl/grpo_code.py": {
+        # Eight batches of six rows are 16 groups of three, in two updates of four batches, twice: 80 updates, 20 steps.
+        "algorithm.groups_per_step": 16,
+        "algorithm.group_size": 3,
+        "algorithm.num_minibatches": 2,
+        "algorithm.num_epochs_per_step": 2,
+        "algorithm.num_steps": 20,
+        "checkpoint.every_steps": 4,
+        "algorithm.loss.name": "cispo",
+        "algorithm.loss.aggregate": "token",
+        "algorithm.loss.clip_high": 4.0,  # TRL's bound is on the weight, ours on its distance from 1
+        "algorithm.advantage.scale": "batch",
+        "algorithm.correction.mode": "token_mask",
+        "algorithm.correction.cap": 4.0,
+        "algorithm.correction.floor": 0.0,
+        "rollout.sampling.temperature": 0.8,
+        "rollout.sampling.min_p": 0.02,
+        "data.source": "parquet",
+        "data.path": "rows/prompts.parquet",
+        "data.chat_template_kwargs": {"enable_thinking": False},
+        "learner.optimizer.lr": 1e-6,  # float("2e-6") is not run, and the default is that of training in full
+        "learner.schedule.name": "linear",
+    },
+    "trl/gspo.py": {
+        "algorithm.groups_per_step": 16,  # two rows, eight times, on four processes, in groups of four
+        "algorithm.num_minibatches": 4,
+        "algorithm.loss.level": "sequence",
+        "algorithm.loss.aggregate": "sequence",
+        "algorithm.loss.clip_low": 3e-4,
+        "algorithm.loss.clip_high": 4e-4,
+        "model.adapter.r": 16,
+        "model.adapter.alpha": 32.0,
+        "model.adapter.target_modules": ("q_proj", "v_proj"),
+        "model.dtype": "bfloat16",
+        "data.path": "me/sums",
+        "data.split": "train[:5%]",
+    },
+    "trl/rloo_code.py": {
+        "algorithm.reward_kl.coef": 0.05,
+        "algorithm.advantage.name": "rloo",
+        "algorithm.loss.level": "sequence_product",
+        "algorithm.loss.beta": 0.0,  # TRL's is in the rewards
+        "algorithm.group_size": 2,
+        "algorithm.groups_per_step": 32,
+        "algorithm.correction.mode": "sequence_mask",
+        "algorithm.correction.cap": 3.0,
+        "model.adapter.r": 8,
+    },
+    "trl/online_dpo.py": {
+        "algorithm.loss.name": "dpo",
+        "algorithm.groups_per_step": 16,
+        "algorithm.group_size": 2,
+        "rollout.sampling.temperature": 0.9,
+        "rollout.sampling.max_tokens": 53,
+    },
+    "trl/cpo_simpo.sh": {
+        "algorithm.preference.loss": "simpo",
+        "algorithm.preference.beta": 0.1,
+        "algorithm.preference.margin": 0.8,
+        "algorithm.preference.cross_entropy_coef": 0.5,
+        "learner.optimizer.lr": 8e-6,
+    },
+    "trl/two_trainers.py": {
+        "algorithm.kind": "rl",
+        "algorithm.loss.beta": 0.2,
+        "learner.optimizer.lr": 1e-5,
+        "data.path": "me/rows",
+        "model.path": "models/tiny",
+        "output": "b",
+    },
+    "trl/maxrl.py": {"algorithm.advantage.name": "max_rl", "algorithm.group_size": 8, "algorithm.groups_per_step": 1},
+    "verl/grpo_lora.sh": {
+        "algorithm.groups_per_step": 64,
+        "algorithm.group_size": 5,
+        "algorithm.num_minibatches": 4,
+        "algorithm.loss.beta": 0.002,
+        "algorithm.loss.aggregate": "token",
+        "algorithm.loss.clip_delta": 3.0,
+        "algorithm.loss.entropy_coef": 0.01,
+        "algorithm.correction.mode": "none",
+        "model.adapter.kind": "lora",
+        "model.adapter.r": 8,
+        "rollout.tensor_parallel_size": 2,
+        "rollout.num_gpus": 2.0,
+        "data.path": "home/rows/train.parquet",
+        "data.held_out.path": "home/rows/test.parquet",
+        "data.held_out.every_steps": 5,
+        "data.prompt_column": "messages",
+        "data.shuffle": False,
+        "learner.optimizer.lr": 3e-6,
+        "learner.optimizer.weight_decay": 0.01,
+        "tracking.wandb": True,
+        "tracking.wandb_project": "tiny_grpo",
+        "name": "lora",
+    },
+    "verl/grpo_arrays.sh": {
+        "algorithm.combine": "normalize_then_sum",
+        "algorithm.advantage.scale": "batch",
+        "learner.max_tokens_per_microbatch": 4096,
+        "data.held_out.path": "home/rows/test.parquet",
+        "output": "out/arrays",
+    },
+    "verl/sft_peft.sh": {"data.prompt_column": "prompt", "model.adapter.r": 32, "algorithm.groups_per_step": 256},
+    "axolotl/gdpo.yaml": {
+        "algorithm.combine": "normalize_then_sum",
+        "algorithm.advantage.scale": "batch",
+        "algorithm.groups_per_step": 4,
+        "scoring.rewards.right.weight": 2.0,
+        "scoring.rewards.format.path": "short:format",
+    },
+    "verl/grpo_strings.sh": {
+        "data.max_prompt_tokens": 256,
+        "learner.max_tokens_per_microbatch": 5120,
+        "name": "strings-megatron",
+        "output": "home/results",
+        "algorithm.loss.beta": 0.0,
+    },
+    "verl/dppo_case.sh": {
+        "algorithm.loss.name": "dppo_kl",
+        "algorithm.loss.clip_low": 0.05,
+        "algorithm.loss.aggregate": "constant",
+        "algorithm.advantage.scale": "none",
+    },
+    "verl/cispo.sh": {"algorithm.loss.cispo_floor": 0.25, "algorithm.loss.clip_high": 0.3, "rollout.engine": "vllm"},
+    "verl/rloo.sh": {
+        "algorithm.reward_kl.coef": 0.001,
+        "algorithm.reward_kl.target": 0.2,
+        "algorithm.advantage.name": "rloo",
+        "algorithm.loss.level": "token",  # verl's other losses are those of PPO
+        "algorithm.loss.aggregate": "token",
+        "algorithm.loss.beta": 0.0,
+        "resume": "never",
+        "checkpoint.every_steps": 0,
+    },
+    "verl/dapo.sh": {
+        "algorithm.correction.mode": "sequence_truncate",
+        "algorithm.correction.cap": 2.5,
+        "algorithm.num_minibatches": 16,
+        "algorithm.loss.clip_high": 0.28,
+        "algorithm.loss.clip_delta": 10.0,
+        "replay.refill_attempts": 9,
+        "learner.max_tokens_per_microbatch": 22528,
+        "output": "home/verl/ckpts/DAPO/DAPO-tiny",
+        "checkpoint.keep": 3,
+    },
+    "verl/sft_engine.sh": {
+        "algorithm.groups_per_step": 32,
+        "algorithm.num_steps": 200,
+        "learner.schedule.warmup_steps": 40,
+        "learner.schedule.min_ratio": 0.1,
+        "learner.optimizer.betas": (0.9, 0.98),
+        "learner.max_grad_norm": 2.0,
+        "data.messages_column": "talk",
+    },
+    "openrlhf/grpo.sh": {
+        "algorithm.groups_per_step": 32,
+        "algorithm.group_size": 8,
+        "algorithm.num_minibatches": 4,  # 256 completions in updates of 64
+        "algorithm.num_epochs_per_step": 2,
+        "algorithm.advantage.name": "grpo",
+        "algorithm.loss.beta": 0.001,
+        "algorithm.loss.kl": "k2",
+        "algorithm.loss.aggregate": "token",
+        "data.chat": True,
+        "data.prompt_column": "question",
+        "learner.optimizer.betas": (0.9, 0.95),
+        "learner.schedule.name": "cosine",
+        "learner.schedule.min_ratio": 0.1,
+        "rollout.num_engines": 2,
+    },
+    "openrlhf/dapo.sh": {
+        "algorithm.advantage.name": "reinforce_baseline",
+        "algorithm.correction.mode": "token_mask",
+        "algorithm.correction.floor": 0.5,
+        "algorithm.correction.cap": 5.0,
+        "data.held_out.path": "rows/held_out.jsonl",
+        "learner.max_tokens_per_microbatch": 3000,
+    },
+    "openrlhf/dpo_dotted.sh": {
+        "algorithm.groups_per_step": 48,
+        "algorithm.preference.beta": 0.1,
+        "data.chosen_column": "good",
+        "model.attention": "flash_attention_2",
+        "learner.optimizer.lr": 5e-7,
+    },
+    "openrlhf/rm.sh": {
+        "algorithm.kind": "reward_model",
+        "data.sources": {
+            "set_1": {"source": "jsonl", "path": "rows/pairs.jsonl", "weight": 0.7},
+            "set_2": {"source": "datasets", "path": "me/pairs", "weight": 0.1},
+            "set_3": {"source": "parquet", "path": "rows/more.parquet", "weight": 0.2},
+        },
+    },
+    "openrlhf/ppo_dotted.sh": {
+        "algorithm.advantage.name": "gae",
+        "algorithm.advantage.lam": 0.95,
+        "algorithm.critic.value_clip": 0.25,
+        "algorithm.reward_kl.coef": 0.01,
+        "algorithm.reward_kl.target": 0.4,
+        "algorithm.reward_kl.horizon": 5000,
+        "data.max_prompt_tokens": 48,
+        "rollout.max_model_len": 96,
+        "rollout.sampling.max_tokens": 48,
+        "algorithm.loss.beta": 0.0,
+    },
+    "openrlhf/sft_lora.sh": {
+        "model.adapter.kind": "qlora",
+        "model.adapter.target_modules": ("q_proj", "k_proj"),
+        "data.messages_column": "talk",
+        "learner.optimizer.betas": (0.9, 0.99),
+        "learner.optimizer.weight_decay": 0.05,
+        "learner.max_grad_norm": 0.8,
+        "name": "lora",
+    },
+    "openrlhf/slurm.sh": {"algorithm.advantage.name": "rloo", "data.chat": False, "data.prompt_column": "input"},
+}
+COMMENTS = {
+    "axolotl/sft_full.yml": {"micro_batch_size: 2": "a packed sequence", "num_epochs: 2": "counted in steps"},
+    "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again", "datasets.0.type": "data.transform"},
+    "axolotl/sft_lora.yml": {"load_in_8bit: True": "no base in 8 bit", "val_set_size: 0.1": "a share of the rows"},
+    "trl/sft_docstring.py": {
+        "per_device_train_batch_size: 2": "packed",
+        "sft: --model_name_or_path": "another command",
+    },
+    "trl/online_dpo.py": {"AutoModelForSequenceClassification": "another model", "warmup_ratio: 0.1": "warmup_steps"},
+    "trl/sft_code.py": {"load_dataset('me/chats', split='test')": "another data set"},
+    "trl/two_trainers.py": {
+        "SFTConfig(": "another run",
+        "load_dataset('me/warm'": "another data",
+        "beta: 0.1": "again",
+    },
+    "verl/rloo.sh": {"algorithm.gamma: 0.99": "only algorithm.advantage.name=gae"},
+    "verl/sft_peft.sh": {"trainer.default_local_dir: $2": "set output yourself", "data.prompt_key": "an entry of a"},
+    "axolotl/gdpo.yaml": {"trl.scale_rewards: True": "by that of the batch"},
+    "verl/grpo_arrays.sh": {"unused_setting=7": "does not use", "reward.custom_reward_function.path: $(cd": "rewards"},
+    "verl/cispo.sh": {"trainer.device: npu": "no equivalent is known"},
+    "openrlhf/ipo.sh": {"ipo: True": "sums log-probs"},
+    "openrlhf/slurm.sh": {"init_kl_coef: 0.01": "after the baseline"},
+    "openrlhf/iterative_dpo.sh": {"python -m openrlhf.cli.batch_inference": "does not train"},
+}
+"""Settings that must be comments, with words of the reasons."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HOME": "home", "PWD": "here", "OUTPUT_DIR": "out"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@cache
+def imported(name: str) -> str:
+    run = read_foreign(RUNS[name])
+    return write(translate(run), f"{run.system}'s {name}")
+
+
+def loaded(text: str, folder: Path) -> Config:
+    """Return the config of an imported file, with what it asks for filled in."""
+    path = folder / "imported.yaml"
+    path.write_text(text.replace("path: ???", "path: models/given"))
+    return load_config(file=path, need_files=False)
+
+
+def value_of(config: Config, option: str) -> Any:
+    found: Any = config
+    for part in option.split("."):
+        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
+    return (
+        {key: dict(value) if isinstance(value, Mapping) else value for key, value in found.items()}
+        if isinstance(found, Mapping)
+        else found
+    )
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Yield the names of the settings in a file, found in the simplest way that there is for each form."""
+    text = path.read_text()
+    if path.suffix in (".yml", ".yaml"):
+        yield from leaves(yaml.safe_load(text))
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    if path.parent.name == "verl" and path.suffix == ".sh":
+        yield from re.findall(r"(?<![\w./$])([a-z_]\w*(?:\.\w+)+)=", "\n".join(lines))
+    elif path.suffix == ".sh":
+        yield from re.findall(r"(?:^|[\s\"])--([a-z][\w.]*)", "\n".join(lines))
+    elif path.suffix == ".py":
+        module = ast.parse(text)
+        yield from re.findall(r"(?:^|\s)--([a-z]\w*)", ast.get_docstring(module) or "")
+        for call in ast.walk(module):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(CALLS):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
+                if "Tokenizer" not in ast.unparse(call.func):
+                    yield from (
+                        name for name, value in given.items() if not re.fullmatch(r"\w*args[.\w]*|model", value)
+                    )
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        yield from leaves(dict(enumerate(tree)), prefix)
+    else:
+        yield prefix
+
+
+def test_there_are_examples_of_all_systems_and_forms() -> None:
+    forms = [(name.partition("/")[0], path.suffix.replace("yml", "yaml")) for name, path in RUNS.items()]
+    assert {form: forms.count(form) for form in forms if forms.count(form) > 1} == {
+        ("axolotl", ".yaml"): 16,
+        ("openrlhf", ".sh"): 16,
+        ("trl", ".py"): 11,
+        ("trl", ".sh"): 4,
+        ("trl", ".yaml"): 2,
+        ("verl", ".sh"): 12,
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_example_becomes_a_config_that_validates(name: str, tmp_path: Path) -> None:
+    config = loaded(imported(name), tmp_path)
+    assert config.model.path in ("models/tiny", "models/given")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_setting_is_lost(name: str) -> None:
+    text = imported(name)
+    names = set(names_in(RUNS[name]))
+    assert len(names) > 3
+    commented = "\n".join(line.partition("#")[2] for line in text.splitlines())
+    assert not [own for own in names if not re.search(rf"(?<![\w.]){re.escape(own)}\b", commented)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_comment_has_a_reason_and_the_import_is_stable(name: str) -> None:
+    text = imported(name)
+    assert imported.__wrapped__(name) == text
+    below = text.partition("# Without an equivalent:\n")[2].splitlines()
+    assert len(below) % 2 == 0
+    for setting, reason in zip(below[::2], below[1::2], strict=True):
+        assert re.match(r"# \S", setting), setting
+        assert re.match(r"#     \w", reason), reason
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_options_are_those_that_mean_the_same(name: str, tmp_path: Path) -> None:
+    config = loaded(imported(name), tmp_path)
+    found = {option: value_of(config, option) for option in EXPECTED[name]}
+    plain = {option: tuple(value) if isinstance(value, list) else value for option, value in found.items()}
+    assert plain == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", COMMENTS)
+def test_what_has_no_equivalent_is_a_comment_with_the_reason(name: str) -> None:
+    lines = imported(name).splitlines()
+    for setting, reason in COMMENTS[name].items():
+        after = [lines[index + 1] for index, line in enumerate(lines) if line.startswith(f"# {setting}")]
+        assert after, setting
+        assert any(reason in line for line in after), setting
+
+
+ODD: list[Any] = [
+    *(None, True, False, 0, 1, -1, 0.0, 0.5, 2.5, -0.1, 10**30, float("nan"), float("inf"), "", "x", "a.b", "1e-3"),
+    *("${x}", "a,b", [], [1], ["a", "b"], [None], {}, {"a": 1}, [[1]]),
+]
+
+
+@pytest.mark.parametrize("system", TABLES)
+def test_no_value_is_too_odd_for_a_rule(system: str) -> None:
+    table, below = TABLES[system]
+    for method in ("rl", "rloo", "sft", "dpo", "cpo", "reward_model"):
+        for name in [*table, *(f"{section}.x" for section in below)]:
+            for value in ODD:
+                run = ForeignRun(system=system, method=method, settings=[Setting(name=name, value=value)])
+                made = translate_setting(ForeignValues(run), run.settings[0])
+                assert isinstance(made, dict | str | PartOf), (name, value)
+                assert made, (name, value)
+
+
+def test_no_secret_is_copied() -> None:
+    for name in ("openrlhf/sft_lora.sh", "openrlhf/ppo_dotted.sh", "trl/sft_command.sh"):
+        secret = re.search(r"[0-9a-f]{16,}", RUNS[name].read_text())
+        assert secret is not None
+        assert secret[0] not in imported(name)
+        assert "(hidden)" in imported(name)
+
+
+def test_options_in_the_tables_exist() -> None:
+    for table, below in TABLES.values():
+        for rule in [*table.values(), *below.values()]:
+            if isinstance(rule, str) and " " not in rule:
+                assert rule in all_names(), rule
+            elif isinstance(rule, str):
+                for word in re.findall(r"(?<![\w.:])(?:algorithm|data|learner|model|rollout)\.[\w.]+\w", rule):
+                    assert word in all_names(), rule
+
+
+def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = str(RUNS["axolotl/orpo.yml"]), tmp_path / "run.yaml"
+    assert main(["import", source]) == 0
+    printed = capsys.readouterr().out
+    assert main(["import", source, "-o", str(output)]) == 0
+    assert output.read_text() == printed
+    assert re.match(r"written to \S+run\.yaml: \d+ options, \d+ comments\n", capsys.readouterr().out)
+    assert main(["import", source, "-o", str(output)]) == 2
+    assert capsys.readouterr().err == f"rlpipe: error: {output} exists already; name another file, or delete it\n"
+
+
+def test_the_example_of_the_docs_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
+    script = page.split("For example, this script\n\n```bash\n")[1].partition("```")[0]
+    (tmp_path / "train.sh").write_text(script)
+    assert main(["import", str(tmp_path / "train.sh")]) == 0
+    assert f"becomes\n\n```yaml\n{capsys.readouterr().out}```\n" in page
+
+
+def test_the_system_of_a_file_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 1e-3\n")
+    assert main(["import", str(path)]) == 2
+    assert capsys.readouterr().err.endswith("which system it is for; add --from axolotl|openrlhf|trl|verl\n")
+    assert main(["import", str(path), "--from", "trl"]) == 0
+    assert "lr: 0.001  # learning_rate: 0.001" in capsys.readouterr().out
