@@ -15,10 +15,11 @@ from typing import Any
 import isolation_cases
 import pytest
 
+from rlpipe.common.scratch import remove_folder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import descendants, list_processes, marked
-from rlpipe.scoring.sandbox.confinement import landlock_version, remove_folder
+from rlpipe.scoring.sandbox.confinement import landlock_version
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed, read_answer
 from rlpipe.scoring.sandbox.seccomp import unsupported
