@@ -175,7 +175,7 @@ def test_temporary_files_are_bounded_together(sandbox: Sandbox) -> None:
 def test_nothing_of_a_call_is_left_to_the_next(sandbox: Sandbox) -> None:
     assert values(sandbox, "leave_files") == [1.0, 1.0]
     assert values(sandbox, "leave_files") == [1.0, 1.0]
-    assert not list(Path(sandbox._folder).iterdir())
+    assert not list(Path(sandbox._folder.path).iterdir())
 
 
 @pytest.mark.skipif(not usable_namespaces().flags, reason="this machine allows no namespaces")
@@ -281,7 +281,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def test_a_frozen_server_is_replaced_and_costs_one_call(impatient: Sandbox) -> None:
-    frozen, folder = impatient._server, impatient._folder
+    frozen, folder = impatient._server, impatient._folder.path
     os.kill(frozen.pid, signal.SIGSTOP)
     with pytest.raises(SandboxFailed, match="another takes its place"):
         values(impatient, "well")
