@@ -107,12 +107,12 @@ def foreign_name(name: str) -> str | None:
     ends = [".".join(parts[index:]) for index in range(len(parts))]
     if parts[0] == "critic":
         ends = [end for end in ends if end.startswith("critic.") or end == "cliprange_value"]
-    found = next((hint for end in ends if (hint := _hints().get(end)) is not None), None)
+    found = next((hint for end in ends if (hint := hints().get(end)) is not None), None)
     return CRITIC if found is None and parts[0] == "critic" else found
 
 
 @cache
-def _hints() -> Mapping[str, str]:
+def hints() -> Mapping[str, str]:
     """Return an option, or a sentence, by the ends of names, without those that rlpipe's own options have."""
     own = {name.rpartition(".")[2] for name in all_names()}
     found = dict(HINTS)

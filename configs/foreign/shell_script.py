@@ -26,18 +26,19 @@ COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-ge": operator.ge,
 }
 LOOP = "a loop: what is in it is read once, and a variable of it has its first value"
-CASE = "a choice between branches: all are read, and the variables that they set count as not set"
 
 
 @dataclass(kw_only=True)
 class Branches:
-    """An ``if`` that is open."""
+    """An ``if`` or a ``case`` that is open."""
 
+    subject: str | None = None
+    """The text that a ``case`` compares with its patterns."""
     runs: bool = True
     """Whether its current branch runs."""
     has_run: bool = False
     is_condition: bool = True
-    """Whether its condition is being read."""
+    """Whether the condition, or the patterns, of its next branch are being read."""
     conditions: list[bool] = field(default_factory=list)
     joined_by: str = ""
 
@@ -68,10 +69,7 @@ class Script:
         self.notes: list[tuple[str, str]] = []
         """Statements that are not followed as a shell does, each with what is done instead."""
         self.variables = Variables()
-        self._ifs: list[Branches] = []
-        self._cases = 0
-        self._is_pattern = False
-        """Whether the pattern of a branch of a ``case`` is being read."""
+        self._open: list[Branches] = []
         for statement in read_statements(text):
             self._follow(statement)
 
@@ -79,38 +77,42 @@ class Script:
         words = list(statement.words)
         while words and (rest := self._keyword(words)) is not None:
             words = rest
-        is_pattern, is_function = self._is_pattern, statement.end == "()"
-        if self._cases:
-            self._is_pattern = statement.end in (";;", ";&", ";;&") or (is_pattern and statement.end != ")")
-        if not words or is_pattern or is_function:
-            return
-        if self._ifs and self._ifs[-1].is_condition:
+        top = self._open[-1] if self._open else None
+        if top is not None and top.is_condition and words:
             self.variables.counts_uses = True
-            self._ifs[-1].conditions.append(self._holds(words))
-            self._ifs[-1].joined_by = self._ifs[-1].joined_by or statement.end
-        else:
+            self._read_condition(top, words, statement.end)
+        elif words and statement.end != "()":
             self._run(words, statement.heredoc)
+        if top is not None and top.subject is not None and statement.end in (";;", ";&", ";;&"):
+            top.is_condition = True
+
+    def _read_condition(self, top: Branches, words: Sequence[str | ArrayWord], end: str) -> None:
+        if top.subject is None:
+            top.conditions.append(self._holds(words))
+            top.joined_by = top.joined_by or end
+            return
+        patterns = [self.variables.text(word) for word in words if isinstance(word, str)]
+        top.conditions += [fnmatchcase(top.subject, pattern) for pattern in patterns]
+        if end == ")":
+            top.choose(any(top.conditions))
 
     def _keyword(self, words: list[str | ArrayWord]) -> list[str | ArrayWord] | None:
         """Follow the keyword that begins a statement, and return the words after it; None if there is no keyword."""
         match words[0]:
             case "if":
-                self._ifs.append(Branches())
-            case "elif" if self._ifs:
-                self._ifs[-1].is_condition = True
-            case "then" if self._ifs:
-                top = self._ifs[-1]
+                self._open.append(Branches())
+            case "elif" if self._open:
+                self._open[-1].is_condition = True
+            case "then" if self._open:
+                top = self._open[-1]
                 top.choose(any(top.conditions) if top.joined_by == "||" else all(top.conditions))
-            case "else" if self._ifs:
-                self._ifs[-1].choose(True)
-            case "fi":
-                self._ifs = self._ifs[:-1]
-            case "case":
-                self._cases, self._is_pattern = self._cases + 1, True
-                self.notes.append((_shown(words[:3]), CASE))
-                return []
-            case "esac":
-                self._cases, self._is_pattern = max(self._cases - 1, 0), False
+            case "else" if self._open:
+                self._open[-1].choose(True)
+            case "fi" | "esac":
+                self._open = self._open[:-1]
+            case "case" if len(words) > 1 and isinstance(words[1], str):
+                self._open.append(Branches(subject=PLACED.sub("", self.variables.text(words[1]))))
+                return words[3:]
             case "function" | "done":
                 return []
             case str(name) if name in LOOPS:
@@ -126,7 +128,7 @@ class Script:
 
     def _run(self, words: list[str | ArrayWord], heredoc: str | None) -> None:
         """Assign variables, or list a command."""
-        runs = self.variables.counts_uses = all(branches.runs for branches in self._ifs)
+        runs = self.variables.counts_uses = all(branches.runs for branches in self._open)
         declares = words[0] in DECLARING
         rest = words[1:] if declares else words
         keeps = declares or all(isinstance(word, ArrayWord) or ASSIGNMENT.fullmatch(word) for word in rest)
@@ -156,9 +158,7 @@ class Script:
                 self.exported.append(f"{name}={values[0]}")
         else:
             return False
-        if self._cases:
-            self.variables.values.pop(name, None)
-        elif runs and keeps:
+        if runs and keeps:
             self.variables.assign(name, values, appends=appends)
         return True
 
