@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 from rlpipe.configs.foreign.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
 from rlpipe.configs.foreign.shell_script import Script, ShellCommand
@@ -22,16 +23,12 @@ TRL_METHODS = {
 }
 """Methods by the names of TRL's commands, scripts and trainers, in small letters."""
 OPENRLHF_METHODS = {
-    "ppo": "rl",
-    "ppo_ray": "rl",
-    "sft": "sft",
-    "dpo": "dpo",
-    "kto": "kto",
+    **dict.fromkeys(("ppo", "ppo_ray"), "rl"),
+    **dict.fromkeys(("kd", "opd"), "distillation"),
     "rm": "reward_model",
     "prm": "process_reward_model",
-    "kd": "distillation",
-    "opd": "distillation",
     "es_ray": "evolution_strategies",
+    **{name: name for name in ("sft", "dpo", "kto")},
 }
 OPENRLHF = re.compile(r"(?:openrlhf\.cli\.|(?:.*/)?)train_(\w+?)(?:\.py)?")
 VERL_RL = re.compile(r"(?:verl|recipe)\.[\w.]*\bmain_(?!eval|gen)\w+|(?:.*/)?main_(?!eval|gen)\w+\.py|verl[\w.]*_main")
@@ -62,13 +59,16 @@ class Found:
     arguments: Sequence[str]
 
 
-def read_shell(text: str, what: str) -> ForeignRun:
+def read_shell(text: str, path: Path) -> ForeignRun:
     """Read the first command that trains; the other lines become notes."""
-    script = Script(text)
-    found = [(command, find_program(command.words)) for command in script.commands]
+    try:
+        script = Script(text)
+        found = [(command, find_program(command.words)) for command in script.commands]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     runs = [(command, program) for command, program in found if program is not None]
     if not runs:
-        raise ConfigError(f"{what}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
+        raise ConfigError(f"{path}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
     taken = next((run for run in runs if run[0].runs), runs[0])
     notes = [(show(run[0].words), OTHER_RUN) for run in runs if run is not taken]
     notes += [

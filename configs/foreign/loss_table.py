@@ -14,8 +14,8 @@ from rlpipe.configs.foreign.setting_rules import (
     Made,
     Options,
     PartOf,
-    Row,
     Rule,
+    SettingRow,
     about,
     beside,
     copied,
@@ -301,75 +301,77 @@ def of_covariance(loss: str, name: str) -> Rule:
 
 
 LOSSES = (
-    Row(trl_loss, "loss_type"),
-    Row(named(NAME, VERL_LOSSES, NO_LOSS), verl=VERL_LOSS),
-    Row(named(NAME, OPENRLHF_LOSSES, NO_LOSS), openrlhf="policy_loss_type"),
-    Row(switched(NAME, "reinforce"), verl="actor.use_gpg_loss"),
-    Row(
+    SettingRow(trl_loss, "loss_type"),
+    SettingRow(named(NAME, VERL_LOSSES, NO_LOSS), verl=VERL_LOSS),
+    SettingRow(named(NAME, OPENRLHF_LOSSES, NO_LOSS), openrlhf="policy_loss_type"),
+    SettingRow(switched(NAME, "reinforce"), verl="actor.use_gpg_loss"),
+    SettingRow(
         without(VERL_LOSS, ("gspo", "sapo", "geo_mean"), named(AGGREGATE, VERL_AGGREGATES)), verl="actor.loss_agg_mode"
     ),
-    Row(LEVEL, "importance_sampling_level"),
-    Row(without("loss_type", ("sapo", "vespo", "cispo"), both_bounds("", "epsilon_high")), "epsilon"),
-    Row(without("loss_type", ("sapo", "vespo"), trl_upper_bound), "epsilon_high"),
-    Row(
+    SettingRow(LEVEL, "importance_sampling_level"),
+    SettingRow(without("loss_type", ("sapo", "vespo", "cispo"), both_bounds("", "epsilon_high")), "epsilon"),
+    SettingRow(without("loss_type", ("sapo", "vespo"), trl_upper_bound), "epsilon_high"),
+    SettingRow(
         without(VERL_LOSS, UNCLIPPED, both_bounds("actor.clip_ratio_low", "actor.clip_ratio_high")),
         verl="actor.clip_ratio",
     ),
-    Row(without(VERL_LOSS, UNCLIPPED, verl_lower_bound), verl="actor.clip_ratio_low"),
-    Row(without(VERL_LOSS, UNCLIPPED, HIGH), verl="actor.clip_ratio_high"),
-    Row(both_bounds("eps_clip_low_high", "eps_clip_low_high"), openrlhf="eps_clip"),
-    Row(both_bounds("", ""), openrlhf="eps_clip_low_high"),
-    Row(sampled("algorithm.loss.clip_delta"), "delta", openrlhf="dual_clip"),
-    Row(verl_dual_clip, verl="actor.clip_ratio_c"),
-    Row(switched("algorithm.loss.mask_truncated"), "mask_truncated_completions"),
-    Row("algorithm.loss.top_entropy_quantile", "top_entropy_quantile"),
-    Row("algorithm.loss.entropy_coef", "entropy_coef", "actor.entropy_coeff", "entropy_loss_coef=actor.entropy_coef"),
-    Row("algorithm.loss.sapo.temperature_positive", "sapo_temperature_pos", "actor.tau_pos"),
-    Row("algorithm.loss.sapo.temperature_negative", "sapo_temperature_neg", "actor.tau_neg"),
-    Row("algorithm.loss.vespo.k_positive", "vespo_k_pos"),
-    Row("algorithm.loss.vespo.k_negative", "vespo_k_neg"),
-    Row("algorithm.loss.vespo.lambda_positive", "vespo_lambda_pos"),
-    Row("algorithm.loss.vespo.lambda_negative", "vespo_lambda_neg"),
-    Row(of_covariance("clip_cov", "share"), verl="actor.policy_loss.clip_cov_ratio"),
-    Row(of_covariance("clip_cov", "low"), verl="actor.policy_loss.clip_cov_lb"),
-    Row(of_covariance("clip_cov", "high"), verl="actor.policy_loss.clip_cov_ub"),
-    Row(of_covariance("kl_cov", "share"), verl="actor.policy_loss.kl_cov_ratio"),
-    Row(of_covariance("kl_cov", "penalty"), verl="actor.policy_loss.ppo_kl_coef"),
-    Row(
+    SettingRow(without(VERL_LOSS, UNCLIPPED, verl_lower_bound), verl="actor.clip_ratio_low"),
+    SettingRow(without(VERL_LOSS, UNCLIPPED, HIGH), verl="actor.clip_ratio_high"),
+    SettingRow(both_bounds("eps_clip_low_high", "eps_clip_low_high"), openrlhf="eps_clip"),
+    SettingRow(both_bounds("", ""), openrlhf="eps_clip_low_high"),
+    SettingRow(sampled("algorithm.loss.clip_delta"), "delta", openrlhf="dual_clip"),
+    SettingRow(verl_dual_clip, verl="actor.clip_ratio_c"),
+    SettingRow(switched("algorithm.loss.mask_truncated"), "mask_truncated_completions"),
+    SettingRow("algorithm.loss.top_entropy_quantile", "top_entropy_quantile"),
+    SettingRow(
+        "algorithm.loss.entropy_coef", "entropy_coef", "actor.entropy_coeff", "entropy_loss_coef=actor.entropy_coef"
+    ),
+    SettingRow("algorithm.loss.sapo.temperature_positive", "sapo_temperature_pos", "actor.tau_pos"),
+    SettingRow("algorithm.loss.sapo.temperature_negative", "sapo_temperature_neg", "actor.tau_neg"),
+    SettingRow("algorithm.loss.vespo.k_positive", "vespo_k_pos"),
+    SettingRow("algorithm.loss.vespo.k_negative", "vespo_k_neg"),
+    SettingRow("algorithm.loss.vespo.lambda_positive", "vespo_lambda_pos"),
+    SettingRow("algorithm.loss.vespo.lambda_negative", "vespo_lambda_neg"),
+    SettingRow(of_covariance("clip_cov", "share"), verl="actor.policy_loss.clip_cov_ratio"),
+    SettingRow(of_covariance("clip_cov", "low"), verl="actor.policy_loss.clip_cov_lb"),
+    SettingRow(of_covariance("clip_cov", "high"), verl="actor.policy_loss.clip_cov_ub"),
+    SettingRow(of_covariance("kl_cov", "share"), verl="actor.policy_loss.kl_cov_ratio"),
+    SettingRow(of_covariance("kl_cov", "penalty"), verl="actor.policy_loss.ppo_kl_coef"),
+    SettingRow(
         Rule("the option", lambda values, value: "there is no loss of a router here" if value else OFF),
         openrlhf="aux_loss_coef",
     ),
-    Row(said("losses are computed in float32"), openrlhf="compute_fp32_loss"),
+    SettingRow(said("losses are computed in float32"), openrlhf="compute_fp32_loss"),
     # KL
-    Row(trl_beta, "beta rl_beta"),
-    Row(only_if(on("actor.use_kl_loss"), BETA, "actor.use_kl_loss is off"), verl="actor.kl_loss_coef"),
-    Row(enabling(BETA, "actor.kl_loss_coef", 0.001), verl="actor.use_kl_loss"),
-    Row(kl_estimator, verl="actor.kl_loss_type"),
-    Row(enabling(KL_COEF, "algorithm.kl_ctrl.kl_coef", 0.001), verl="algorithm.use_kl_in_reward"),
-    Row(in_verl_reward(named("algorithm.reward_kl.kl", KL_ESTIMATORS)), verl="algorithm.kl_penalty"),
-    Row(in_verl_reward(copied(KL_COEF)), verl="algorithm.kl_ctrl.kl_coef"),
-    Row(in_verl_reward(verl_kl_type), verl="algorithm.kl_ctrl.type"),
-    Row(
+    SettingRow(trl_beta, "beta rl_beta"),
+    SettingRow(only_if(on("actor.use_kl_loss"), BETA, "actor.use_kl_loss is off"), verl="actor.kl_loss_coef"),
+    SettingRow(enabling(BETA, "actor.kl_loss_coef", 0.001), verl="actor.use_kl_loss"),
+    SettingRow(kl_estimator, verl="actor.kl_loss_type"),
+    SettingRow(enabling(KL_COEF, "algorithm.kl_ctrl.kl_coef", 0.001), verl="algorithm.use_kl_in_reward"),
+    SettingRow(in_verl_reward(named("algorithm.reward_kl.kl", KL_ESTIMATORS)), verl="algorithm.kl_penalty"),
+    SettingRow(in_verl_reward(copied(KL_COEF)), verl="algorithm.kl_ctrl.kl_coef"),
+    SettingRow(in_verl_reward(verl_kl_type), verl="algorithm.kl_ctrl.type"),
+    SettingRow(
         in_verl_reward(
             only_if(lambda values: values.get("algorithm.kl_ctrl.type") == "adaptive", part(KL_TARGET), CONSTANT_KL)
         ),
         verl="algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon",
     ),
-    Row(of_openrlhf_kl(copied(BETA), KL_COEF), openrlhf="init_kl_coef=algo.kl.init_coef"),
-    Row(enabling(BETA, "init_kl_coef", 0.01), openrlhf="use_kl_loss=algo.kl.use_loss"),
-    Row(of_openrlhf_kl(kl_estimator, "algorithm.reward_kl.kl"), openrlhf="kl_estimator"),
-    Row(switched("algorithm.loss.kl", "k3"), openrlhf="use_kl_estimator_k3"),
-    Row(in_openrlhf_reward(KL_TARGET), openrlhf="kl_target"),
-    Row(without("kl_target", (None,), in_openrlhf_reward(KL_HORIZON), CONSTANT_KL), openrlhf="kl_horizon"),
-    Row(reference_steps, "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"),
-    Row(
+    SettingRow(of_openrlhf_kl(copied(BETA), KL_COEF), openrlhf="init_kl_coef=algo.kl.init_coef"),
+    SettingRow(enabling(BETA, "init_kl_coef", 0.01), openrlhf="use_kl_loss=algo.kl.use_loss"),
+    SettingRow(of_openrlhf_kl(kl_estimator, "algorithm.reward_kl.kl"), openrlhf="kl_estimator"),
+    SettingRow(switched("algorithm.loss.kl", "k3"), openrlhf="use_kl_estimator_k3"),
+    SettingRow(in_openrlhf_reward(KL_TARGET), openrlhf="kl_target"),
+    SettingRow(without("kl_target", (None,), in_openrlhf_reward(KL_HORIZON), CONSTANT_KL), openrlhf="kl_horizon"),
+    SettingRow(reference_steps, "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"),
+    SettingRow(
         "the reference is the base without its adapter, or a frozen copy, in the learner's own processes", verl="ref.*"
     ),
     # advantages
-    Row(named(ADVANTAGE, VERL_ADVANTAGES), verl=VERL_ADVANTAGE),
-    Row(named(ADVANTAGE, OPENRLHF_ADVANTAGES), openrlhf="advantage_estimator"),
-    Row(trl_scale, "scale_rewards"),
-    Row(
+    SettingRow(named(ADVANTAGE, VERL_ADVANTAGES), verl=VERL_ADVANTAGE),
+    SettingRow(named(ADVANTAGE, OPENRLHF_ADVANTAGES), openrlhf="advantage_estimator"),
+    SettingRow(trl_scale, "scale_rewards"),
+    SettingRow(
         only_if(
             lambda values: values.get(VERL_ADVANTAGE) in ("grpo", "grpo_passk"),
             Rule(SCALE, lambda values, value: {SCALE: "group" if is_on(value) else "none"}),
@@ -377,92 +379,91 @@ LOSSES = (
         ),
         verl="algorithm.norm_adv_by_std_in_grpo",
     ),
-    Row(trl_combine, "multi_objective_aggregation"),
-    Row(said(f"see {ADVANTAGE}"), "normalize_advantages", openrlhf="no_advantage_std_norm"),
-    Row(
+    SettingRow(trl_combine, "multi_objective_aggregation"),
+    SettingRow(said(f"see {ADVANTAGE}"), "normalize_advantages", openrlhf="no_advantage_std_norm"),
+    SettingRow(
         said("rewards are as the functions return them; advantages are normalized within groups"),
         openrlhf="normalize_reward=reward.normalize_enable",
     ),
-    Row(of_gae("algorithm.advantage.gamma"), verl="algorithm.gamma", openrlhf="gamma"),
-    Row(of_gae("algorithm.advantage.lam"), verl="algorithm.lam", openrlhf="lambd"),
-    Row(of_gae("algorithm.critic.value_clip"), verl="critic.cliprange_value", openrlhf="value_clip=critic.value_clip"),
-    Row(
+    SettingRow(of_gae("algorithm.advantage.gamma"), verl="algorithm.gamma", openrlhf="gamma"),
+    SettingRow(of_gae("algorithm.advantage.lam"), verl="algorithm.lam", openrlhf="lambd"),
+    SettingRow(
+        of_gae("algorithm.critic.value_clip"), verl="critic.cliprange_value", openrlhf="value_clip=critic.value_clip"
+    ),
+    SettingRow(
         CRITIC,
         verl="critic.* trainer.critic_warmup",
-        openrlhf=(
-            "save_value_network freezing_actor_steps critic.* critic_learning_rate critic_pretrain critic_num_nodes "
-            "critic_num_gpus_per_node"
-        ),
+        openrlhf="save_value_network freezing_actor_steps critic.* critic_*",
     ),
-    Row(
+    SettingRow(
         refill,
         verl="algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
         openrlhf="dynamic_filtering=algo.dynamic_filtering_enable",
     ),
-    Row("groups are compared by the sum of their rewards", verl="algorithm.filter_groups.metric"),
-    Row(
+    SettingRow("groups are compared by the sum of their rewards", verl="algorithm.filter_groups.metric"),
+    SettingRow(
         "groups whose rewards are all equal are replaced",
         openrlhf="dynamic_filtering_reward_range=algo.dynamic_filtering_range",
     ),
     # corrections
-    Row(trl_correction, "vllm_importance_sampling_mode"),
-    Row(
-        beside(trl_correction, "vllm_importance_sampling_mode"),
-        "vllm_importance_sampling_correction vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min",
-    ),
-    Row(verl_correction, verl="algorithm.rollout_correction.rollout_is algorithm.rollout_is"),
-    Row(
+    SettingRow(trl_correction, "vllm_importance_sampling_mode"),
+    SettingRow(beside(trl_correction, "vllm_importance_sampling_mode"), "vllm_importance_sampling_*"),
+    SettingRow(verl_correction, verl="algorithm.rollout_correction.rollout_is algorithm.rollout_is"),
+    SettingRow(
         beside(verl_correction, "algorithm.rollout_correction.rollout_is", "algorithm.rollout_is", option=CAP),
         verl="algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold",
     ),
-    Row(verl_ratio_cap, verl="actor.tis_imp_ratio_cap"),
-    Row(
+    SettingRow(verl_ratio_cap, verl="actor.tis_imp_ratio_cap"),
+    SettingRow(
         openrlhf_correction,
         openrlhf="enable_vllm_is_correction=vllm_enable_is_correction=algo.advantage.is_correction_enable",
     ),
-    Row(
+    SettingRow(
         beside(openrlhf_correction, "enable_vllm_is_correction"),
         openrlhf="vllm_is_truncated_threshold vllm_is_correction_type use_icepop",
     ),
-    Row("algorithm.correction.off_policy_threshold", "off_policy_mask_threshold"),
-    Row(switched("algorithm.correction.bias_corrected_kl"), "use_bias_correction_kl"),
+    SettingRow("algorithm.correction.off_policy_threshold", "off_policy_mask_threshold"),
+    SettingRow(switched("algorithm.correction.bias_corrected_kl"), "use_bias_correction_kl"),
     # preferences and reward models
-    Row(f"{PREFERENCE}.beta", openrlhf="beta"),
-    Row(trl_loss, "dpo_loss_type"),
-    Row(
+    SettingRow(f"{PREFERENCE}.beta", openrlhf="beta"),
+    SettingRow(trl_loss, "dpo_loss_type"),
+    SettingRow(
         said("there it sums log-probs, while algorithm.preference.loss=ipo takes their means"),
         openrlhf="ipo=model.ipo_enable",
     ),
-    Row(
+    SettingRow(
         Rule("the option", lambda values, value: "it is the loss here" if value in ("sigmoid", "logexp") else NO_LOSS),
         openrlhf="loss",
     ),
-    Row(f"{PREFERENCE}.label_smoothing", "label_smoothing", openrlhf="label_smoothing"),
-    Row(f"{PREFERENCE}.desirable_weight", "desirable_weight kto_desirable_weight", openrlhf="desirable_loss_weight"),
-    Row(
+    SettingRow(f"{PREFERENCE}.label_smoothing", "label_smoothing", openrlhf="label_smoothing"),
+    SettingRow(
+        f"{PREFERENCE}.desirable_weight", "desirable_weight kto_desirable_weight", openrlhf="desirable_loss_weight"
+    ),
+    SettingRow(
         f"{PREFERENCE}.undesirable_weight",
         "undesirable_weight kto_undesirable_weight",
         openrlhf="undesirable_loss_weight",
     ),
-    Row(switched(f"{PREFERENCE}.precompute_ref_log_probs"), "precompute_ref_log_probs"),
-    Row(only_if(lambda values: values.algorithm == "simpo", f"{PREFERENCE}.margin", "it is of SimPO"), "simpo_gamma"),
-    Row(f"{PREFERENCE}.cross_entropy_coef", "cpo_alpha rpo_alpha", openrlhf="nll_loss_coef"),
-    Row(for_method("orpo", rule=f"{PREFERENCE}.beta"), "orpo_alpha"),
-    Row(for_method("reward_model", rule="algorithm.reward_model.center_coef"), "center_rewards_coefficient"),
-    Row(for_method("process_reward_model", rule="algorithm.process_reward_model.separator"), "step_separator"),
-    Row(axolotl_method, "rl"),
-    Row(part("algorithm"), "reward_model process_reward_model ebft.mode"),
+    SettingRow(switched(f"{PREFERENCE}.precompute_ref_log_probs"), "precompute_ref_log_probs"),
+    SettingRow(
+        only_if(lambda values: values.algorithm == "simpo", f"{PREFERENCE}.margin", "it is of SimPO"), "simpo_gamma"
+    ),
+    SettingRow(f"{PREFERENCE}.cross_entropy_coef", "cpo_alpha rpo_alpha", openrlhf="nll_loss_coef"),
+    SettingRow(for_method("orpo", rule=f"{PREFERENCE}.beta"), "orpo_alpha"),
+    SettingRow(for_method("reward_model", rule="algorithm.reward_model.center_coef"), "center_rewards_coefficient"),
+    SettingRow(for_method("process_reward_model", rule="algorithm.process_reward_model.separator"), "step_separator"),
+    SettingRow(axolotl_method, "rl"),
+    SettingRow(part("algorithm"), "reward_model process_reward_model ebft.mode"),
     # EBFT
-    Row(f"{FEATURES}.layers", "ebft.feature_layers"),
-    Row(f"{FEATURES}.pooling", "ebft.embed_method"),
-    Row(f"{FEATURES}.alignment_coef", "ebft.alignment_coef"),
-    Row(f"{FEATURES}.diversity_coef", "ebft.diversity_coef"),
-    Row(named(f"{FEATURES}.whitening", {"true": "feature", "false": "none"}), "ebft.use_whitening"),
-    Row("algorithm.ebft.rl_coef", "ebft.rl_coef"),
-    Row("algorithm.ebft.ce_coef", "ebft.ce_coef"),
-    *(Row(f"{STRIDED}.{name}", f"ebft.{name}") for name in ("stride", "context_length", "temperature", "top_p")),
-    Row(f"{STRIDED}.generate_tokens", "ebft.generate_max_len"),
-    Row("algorithm.group_size", "ebft.n_samples_per_prompt"),
-    Row(ADVANTAGE, "ebft.advantage_estimator"),
+    SettingRow(f"{FEATURES}.layers", "ebft.feature_layers"),
+    SettingRow(f"{FEATURES}.pooling", "ebft.embed_method"),
+    SettingRow(f"{FEATURES}.alignment_coef", "ebft.alignment_coef"),
+    SettingRow(f"{FEATURES}.diversity_coef", "ebft.diversity_coef"),
+    SettingRow(named(f"{FEATURES}.whitening", {"true": "feature", "false": "none"}), "ebft.use_whitening"),
+    SettingRow("algorithm.ebft.rl_coef", "ebft.rl_coef"),
+    SettingRow("algorithm.ebft.ce_coef", "ebft.ce_coef"),
+    *(SettingRow(f"{STRIDED}.{name}", f"ebft.{name}") for name in ("stride", "context_length", "temperature", "top_p")),
+    SettingRow(f"{STRIDED}.generate_tokens", "ebft.generate_max_len"),
+    SettingRow("algorithm.group_size", "ebft.n_samples_per_prompt"),
+    SettingRow(ADVANTAGE, "ebft.advantage_estimator"),
 )

@@ -13,8 +13,8 @@ from rlpipe.configs.foreign.setting_rules import (
     Made,
     Options,
     PartOf,
-    Row,
     Rule,
+    SettingRow,
     about,
     adapted,
     engine_argument,
@@ -243,191 +243,200 @@ def remote_reward(values: ForeignValues, value: Any) -> Made:
 
 
 MODEL = (
-    Row(
+    SettingRow(
         "model.path",
         "model_name_or_path base_model model pretrained",
         "model.path model.partial_pretrain",
         "pretrain=actor.model_name_or_path=model.model_name_or_path",
     ),
-    Row("model.revision", "model_revision revision revision_of_model"),
-    Row("model.tokenizer", "tokenizer_config", "model.tokenizer_path"),
-    Row(switched("model.trust_remote_code"), "trust_remote_code", "model.trust_remote_code"),
-    Row(FOUND, "model_type tokenizer_type processor_type is_llama_derived_model num_labels"),
-    Row(TOKENIZER, "eos_token pad_token special_tokens.*"),
-    Row("the reference is the model that training starts from", openrlhf="ref_pretrain=ref.model_name_or_path"),
-    Row(dtype, "torch_dtype dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", openrlhf="param_dtype"),
-    Row(typed("bf16"), "bf16 bfloat16", openrlhf="bf16"),
-    Row(typed("fp16"), "fp16 float16"),
-    Row("torch's own default is kept", "tf32"),
-    Row(
+    SettingRow("model.revision", "model_revision revision revision_of_model"),
+    SettingRow("model.tokenizer", "tokenizer_config", "model.tokenizer_path"),
+    SettingRow(switched("model.trust_remote_code"), "trust_remote_code", "model.trust_remote_code"),
+    SettingRow(FOUND, "model_type tokenizer_type processor_type is_llama_derived_model num_labels"),
+    SettingRow(TOKENIZER, "eos_token pad_token special_tokens.*"),
+    SettingRow("the reference is the model that training starts from", openrlhf="ref_pretrain=ref.model_name_or_path"),
+    SettingRow(
+        dtype, "torch_dtype dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", openrlhf="param_dtype"
+    ),
+    SettingRow(typed("bf16"), "bf16 bfloat16", openrlhf="bf16"),
+    SettingRow(typed("fp16"), "fp16 float16"),
+    SettingRow("torch's own default is kept", "tf32"),
+    SettingRow(
         PRECISION,
         verl=(
             "rollout.dtype actor.fsdp_config.dtype actor.fsdp_config.model_dtype model.fsdp_config.model_dtype "
             "engine.model_dtype"
         ),
     ),
-    Row(
+    SettingRow(
         named("model.attention", {name: name for name in ATTENTION}),
         "attn_implementation model_init_kwargs.attn_implementation",
         openrlhf="attn_implementation",
     ),
-    Row(switched("model.attention", "flash_attention_2"), "flash_attention flash_attn", openrlhf="flash_attn"),
-    Row(switched("model.attention", "sdpa"), "sdp_attention"),
-    Row(switched("model.attention", "eager"), "eager_attention"),
-    Row(switched("model.attention", "flex_attention"), "flex_attention"),
-    Row(KERNELS, "plugins.* lora_mlp_kernel.*"),
-    Row(
+    SettingRow(switched("model.attention", "flash_attention_2"), "flash_attention flash_attn", openrlhf="flash_attn"),
+    SettingRow(switched("model.attention", "sdpa"), "sdp_attention"),
+    SettingRow(switched("model.attention", "eager"), "eager_attention"),
+    SettingRow(switched("model.attention", "flex_attention"), "flex_attention"),
+    SettingRow(KERNELS, "plugins.* lora_mlp_kernel.*"),
+    SettingRow(
         switched("model.gradient_checkpointing"),
         "gradient_checkpointing",
         "model.enable_gradient_checkpointing",
         "gradient_checkpointing=actor.gradient_checkpointing_enable=model.gradient_checkpointing_enable",
     ),
-    Row("model.reentrant_checkpointing", "gradient_checkpointing_kwargs.use_reentrant"),
-    Row(switched("model.reentrant_checkpointing"), openrlhf="gradient_checkpointing_use_reentrant"),
-    Row(chat_template, "chat_template_path chat_template_jinja"),
-    Row(TEMPLATE, "chat_template"),
-    Row(TEMPLATE_TEXT, verl="model.custom_chat_template", openrlhf="tokenizer_chat_template"),
+    SettingRow("model.reentrant_checkpointing", "gradient_checkpointing_kwargs.use_reentrant"),
+    SettingRow(switched("model.reentrant_checkpointing"), openrlhf="gradient_checkpointing_use_reentrant"),
+    SettingRow(chat_template, "chat_template_path chat_template_jinja"),
+    SettingRow(TEMPLATE, "chat_template"),
+    SettingRow(TEMPLATE_TEXT, verl="model.custom_chat_template", openrlhf="tokenizer_chat_template"),
     # adapter
-    Row(part("model"), "use_peft adapter LoraConfig BitsAndBytesConfig task_type lora_task_type"),
-    Row(quantized, "load_in_4bit", openrlhf="load_in_4bit"),
-    Row(said("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
-    Row(
+    SettingRow(part("model"), "use_peft adapter LoraConfig BitsAndBytesConfig task_type lora_task_type"),
+    SettingRow(quantized, "load_in_4bit", openrlhf="load_in_4bit"),
+    SettingRow(said("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
+    SettingRow(
         Rule("model", lambda values, value: PartOf("model") if value == "nf4" else "a 4-bit base is in NF4"),
         "bnb_4bit_quant_type",
     ),
-    Row(rank, "lora_r r", "model.lora_rank model.lora.rank", "lora_rank"),
-    Row(adapted("model.adapter.alpha"), "lora_alpha", "model.lora_alpha model.lora.alpha", "lora_alpha"),
-    Row(adapted("model.adapter.dropout"), "lora_dropout", "model.lora.dropout", "lora_dropout"),
-    Row(adapted(target_modules), "lora_target_modules target_modules", "model.target_modules", "target_modules"),
-    Row(adapted(switched(TARGETS, "all-linear")), "lora_target_linear"),
-    Row(adapted("model.adapter.target_parameters"), "lora_target_parameters target_parameters"),
-    Row(adapted("model.adapter.modules_to_save"), "lora_modules_to_save modules_to_save"),
-    Row(adapted(switched("model.adapter.use_dora")), "use_dora peft_use_dora"),
-    Row(adapted(switched("model.adapter.use_rslora")), "use_rslora peft_use_rslora"),
-    Row(adapted("model.adapter.path"), "lora_model_dir", "model.lora_adapter_path"),
-    Row(Rule("model", lambda values, value: OFF if value == "none" else "biases are not adapted"), "bias"),
-    Row("model.adapter selects what is trained", "unfrozen_parameters.*"),
+    SettingRow(rank, "lora_r r", "model.lora_rank model.lora.rank", "lora_rank"),
+    SettingRow(adapted("model.adapter.alpha"), "lora_alpha", "model.lora_alpha model.lora.alpha", "lora_alpha"),
+    SettingRow(adapted("model.adapter.dropout"), "lora_dropout", "model.lora.dropout", "lora_dropout"),
+    SettingRow(adapted(target_modules), "lora_target_modules target_modules", "model.target_modules", "target_modules"),
+    SettingRow(adapted(switched(TARGETS, "all-linear")), "lora_target_linear"),
+    SettingRow(adapted("model.adapter.target_parameters"), "lora_target_parameters target_parameters"),
+    SettingRow(adapted("model.adapter.modules_to_save"), "lora_modules_to_save modules_to_save"),
+    SettingRow(adapted(switched("model.adapter.use_dora")), "use_dora peft_use_dora"),
+    SettingRow(adapted(switched("model.adapter.use_rslora")), "use_rslora peft_use_rslora"),
+    SettingRow(adapted("model.adapter.path"), "lora_model_dir", "model.lora_adapter_path"),
+    SettingRow(Rule("model", lambda values, value: OFF if value == "none" else "biases are not adapted"), "bias"),
+    SettingRow("model.adapter selects what is trained", "unfrozen_parameters.*"),
 )
 DATA = (
-    Row(
+    SettingRow(
         data,
         "dataset dataset_name dataset_config dataset_config_name name data_files dataset_train_split split",
         "data.train_files",
         "prompt_data=data.prompt_dataset dataset dataset_probs prompt_data_probs prompt_split train_split "
         "dataset_split",
     ),
-    Row(held_out_file, "test_datasets", "data.val_files", "eval_dataset"),
-    Row(held_out_size, "val_set_size"),
-    Row(held_out_split, "eval_strategy evaluation_strategy dataset_test_split"),
-    Row(switched("data.streaming"), "streaming dataset_streaming"),
-    Row("data.shuffle", "shuffle_dataset", "data.shuffle"),
-    Row("rlpipe data prepare renders the rows once, with --workers", "dataset_num_proc dataset_processes"),
-    Row("data.cache is where rlpipe data prepare keeps rows", "dataset_prepared_path"),
-    Row("a number of rows of the data set: a data.split such as train[:1000] selects them", openrlhf="max_samples"),
-    Row("columns that rendering does not read go to the rewards", "remove_unused_columns no_remove_unused_columns"),
-    Row("data.train_on_inputs", "train_on_inputs"),
-    Row(answers_only, "assistant_only_loss completion_only_loss"),
-    Row("end markers are found in the chat template; data.role_boundaries sets them", "eot_tokens train_on_eot"),
-    Row(Rule("data.chat", lambda values, value: {"data.chat": is_on(value)}), openrlhf="apply_chat_template"),
-    Row("data.chat_template_kwargs", "chat_template_kwargs.*", "data.apply_chat_template_kwargs.*"),
-    Row("a data.transform may add the text around a prompt", openrlhf="input_template"),
-    Row(said("each of the assistant's turns is trained"), openrlhf="multiturn"),
+    SettingRow(held_out_file, "test_datasets", "data.val_files", "eval_dataset"),
+    SettingRow(held_out_size, "val_set_size"),
+    SettingRow(held_out_split, "eval_strategy evaluation_strategy dataset_test_split"),
+    SettingRow(switched("data.streaming"), "streaming dataset_streaming"),
+    SettingRow("data.shuffle", "shuffle_dataset", "data.shuffle"),
+    SettingRow("rlpipe data prepare renders the rows once, with --workers", "dataset_num_proc dataset_processes"),
+    SettingRow("data.cache is where rlpipe data prepare keeps rows", "dataset_prepared_path"),
+    SettingRow(
+        "a number of rows of the data set: a data.split such as train[:1000] selects them", openrlhf="max_samples"
+    ),
+    SettingRow(
+        "columns that rendering does not read go to the rewards", "remove_unused_columns no_remove_unused_columns"
+    ),
+    SettingRow("data.train_on_inputs", "train_on_inputs"),
+    SettingRow(answers_only, "assistant_only_loss completion_only_loss"),
+    SettingRow("end markers are found in the chat template; data.role_boundaries sets them", "eot_tokens train_on_eot"),
+    SettingRow(Rule("data.chat", lambda values, value: {"data.chat": is_on(value)}), openrlhf="apply_chat_template"),
+    SettingRow("data.chat_template_kwargs", "chat_template_kwargs.*", "data.apply_chat_template_kwargs.*"),
+    SettingRow("a data.transform may add the text around a prompt", openrlhf="input_template"),
+    SettingRow(said("each of the assistant's turns is trained"), openrlhf="multiturn"),
     # columns
-    Row(text_column, "dataset_text_field"),
-    Row(column("data.prompt_column", "prompt"), verl="data.prompt_key"),
-    Row(column("data.completion_column", "response"), verl="data.response_key"),
-    Row(INSIDE, verl="data.prompt_dict_keys data.response_dict_keys"),
-    Row("data.messages_column", verl="data.messages_key data.multiturn.messages_key"),
-    Row("data.tools_column", verl="data.tools_key data.multiturn.tools_key"),
-    Row("data.images_column", verl="data.image_key"),
-    Row("data.prompt_column", openrlhf="prompt_key"),
-    Row(input_column, openrlhf="input_key"),
-    Row("data.completion_column", openrlhf="output_key"),
-    Row(label_column, openrlhf="label_key"),
-    Row("data.chosen_column", openrlhf="chosen_key"),
-    Row("data.rejected_column", openrlhf="rejected_key"),
-    Row("algorithm.reward_model.margin_column names the column", openrlhf="margin_loss"),
-    Row(STEP_MODEL, openrlhf="placeholder_token reward_tokens specialize_reward_tokens"),
+    SettingRow(text_column, "dataset_text_field"),
+    SettingRow(column("data.prompt_column", "prompt"), verl="data.prompt_key"),
+    SettingRow(column("data.completion_column", "response"), verl="data.response_key"),
+    SettingRow(INSIDE, verl="data.prompt_dict_keys data.response_dict_keys"),
+    SettingRow("data.messages_column", verl="data.messages_key data.multiturn.messages_key"),
+    SettingRow("data.tools_column", verl="data.tools_key data.multiturn.tools_key"),
+    SettingRow("data.images_column", verl="data.image_key"),
+    SettingRow("data.prompt_column", openrlhf="prompt_key"),
+    SettingRow(input_column, openrlhf="input_key"),
+    SettingRow("data.completion_column", openrlhf="output_key"),
+    SettingRow(label_column, openrlhf="label_key"),
+    SettingRow("data.chosen_column", openrlhf="chosen_key"),
+    SettingRow("data.rejected_column", openrlhf="rejected_key"),
+    SettingRow("algorithm.reward_model.margin_column names the column", openrlhf="margin_loss"),
+    SettingRow(STEP_MODEL, openrlhf="placeholder_token reward_tokens specialize_reward_tokens"),
     # lengths
-    Row(sampled(PROMPTS), "max_prompt_length", "data.max_prompt_length rollout.prompt_length", "prompt_max_len"),
-    Row(total_length, openrlhf="max_len"),
-    Row(LENGTH, "max_length max_seq_length sequence_len", "data.max_length"),
-    Row(
-        "prompts that are too long are skipped and counted",
-        verl="data.truncation data.filter_overlong_prompts data.filter_overlong_prompts_workers",
+    SettingRow(sampled(PROMPTS), "max_prompt_length", "data.max_prompt_length rollout.prompt_length", "prompt_max_len"),
+    SettingRow(total_length, openrlhf="max_len"),
+    SettingRow(LENGTH, "max_length max_seq_length sequence_len", "data.max_length"),
+    SettingRow(
+        "prompts that are too long are skipped and counted", verl="data.truncation data.filter_overlong_prompts*"
     ),
 )
 ENGINES = (
-    Row(engine, "use_vllm", "rollout.name"),
-    Row(sampled("rollout.num_engines"), openrlhf="vllm_num_engines"),
-    Row(
+    SettingRow(engine, "use_vllm", "rollout.name"),
+    SettingRow(sampled("rollout.num_engines"), openrlhf="vllm_num_engines"),
+    SettingRow(
         sampled(tensor_parallel),
         "vllm_tensor_parallel_size vllm.tensor_parallel_size",
         "rollout.tensor_model_parallel_size",
         "vllm_tensor_parallel_size",
     ),
-    Row(
+    SettingRow(
         engine_argument("gpu_memory_utilization"),
         "vllm_gpu_memory_utilization vllm.gpu_memory_utilization",
         "rollout.gpu_memory_utilization",
         "vllm_gpu_memory_utilization",
     ),
-    Row(
+    SettingRow(
         sampled("rollout.max_model_len"),
         "vllm_max_model_length vllm_max_model_len vllm.max_model_len",
         "rollout.max_model_len",
     ),
-    Row(engine_argument("enforce_eager"), verl="rollout.enforce_eager", openrlhf="enforce_eager"),
-    Row(
+    SettingRow(engine_argument("enforce_eager"), verl="rollout.enforce_eager", openrlhf="enforce_eager"),
+    SettingRow(
         engine_argument("enable_prefix_caching"), verl="rollout.enable_prefix_caching", openrlhf="enable_prefix_caching"
     ),
     *(
-        Row(engine_argument(name), verl=f"rollout.{name}")
+        SettingRow(engine_argument(name), verl=f"rollout.{name}")
         for name in ("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill")
     ),
-    Row("rollout.engine_args", verl="rollout.engine_kwargs.vllm.*"),
-    Row("an engine that does not exist here: rollout.engine is vllm or hf", verl="rollout.engine_kwargs.*"),
-    Row("engines are started by the run: see rollout.engine_args", "vllm.*"),
-    Row("see rollout.engine_args", openrlhf="vllm.*"),
-    Row("see weights.transport", openrlhf="vllm_sync_backend vllm_sync_with_ray"),
-    Row("the engine's log-probs are always kept", verl="rollout.calculate_log_probs"),
+    SettingRow("rollout.engine_args", verl="rollout.engine_kwargs.vllm.*"),
+    SettingRow("an engine that does not exist here: rollout.engine is vllm or hf", verl="rollout.engine_kwargs.*"),
+    SettingRow("engines are started by the run: see rollout.engine_args", "vllm.*"),
+    SettingRow("see rollout.engine_args", openrlhf="vllm.*"),
+    SettingRow("see weights.transport", openrlhf="vllm_sync_backend vllm_sync_with_ray"),
+    SettingRow("the engine's log-probs are always kept", verl="rollout.calculate_log_probs"),
     # sampling
-    Row(sampled("rollout.sampling.temperature"), "temperature", "rollout.temperature", "temperature"),
-    Row(sampled("rollout.sampling.top_p"), "top_p", "rollout.top_p", "top_p"),
-    Row(sampled(top_k), "top_k", "rollout.top_k"),
-    Row(sampled("rollout.sampling.min_p"), "min_p"),
-    Row(sampled("rollout.sampling.repetition_penalty"), "repetition_penalty"),
-    Row(
+    SettingRow(sampled("rollout.sampling.temperature"), "temperature", "rollout.temperature", "temperature"),
+    SettingRow(sampled("rollout.sampling.top_p"), "top_p", "rollout.top_p", "top_p"),
+    SettingRow(sampled(top_k), "top_k", "rollout.top_k"),
+    SettingRow(sampled("rollout.sampling.min_p"), "min_p"),
+    SettingRow(sampled("rollout.sampling.repetition_penalty"), "repetition_penalty"),
+    SettingRow(
         sampled("rollout.sampling.max_tokens"),
         "max_completion_length max_new_tokens",
         "data.max_response_length rollout.response_length",
         "generate_max_len=rollout.max_new_tokens",
     ),
-    Row("rollout.sampling.guided_regex", "vllm_structured_outputs_regex vllm_guided_decoding_regex"),
-    Row("see rollout.sampling, and rollout.sampling.extra for other arguments of the engine", "generation_kwargs.*"),
+    SettingRow("rollout.sampling.guided_regex", "vllm_structured_outputs_regex vllm_guided_decoding_regex"),
+    SettingRow(
+        "see rollout.sampling, and rollout.sampling.extra for other arguments of the engine", "generation_kwargs.*"
+    ),
     # rewards and episodes
-    Row(reward_functions, "reward_funcs"),
-    Row(reward_weights, "reward_weights"),
-    Row(remote_reward, openrlhf="remote_rm_url=reward.remote_url"),
-    Row(
+    SettingRow(reward_functions, "reward_funcs"),
+    SettingRow(reward_weights, "reward_weights"),
+    SettingRow(remote_reward, openrlhf="remote_rm_url=reward.remote_url"),
+    SettingRow(
         REWARD_MODEL,
         "reward_model_name_or_path reward_model_path",
         openrlhf="reward_pretrain=reward.model_name_or_path",
     ),
-    Row(REWARDS, verl="reward_model.* reward.* custom_reward_function.*"),
-    Row("see scoring.rewards", openrlhf="reward.*"),
-    Row(
+    SettingRow(REWARDS, verl="reward_model.* reward.* custom_reward_function.*"),
+    SettingRow("see scoring.rewards", openrlhf="reward.*"),
+    SettingRow(
         OVERLONG_REWARD,
         verl="reward_model.overlong_buffer.* reward_model.reward_kwargs.*",
         openrlhf="overlong_buffer_len=reward.overlong_buffer_len "
         "overlong_penalty_factor=reward.overlong_penalty_factor",
     ),
-    Row(
+    SettingRow(
         TURNS,
         "tools environment_factory rollout_func max_tool_calling_iterations",
         "rollout.multi_turn.* rollout.agent.*",
     ),
-    Row("see environment.agent and environment.path", openrlhf="agent_func_path"),
+    SettingRow("see environment.agent and environment.path", openrlhf="agent_func_path"),
     # what a script passes on
-    Row(PASSED_ON, "args train_dataset eval_dataset peft_config quantization_config.* processing_class tokenizer"),
+    SettingRow(
+        PASSED_ON, "args train_dataset eval_dataset peft_config quantization_config.* processing_class tokenizer"
+    ),
 )

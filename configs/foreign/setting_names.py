@@ -7,7 +7,7 @@ from functools import cache
 
 from rlpipe.configs.foreign.loss_table import CRITIC, LOSSES
 from rlpipe.configs.foreign.model_table import DATA, ENGINES, MODEL, PRECISION, QUANTIZED
-from rlpipe.configs.foreign.setting_rules import Row, Rule
+from rlpipe.configs.foreign.setting_rules import Rule, SettingRow
 from rlpipe.configs.foreign.training_table import ACCUMULATION, ALWAYS_PACKED, STEPS, TRAINING, WARMUP
 from rlpipe.configs.options import all_names
 
@@ -15,7 +15,7 @@ ROWS = (*TRAINING, *MODEL, *DATA, *ENGINES, *LOSSES)
 COLUMNS = {"axolotl": "hf", "trl": "hf", "verl": "verl", "openrlhf": "openrlhf"}
 """Columns of the tables by system."""
 PREFIXES = {"axolotl": "trl.", "verl": "actor_rollout_ref."}
-"""What the names of some settings of a system begin with, which the tables leave out."""
+"""Beginnings of the names of some settings of a system, which the tables leave out."""
 SECTIONS = ("actor", "algo", "ckpt", "data", "ds", "fsdp", "logger", "model", "rollout", "train", "vllm")
 """Sections in which newer versions of OpenRLHF have options that had no section before."""
 ADAPTER = "write model=lora, model=qlora or model=full"
@@ -91,14 +91,11 @@ def rule_of(system: str, name: str) -> Rule | str | None:
     rules, _ = table_of(system)
     if name in rules:
         return rules[name]
-    parts = name.split(".")
-    beginnings = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    section = next((beginning for beginning in beginnings if f"{beginning}.*" in rules), None)
-    if section is None:
-        return None
-    rule = rules[f"{section}.*"]
+    beginnings = [begin for begin in rules if begin.endswith("*") and f"{name}.".startswith(begin[:-1])]
+    longest = max(beginnings, key=len, default="")
+    rule = rules.get(longest)
     is_option = isinstance(rule, str) and " " not in rule
-    return f"{rule}{name[len(section) :]}" if is_option else rule
+    return f"{rule}{name[len(longest) - 2 :]}" if is_option else rule
 
 
 def foreign_name(name: str) -> str | None:
@@ -124,10 +121,10 @@ def hints() -> Mapping[str, str]:
     return found
 
 
-def _ends(row: Row) -> Iterator[str]:
+def _ends(row: SettingRow) -> Iterator[str]:
     """Yield the ends of a row's names that say enough: those of several words."""
     for column in (row.hf, row.verl, row.openrlhf):
-        for name in column.replace("=", " ").replace(".*", "").split():
+        for name in column.replace("=", " ").replace(".*", "").replace("*", "").split():
             parts = name.split(".")
             ends = [".".join(parts[index:]) for index in range(len(parts))]
             yield from (end for end in ends if end == name or "." in end or "_" in end)

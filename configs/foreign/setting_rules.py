@@ -33,16 +33,17 @@ class Rule:
     make: Maker
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """Settings that mean the same in several systems, by their names there.
 
     Names have spaces between them, and ``=`` between two names of one setting, of which ``get`` takes the first. They
     lack the part that all settings of a system have: ``trl.`` in axolotl's, ``actor_rollout_ref.`` in verl's, and
-    ``actor.`` of ``actor.optim.``. A name that ends with ``.*`` stands for all that begin like it.
+    ``actor.`` of ``actor.optim.``. A name that ends with ``*`` stands for all that begin like it, and ``.*`` for a
+    section.
     """
 
     rule: Rule | str
-    """What they become; a text is an option that has the same value, or the reason why there is none."""
+    """How they become options; a text is an option that has the same value, or the reason why there is none."""
     hf: str = ""
     """Names in TRL and axolotl, whose trainers are those of transformers."""
     verl: str = ""

@@ -10,8 +10,8 @@ from rlpipe.configs.foreign.setting_rules import (
     OFF,
     Made,
     PartOf,
-    Row,
     Rule,
+    SettingRow,
     about,
     counted,
     named,
@@ -157,100 +157,94 @@ def wandb_project(values: ForeignValues, value: Any) -> Made:
 
 TRAINING = (
     # the length of a run
-    Row(counted("algorithm.num_steps"), "max_steps", "trainer.total_training_steps actor.optim.total_training_steps"),
-    Row(epochs, "num_train_epochs num_epochs", "trainer.total_epochs", "num_episodes"),
-    Row(passes, openrlhf="max_epochs"),
-    Row(sampled("algorithm.num_epochs_per_step"), "num_iterations"),
-    Row("algorithm.num_epochs_per_step", verl="actor.ppo_epochs"),
-    Row("a run ends after algorithm.num_steps", "early_stopping_patience"),
+    SettingRow(
+        counted("algorithm.num_steps"), "max_steps", "trainer.total_training_steps actor.optim.total_training_steps"
+    ),
+    SettingRow(epochs, "num_train_epochs num_epochs", "trainer.total_epochs", "num_episodes"),
+    SettingRow(passes, openrlhf="max_epochs"),
+    SettingRow(sampled("algorithm.num_epochs_per_step"), "num_iterations"),
+    SettingRow("algorithm.num_epochs_per_step", verl="actor.ppo_epochs"),
+    SettingRow("a run ends after algorithm.num_steps", "early_stopping_patience"),
     # the batch of a step
-    Row(batch, "per_device_train_batch_size micro_batch_size gradient_accumulation_steps", "data.train_batch_size"),
-    Row(train_batch, openrlhf="train_batch_size"),
-    Row(sampled(batch), openrlhf="rollout_batch_size"),
-    Row(of_batch(SIZE, "nothing is sampled"), "num_generations", "rollout.n", "n_samples_per_prompt"),
-    Row(updates, "steps_per_generation generation_batch_size", "actor.ppo_mini_batch_size"),
-    Row("as many prompts are drawn as a step needs", verl="data.gen_batch_size"),
-    Row(
+    SettingRow(
+        batch, "per_device_train_batch_size micro_batch_size gradient_accumulation_steps", "data.train_batch_size"
+    ),
+    SettingRow(train_batch, openrlhf="train_batch_size"),
+    SettingRow(sampled(batch), openrlhf="rollout_batch_size"),
+    SettingRow(of_batch(SIZE, "nothing is sampled"), "num_generations", "rollout.n", "n_samples_per_prompt"),
+    SettingRow(updates, "steps_per_generation generation_batch_size", "actor.ppo_mini_batch_size"),
+    SettingRow("as many prompts are drawn as a step needs", verl="data.gen_batch_size"),
+    SettingRow(
         ACCUMULATION,
-        verl=(
-            "actor.ppo_micro_batch_size actor.ppo_micro_batch_size_per_gpu data.micro_batch_size "
-            "data.micro_batch_size_per_gpu rollout.log_prob_micro_batch_size "
-            "rollout.log_prob_micro_batch_size_per_gpu"
-        ),
-        openrlhf=(
-            "micro_train_batch_size=train.micro_batch_size micro_rollout_batch_size=rollout.micro_batch_size "
-            "vllm_generate_batch_size"
-        ),
+        verl="actor.ppo_micro_batch_size actor.ppo_micro_batch_size_per_gpu data.micro_batch_size* "
+        "rollout.log_prob_micro*",
+        openrlhf="micro_train_batch_size=train.micro_batch_size micro_rollout_batch_size=rollout.micro_batch_size "
+        "vllm_generate_batch_size",
     ),
-    Row(MICRO, "per_device_eval_batch_size eval_batch_size eval_accumulation_steps"),
-    Row(tokens, verl="actor.ppo_max_token_len_per_gpu data.max_token_len_per_gpu", openrlhf="train_max_tokens_per_gpu"),
-    Row(
-        DYNAMIC,
-        verl=(
-            "rollout.log_prob_max_token_len_per_gpu actor.use_dynamic_bsz rollout.log_prob_use_dynamic_bsz "
-            "data.use_dynamic_bsz trainer.balance_batch"
-        ),
+    SettingRow(MICRO, "per_device_eval_batch_size eval_batch_size eval_accumulation_steps"),
+    SettingRow(
+        tokens, verl="actor.ppo_max_token_len_per_gpu data.max_token_len_per_gpu", openrlhf="train_max_tokens_per_gpu"
     ),
-    Row(
+    SettingRow(DYNAMIC, verl="rollout.log_prob_* actor.use_dynamic_bsz data.use_dynamic_bsz trainer.balance_batch"),
+    SettingRow(
         ALWAYS_PACKED,
         openrlhf="rollout_max_tokens_per_gpu use_dynamic_batch=train.dynamic_batch_enable packing_samples",
     ),
-    Row("rows are always packed", verl="model.use_remove_padding use_remove_padding actor.use_remove_padding"),
-    Row(
+    SettingRow("rows are always packed", verl="model.use_remove_padding use_remove_padding actor.use_remove_padding"),
+    SettingRow(
         "rows are packed up to learner.max_tokens_per_microbatch",
-        "packing packing_strategy padding_free eval_packing sample_packing eval_sample_packing "
-        "pad_to_sequence_len group_by_length",
+        "packing* padding_free eval_packing sample_packing eval_sample_packing pad_to_sequence_len group_by_length",
     ),
     # optimizer
-    Row(
+    SettingRow(
         "learner.optimizer.lr",
         "learning_rate",
         "actor.optim.lr",
         "learning_rate=adam.lr actor_learning_rate=actor.adam.lr",
     ),
-    Row(
+    SettingRow(
         "learner.optimizer.weight_decay",
         "weight_decay",
         "actor.optim.weight_decay",
         "l2=adam.weight_decay=actor.adam.weight_decay",
     ),
-    Row(betas, "adam_beta1 adam_beta2", "actor.optim.betas", "adam_betas"),
-    Row("learner.optimizer.eps", "adam_epsilon"),
-    Row(named("learner.optimizer.name", OPTIMIZERS), "optim optimizer", "actor.optim.optimizer"),
-    Row("learner.max_grad_norm", "max_grad_norm", "actor.grad_clip actor.optim.clip_grad", "max_norm"),
-    Row(
+    SettingRow(betas, "adam_beta1 adam_beta2", "actor.optim.betas", "adam_betas"),
+    SettingRow("learner.optimizer.eps", "adam_epsilon"),
+    SettingRow(named("learner.optimizer.name", OPTIMIZERS), "optim optimizer", "actor.optim.optimizer"),
+    SettingRow("learner.max_grad_norm", "max_grad_norm", "actor.grad_clip actor.optim.clip_grad", "max_norm"),
+    SettingRow(
         schedule,
         "lr_scheduler lr_scheduler_type",
         "actor.optim.warmup_style actor.optim.lr_scheduler_type actor.optim.lr_scheduler actor.optim.lr_decay_style",
         "lr_scheduler",
     ),
-    Row(
+    SettingRow(
         "learner.schedule.min_ratio",
         "lr_scheduler_kwargs.min_lr_rate cosine_min_lr_ratio",
         "actor.optim.min_lr_ratio",
         "min_lr_ratio",
     ),
-    Row(warmup_steps, "warmup_steps", "actor.optim.lr_warmup_steps", "lr_warmup_steps"),
-    Row(
+    SettingRow(warmup_steps, "warmup_steps", "actor.optim.lr_warmup_steps", "lr_warmup_steps"),
+    SettingRow(
         warmup_ratio,
         "warmup_ratio",
         "actor.optim.lr_warmup_steps_ratio actor.optim.warmup_steps_ratio",
         "lr_warmup_ratio",
     ),
-    Row("seed", "seed", "trainer.seed", "seed"),
+    SettingRow("seed", "seed", "trainer.seed", "seed"),
     # processes and their memory
-    Row(
+    SettingRow(
         STRATEGY,
         "deepspeed.* fsdp.* fsdp_config.* fsdp_version",
         "model.strategy actor.strategy actor.fsdp_config.strategy model_engine engine optim",
         "zero_stage zpg overlap_comm deepcompile ring_attn_size ring_head_stride ds_tensor_parallel_size "
         "grad_accum_dtype ds.* fsdp.*",
     ),
-    Row(
+    SettingRow(
         SHARDED, verl="engine.* ulysses_sequence_parallel_size actor.ulysses_sequence_parallel_size actor.fsdp_config.*"
     ),
-    Row(MEGATRON, verl="actor.megatron.*"),
-    Row(
+    SettingRow(MEGATRON, verl="actor.megatron.*"),
+    SettingRow(
         OFFLOAD,
         verl=(
             "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload actor.fsdp_config.offload_policy "
@@ -258,15 +252,12 @@ TRAINING = (
         ),
         openrlhf="adam_offload ref_offload ref_reward_offload ref.offload",
     ),
-    Row(
+    SettingRow(
         GPUS,
         verl="trainer.n_gpus_per_node trainer.nnodes",
-        openrlhf=(
-            "actor_num_nodes actor_num_gpus_per_node ref_num_nodes ref_num_gpus_per_node reward_num_nodes "
-            "reward_num_gpus_per_node ref.*"
-        ),
+        openrlhf="actor_num_nodes actor_num_gpus_per_node ref_num_* reward_num_* ref.*",
     ),
-    Row(
+    SettingRow(
         COLOCATED,
         "vllm_mode vllm_enable_sleep_mode",
         openrlhf=(
@@ -274,22 +265,22 @@ TRAINING = (
             "colocate_actor_ref colocate_critic_reward"
         ),
     ),
-    Row(
+    SettingRow(
         "write replay=async, and set replay.max_staleness",
         openrlhf="async_train=train.async_enable async_queue_size partial_rollout",
     ),
     # files
-    Row(text("output"), "output_dir", "trainer.default_local_dir", "save_path=ckpt.output_dir"),
-    Row(counted("checkpoint.every_steps", is_never=True), "save_steps", "trainer.save_freq", "save_steps"),
-    Row(
+    SettingRow(text("output"), "output_dir", "trainer.default_local_dir", "save_path=ckpt.output_dir"),
+    SettingRow(counted("checkpoint.every_steps", is_never=True), "save_steps", "trainer.save_freq", "save_steps"),
+    SettingRow(
         positive("checkpoint.keep"),
         "save_total_limit",
         "trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep",
         "max_ckpt_num=ckpt.max_num",
     ),
-    Row(saving, "save_strategy"),
-    Row(EPOCHS, "saves_per_epoch evals_per_epoch"),
-    Row(
+    SettingRow(saving, "save_strategy"),
+    SettingRow(EPOCHS, "saves_per_epoch evals_per_epoch"),
+    SettingRow(
         named(
             "resume",
             {"auto": "auto", "disable": "never", "false": "never"},
@@ -297,32 +288,31 @@ TRAINING = (
         ),
         verl="trainer.resume_mode",
     ),
-    Row(switched("resume", "auto"), openrlhf="load_checkpoint=ckpt.load_enable"),
-    Row(
+    SettingRow(switched("resume", "auto"), openrlhf="load_checkpoint=ckpt.load_enable"),
+    SettingRow(
         "its checkpoints can't be read here; model.path or model.adapter.path starts from weights",
         "resume_from_checkpoint",
     ),
-    Row("checkpoints are in the output folder", openrlhf="ckpt_path"),
-    Row(EXPORT, openrlhf="save_hf_ckpt=ckpt.save_hf disable_ds_ckpt save_hf_model"),
-    Row(
-        "nothing is uploaded: rlpipe export writes a folder for transformers, PEFT and vLLM",
-        "push_to_hub hub_model_id hub_strategy hub_private_repo",
+    SettingRow("checkpoints are in the output folder", openrlhf="ckpt_path"),
+    SettingRow(EXPORT, openrlhf="save_hf_ckpt=ckpt.save_hf disable_ds_ckpt save_hf_model"),
+    SettingRow(
+        "nothing is uploaded: rlpipe export writes a folder for transformers, PEFT and vLLM", "push_to_hub hub_*"
     ),
-    Row(counted("data.held_out.every_steps", is_never=True), "eval_steps", "trainer.test_freq", "eval_steps"),
-    Row(said("held-out rows are evaluated at the start"), verl="trainer.val_before_train"),
-    Row("evaluations take the likeliest tokens, with one answer to a prompt", verl="rollout.val_kwargs.*"),
-    Row(GREEDY, openrlhf="eval_temperature eval_n_samples_per_prompt eval.*"),
+    SettingRow(counted("data.held_out.every_steps", is_never=True), "eval_steps", "trainer.test_freq", "eval_steps"),
+    SettingRow(said("held-out rows are evaluated at the start"), verl="trainer.val_before_train"),
+    SettingRow("evaluations take the likeliest tokens, with one answer to a prompt", verl="rollout.val_kwargs.*"),
+    SettingRow(GREEDY, openrlhf="eval_temperature eval_n_samples_per_prompt eval.*"),
     # tracking
-    Row("every step is logged", "logging_steps", openrlhf="logging_steps"),
-    Row(tracker, "report_to", "trainer.logger"),
-    Row(weights_and_biases, "use_wandb", openrlhf="use_wandb=logger.wandb.key"),
-    Row(wandb_project, "wandb_project"),
-    Row(text("tracking.wandb_project"), verl="trainer.project_name", openrlhf="wandb_project"),
-    Row(text("name"), "run_name wandb_name wandb_run_id", "trainer.experiment_name", "wandb_run_name"),
-    Row(switched("tracking.tensorboard"), "use_tensorboard"),
-    Row("tracking.tensorboard is on, in the output folder", openrlhf="use_tensorboard"),
-    Row("tracking.log_completions is a number of groups", "log_completions num_completions_to_print"),
-    Row(
+    SettingRow("every step is logged", "logging_steps", openrlhf="logging_steps"),
+    SettingRow(tracker, "report_to", "trainer.logger"),
+    SettingRow(weights_and_biases, "use_wandb", openrlhf="use_wandb=logger.wandb.key"),
+    SettingRow(wandb_project, "wandb_project"),
+    SettingRow(text("tracking.wandb_project"), verl="trainer.project_name", openrlhf="wandb_project"),
+    SettingRow(text("name"), "run_name wandb_name wandb_run_id", "trainer.experiment_name", "wandb_run_name"),
+    SettingRow(switched("tracking.tensorboard"), "use_tensorboard"),
+    SettingRow("tracking.tensorboard is on, in the output folder", openrlhf="use_tensorboard"),
+    SettingRow("tracking.log_completions is a number of groups", "log_completions num_completions_to_print"),
+    SettingRow(
         "the options of the file that it names are not read: import that file, too",
         "config",
         "config_path config_name defaults",

@@ -227,7 +227,7 @@ def test_variables_that_refer_to_each_other_stay() -> None:
 
 
 def test_expansions_that_are_not_read_stay_as_they_are() -> None:
-    script = Script("a=x; run ${a//x/z} ${#a} ${a%x} \"${a:0:1}\"")
+    script = Script('a=x; run ${a//x/z} ${#a} ${a%x} "${a:0:1}"')
     assert list(script.commands[0].words) == ["run", "${a//x/z}", "${#a}", "${a%x}", "${a:0:1}"]
 
 
