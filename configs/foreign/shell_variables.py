@@ -8,28 +8,29 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlpipe.configs.foreign.shell_scanner import MAX_NESTING, end_of_parameter, end_of_quotes, end_of_single
+from rlpipe.configs.foreign.shell_words import with_grammar
 from rlpipe.errors import ConfigError
 
 MAX_CHARACTERS = 4_000_000
 """Characters that all expansions of a script may make together."""
+MAX_NESTING = 40
 MAX_NUMBER = 2**63
 MAX_FORMULA = 300
-PLAIN = re.compile(r"[^\\'\"$`]+")
-QUOTED = re.compile(r"[^\\$`]+")
-NAMED = re.compile(r"\$([A-Za-z_]\w*)")
-POSITIONAL = re.compile(r"\$[@*]")
+DOLLAR = r"""\$(?P<variable>[A-Za-z_]\w*+|[@*]) | \$\(\((?P<formula>(?&inside))\)\) | \$\{(?P<braces>(?&braced))\}
+    | (?P<other>(?&parameter)|.)"""
+UNQUOTED = with_grammar(rf"""(?P<plain>[^\\'"$`]++) | '(?P<literal>[^']*+)' | "(?P<text>(?&quoted))"
+    | \\(?P<escaped>.?) | {DOLLAR}""")
+QUOTED = with_grammar(rf"""(?P<plain>[^\\$`]++|\\(?![\\"$`\n]).?) | \\(?P<escaped>.) | {DOLLAR}""")
 BRACED = re.compile(
-    r"(?P<name>[A-Za-z_]\w*|\d+|[@*])(?P<index>\[(?:[@*]|\d+)\])?"
-    r"(?:(?P<test>:?[-=?+])(?P<word>.*)|(?P<slashes>//?)(?P<old>[^/]+)(?:/(?P<new>.*))?)?",
-    re.DOTALL,
+    r"(?P<name>[A-Za-z_]\w*|[@*])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<test>:?[-=?+])(?P<word>.*))?", re.DOTALL
 )
+BREAK, WORD = "\0", "\1"
+"""Where a word ends, and where there is one even if it is empty."""
 OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
@@ -38,34 +39,6 @@ OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-
-
-class Fields:
-    """Words that an expansion makes, of which the last may go on."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-        self._is_open = False
-
-    def add(self, text: str) -> None:
-        if self._is_open:
-            self.words[-1] += text
-        else:
-            self.words.append(text)
-        self._is_open = True
-
-    def add_split(self, text: str) -> None:
-        """Add text whose spaces separate words."""
-        for index, part in enumerate(re.split(r"\s+", text)):
-            self._is_open = self._is_open and index == 0
-            if part:
-                self.add(part)
-
-    def add_each(self, texts: Sequence[str]) -> None:
-        """Add the elements of an array, each as a word of its own."""
-        for index, text in enumerate(texts):
-            self._is_open = self._is_open and index == 0
-            self.add(text)
 
 
 class Variables:
@@ -80,134 +53,91 @@ class Variables:
         self.counts_uses = True
         self._spent = 0
 
-    def assign(self, name: str, values: Sequence[str], *, appends: bool = False, joins: bool = False) -> None:
-        """Set a variable; ``appends`` adds to an array, and with ``joins`` to the text of its first element."""
+    def assign(self, name: str, values: Sequence[str], *, appends: bool = False) -> None:
+        """Set a variable, or add to it: elements to an array."""
         before = self.values.get(name, [])
         if name in self.unused and not appends and any(before):
             self.replaced.append((name, " ".join(before)))
         self.unused.add(name)
-        if appends and joins:
-            values, before = ["".join([*before[:1], *values])], before[1:]
-            self.values[name] = [*values, *before]
-        else:
-            self.values[name] = [*before, *values] if appends else list(values)
+        self.values[name] = [*before, *values] if appends else list(values)
 
-    def text(self, raw: str) -> str:
+    def text(self, raw: str, depth: int = 0) -> str:
         """Return a word as one text, as an assignment takes it."""
-        return " ".join(self.expand(raw, splits=False))
+        return self._expand(raw, depth, splits=False).replace(BREAK, " ").replace(WORD, "")
 
-    def expand(self, raw: str, *, splits: bool = True, depth: int = 0) -> list[str]:
+    def words(self, raw: str) -> list[str]:
         """Return the words that a word with quotes makes; variables that are not set stay as they are."""
+        return [word.replace(WORD, "") for word in self._expand(raw, 0, splits=True).split(BREAK) if word]
+
+    def heredoc(self, body: str) -> str:
+        """Return the text of a here-document, in which quotes are nothing special."""
+        return self._expand(body.replace("\\\n", " "), 0, is_quoted=True, splits=False).replace(WORD, "")
+
+    def _expand(self, raw: str, depth: int, *, splits: bool, is_quoted: bool = False) -> str:
+        """Return a word with its parts replaced; ``splits`` separates words where spaces are in the value."""
         if depth > MAX_NESTING:
             raise ConfigError(f"variables are nested more than {MAX_NESTING} levels deep; simplify them")
-        if raw.startswith("~/"):
+        if raw.startswith("~/") and not is_quoted:
             raw = f"$HOME{raw[1:]}"
-        fields, at = Fields(), 0
-        while at < len(raw):
-            if (plain := PLAIN.match(raw, at)) is not None:
-                fields.add(plain[0])
-                at = plain.end()
-            elif raw[at] == "'":
-                end = end_of_single(raw, at)
-                fields.add(raw[at + 1 : end - 1])
-                at = end
-            elif raw[at] == '"':
-                end = end_of_quotes(raw, at)
-                self._expand_quoted(raw[at + 1 : end - 1], fields, depth)
-                at = end
-            elif raw[at] == "\\":
-                fields.add(raw[at + 1 : at + 2])
-                at += 2
+        made = []
+        for piece in (QUOTED if is_quoted else UNQUOTED).finditer(raw):
+            literal, inside = (None, None) if is_quoted else piece.group("literal", "text")
+            if inside is not None:
+                made.append(self._expand(inside, depth + 1, is_quoted=True, splits=False) if inside else WORD)
+            elif piece["variable"] or piece["formula"] or piece["braces"]:
+                made.append(self._value(piece, depth, splits=splits, is_quoted=is_quoted))
+            elif literal is not None:
+                made.append(WORD + literal)
             else:
-                at = self._expand_parameter(raw, at, fields, depth, splits=splits)
-        self._spend(sum(map(len, fields.words)))
-        return fields.words
-
-    def _spend(self, characters: int) -> None:
-        self._spent += characters
+                made.append(piece["plain"] or piece["other"] or (piece["escaped"] or "").replace("\n", ""))
+        text = "".join(made)
+        self._spent += len(text)
         if self._spent > MAX_CHARACTERS:
             raise ConfigError(f"its variables make more than {MAX_CHARACTERS:,} characters; write the command out")
+        return text
 
-    def _expand_quoted(self, text: str, fields: Fields, depth: int) -> None:
-        at = 0
-        if not text:
-            fields.add("")
-        while at < len(text):
-            if (plain := QUOTED.match(text, at)) is not None:
-                fields.add(plain[0])
-                at = plain.end()
-            elif text[at] == "\\":
-                follows = text[at + 1 : at + 2]
-                fields.add({"\n": "", **{char: char for char in '$`"\\'}}.get(follows, f"\\{follows}"))
-                at += 2
-            else:
-                at = self._expand_parameter(text, at, fields, depth, splits=False)
-
-    def _expand_parameter(self, text: str, at: int, fields: Fields, depth: int, *, splits: bool) -> int:
-        """Add what a parameter stands for to the fields; return the place after it."""
-        if POSITIONAL.match(text, at) is not None:
-            return at + 2
-        named = NAMED.match(text, at)
-        end = named.end() if named is not None else end_of_parameter(text, at, depth)
-        shown = text[at:end]
-        values, is_each = self._values_of(shown, named[1] if named is not None else None, depth)
+    def _value(self, piece: Any, depth: int, *, splits: bool, is_quoted: bool) -> str:
+        """Return what a variable or a formula stands for, or the piece itself if that is not known."""
+        values, is_each = self._known(piece, depth)
         if values is None:
-            fields.add(shown)
-        elif splits and not any("$(" in value or "`" in value for value in values):
-            fields.add_split(" ".join(values))
-        elif is_each:
-            fields.add_each(values)
-        else:
-            fields.add(" ".join(values))
-        self._spend(sum(map(len, values or ())))
-        return end
+            return str(piece[0])
+        if splits and not any("$(" in value or "`" in value for value in values):
+            return re.sub(r"\s+", BREAK, BREAK.join(values))
+        start = WORD if is_quoted else ""
+        return BREAK.join(start + value for value in values) if is_each else start + " ".join(values)
 
-    def _values_of(self, shown: str, name: str | None, depth: int) -> tuple[list[str] | None, bool]:
-        """Return the words of a parameter, or None if they are not known, and whether each stays a word."""
-        if name is not None:
-            return self._get(name, None)
-        if shown.startswith("$(("):
-            number = self.compute(shown[3:-2])
+    def _known(self, piece: Any, depth: int) -> tuple[list[str] | None, bool]:
+        """Return the words that a piece stands for, or None if they are not known, and whether each stays a word."""
+        if piece["formula"] is not None:
+            number = self.compute(piece["formula"])
             return (None if number is None else [str(number)]), False
-        found = BRACED.fullmatch(shown[2:-1]) if shown.startswith("${") else None
+        found = BRACED.fullmatch(piece["braces"] or piece["variable"])
         if found is None:
             return None, False
         values, is_each = self._get(found["name"], found["index"])
-        if found["test"]:
-            return self._tested(values, found["test"], found["word"], depth), is_each
-        if found["slashes"] and values is not None:
-            old, new = (
-                " ".join(self.expand(part or "", splits=False, depth=depth + 1))
-                for part in (found["old"], found["new"])
-            )
-            if set(old) & set("*?["):
-                return None, False
-            values = [value.replace(old, new, -1 if found["slashes"] == "//" else 1) for value in values]
-        return values, is_each
+        if not (test := found["test"]):
+            return values, is_each
+        is_set = values is not None and (any(values) or ":" not in test)
+        if test.endswith("?"):
+            return (values if is_set else None), is_each
+        if is_set != test.endswith("+"):
+            return (values if is_set else []), is_each
+        return [self.text(found["word"], depth + 1)], is_each
 
-    def _get(self, name: str, index: str | None) -> tuple[list[str] | None, bool]:
+    def _get(self, name: str, index: str | None = None) -> tuple[list[str] | None, bool]:
         if name in ("@", "*"):
             return [], True
         if self.counts_uses:
             self.unused.discard(name)
-        values, is_each = self.values.get(name), index in ("[@]", "[*]")
+        values, is_each = self.values.get(name), index in ("@", "*")
         if values is None or is_each:
             return values, is_each
-        return (values[:1] or [""] if index is None else values[int(index[1:-1]) :][:1]), False
+        return values[int(index or 0) :][:1] or [""], False
 
-    def _tested(self, values: list[str] | None, test: str, word: str, depth: int) -> list[str] | None:
-        """Return the words of ``${name:-word}`` and the like."""
-        is_set = values is not None and (any(values) or ":" not in test)
-        if test.endswith("?"):
-            return values if is_set else None
-        if is_set != test.endswith("+"):
-            return values if is_set else []
-        return self.expand(word, splits=False, depth=depth + 1)
-
-    def compute(self, text: str) -> int | None:
+    def compute(self, formula: str) -> int | None:
         """Return the value of an arithmetic expression; None if it is not known."""
-        words = " ".join(self.expand(text, splits=False)) if "$" in text else text
-        named = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(self._get(name[0], None)[0] or [name[0]]), words)
+        text = self.text(formula) if "$" in formula else formula
+        named = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(self._get(name[0])[0] or [name[0]]), text)
         if len(named) > MAX_FORMULA:
             return None
         try:
