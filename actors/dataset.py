@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from rlpipe.actors.step_server import RunUpdates, StepServer
 from rlpipe.common.imports import enter_folder
@@ -12,12 +13,11 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences, packing_of
+from rlpipe.data.prompts import SequenceSource, first_epoch, longest_row, open_run_sequences, packing_of
 from rlpipe.data.reference_cache import ReferenceCache, reference_folder
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.learner.workload import takes_pairs
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import FloatArray, MiniBatch, Rollout, RolloutStatus, TrainBatch
@@ -46,7 +46,7 @@ class DatasetSetup:
 
 
 def _pads_sequences(model: ModelConfig) -> bool:
-    from rlpipe.learner.policy import pads_sequences  # takes seconds, which only pairs are worth
+    from rlpipe.learner.policy import pads_sequences  # takes seconds, which only pairs at the limit are worth
 
     return pads_sequences(model)
 
@@ -65,6 +65,8 @@ class DatasetActor(StepServer):
         """The reference's log-probs, if they are precomputed."""
         self._due: dict[int, bool] = {}
         """Whether log-probs of a step are computed before the first one."""
+        self._shares: tuple[int, list[TrainBatch]] = (HELD_OUT, [])
+        """The last such step that was packed, and its batches, which all ranks ask for."""
         self._pack = packing_of(setup.algorithm)
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
@@ -99,7 +101,7 @@ class DatasetActor(StepServer):
                     algorithm=setup.algorithm,
                     learner=setup.learner,
                     seed=setup.seed,
-                    pads_pairs=takes_pairs(setup.algorithm) and _pads_sequences(setup.model),
+                    pads_pairs=cache(partial(_pads_sequences, setup.model)),
                 )
             if setup.algorithm.precomputes_reference:
                 self._reference = ReferenceCache(reference_folder(setup.data, setup.model))
@@ -117,8 +119,9 @@ class DatasetActor(StepServer):
 
     async def reference_steps(self) -> list[int]:
         """Return the steps that ``reference_share`` is to be called for, in order."""
-        held_out = [HELD_OUT] if self._open() and self._held_out else []
-        return [*held_out, *range(self._setup.first_step, self._setup.algorithm.num_steps)]
+        source, setup = self._open(), self._setup
+        steps = first_epoch(source, setup.data, setup.algorithm, first_step=setup.first_step, start=setup.cursor)
+        return [*([HELD_OUT] if self._held_out else []), *steps]
 
     async def reference_share(self, step: int, rank: int) -> list[MiniBatch]:
         """Return a rank's share of a step, or of held-out rows, if the reference's log-probs of some row are missing.
@@ -129,9 +132,12 @@ class DatasetActor(StepServer):
         assert self._reference is not None, "only asked for if log-probs are precomputed"
         if self._due.get(step) is False:
             return []
-        batches = self._held_out if step == HELD_OUT else self._pack_step(step, self._rows(step))
-        is_due = self._due.setdefault(step, self._reference.is_due(batches))
-        return batches[rank].mini_batches if is_due else []
+        if step not in (HELD_OUT, self._shares[0]):
+            self._shares = step, self._pack_step(step, self._rows(step))
+        batches = self._held_out if step == HELD_OUT else self._shares[1]
+        if step not in self._due:
+            self._due[step] = self._reference.is_due(batches)
+        return batches[rank].mini_batches if self._due[step] else []
 
     async def add_reference(self, logprobs: Mapping[bytes, FloatArray]) -> None:
         """Keep the reference's log-probs of some sequences."""

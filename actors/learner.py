@@ -20,6 +20,7 @@ from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
+from rlpipe.configs.serving import published_kind
 from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.hardware.cgroup import num_threads
 from rlpipe.hardware.peer_access import settle_peer_access
@@ -78,6 +79,9 @@ class Publisher(Protocol):
     def wait(self, call: Any, timeout_s: float) -> bool:
         """Wait for a call's answer, and return whether it has arrived."""
 
+    def digest_of(self, version: int) -> tuple[str, str] | None:
+        """Return kind and digest of a version, on the first rank, if it was the last one to be published."""
+
 
 class NoPublisher:
     """Publisher of runs without engines, as in SFT."""
@@ -91,6 +95,9 @@ class NoPublisher:
     def wait(self, call: Any, timeout_s: float) -> bool:
         return is_answered(call, timeout_s)
 
+    def digest_of(self, version: int) -> tuple[str, str] | None:
+        return None
+
 
 class StorePublisher:
     """Publisher that puts weights into Ray's object store, one object per bucket, and calls the weights actor."""
@@ -98,6 +105,7 @@ class StorePublisher:
     def __init__(self, policy: Policy, setup: LearnerSetup, calls: Calls, weights: ActorHandle) -> None:
         self._policy, self._config, self._calls, self._weights = policy, setup.weights, calls, weights
         self._memory = BucketMemory()
+        self._kind = WeightsKind(published_kind(setup.model, setup.weights))
         self._published: tuple[WeightsManifest, list[ray.ObjectRef], int] | None = None
 
     def publish(self, version: int, life: int) -> None:
@@ -108,6 +116,7 @@ class StorePublisher:
             bucket_bytes=self._config.bucket_bytes,
             emit=lambda bucket: buckets.append(ray.put(bucket)),
             memory=self._memory,
+            kind=self._kind,
         )
         if manifest is not None:
             self._published = (manifest, buckets, life)
@@ -128,6 +137,11 @@ class StorePublisher:
     def wait(self, call: Any, timeout_s: float) -> bool:
         return is_answered(call, timeout_s)
 
+    def digest_of(self, version: int) -> tuple[str, str] | None:
+        if self._published is None or self._published[0].version != version:
+            return None
+        return self._published[0].kind.value, self._published[0].digest
+
 
 class DirectPublisher:
     """Publisher that has the engines wait, sends them the weights, and then has their digests checked.
@@ -142,15 +156,16 @@ class DirectPublisher:
         self._sender = DirectSender(policy, setup.weights)
         self._is_first = policy.sharding.rank == 0
         self._last = (0, 0)
+        self._digest = ""
 
     def publish(self, version: int, life: int) -> None:
         self._last = (version, life)
         transfer = self._offer(version, life) if self._is_first else None
         if not self._any(transfer is not None):
             return
-        digest = self._sender.send(transfer if transfer is not None and transfer.num_processes > 1 else None)
+        self._digest = self._sender.send(transfer if transfer is not None and transfer.num_processes > 1 else None)
         if self._is_first:
-            call: Any = self._weights.publish.remote(self._describe(version, digest=digest), [], life)
+            call: Any = self._weights.publish.remote(self._describe(version, digest=self._digest), [], life)
             self._calls.get(call, "the engines to serve the new weights", more_s=self._timeout_s)
 
     def publish_again(self) -> None:
@@ -159,6 +174,9 @@ class DirectPublisher:
 
     def wait(self, call: Any, timeout_s: float) -> bool:
         return not self._any(not is_answered(call, timeout_s))
+
+    def digest_of(self, version: int) -> tuple[str, str] | None:
+        return (WeightsKind.FULL.value, self._digest) if self._digest and self._last[0] == version else None
 
     def _offer(self, version: int, life: int) -> Transfer | None:
         """Offer a version to the engines; return the transfer that both sides join, or None if it is outdated."""
@@ -451,7 +469,8 @@ class LearnerLoop:
             return
         self._saved_step = step
         if self._rank == 0:
-            self._calls.get(self._setup.batches.checkpointed.remote(step), "the ledger to record the checkpoint")
+            recorded: Any = self._setup.batches.checkpointed.remote(step, self._publisher.digest_of(step))
+            self._calls.get(recorded, "the ledger to record the checkpoint")
 
     def _add_ledger(self, folder: Path) -> dict[str, Any]:
         """Copy the ledger into the checkpoint and return its run's id; raise ``OSError`` if it can't be written."""

@@ -196,8 +196,8 @@ class ReplayActor(StepServer):
         await asyncio.to_thread(self._store.ledger.back_up, target)
         return str(self._store.ledger.get("run_id"))
 
-    async def checkpointed(self, step: int) -> None:
-        self._store.checkpointed(step)
+    async def checkpointed(self, step: int, weights: tuple[str, str] | None) -> None:
+        self._store.checkpointed(step, weights)
 
     async def describe(self) -> dict[str, Any]:
         return {**self._store.describe(), **await super().describe()}

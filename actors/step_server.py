@@ -98,7 +98,9 @@ class StepServer(ABC):
         """Copy the ledger, if there is one, into a checkpoint that is being written, and return its run's id."""
         return None
 
-    async def checkpointed(self, step: int) -> None:  # noqa: B027 - only actors with a ledger override it
+    async def checkpointed(  # noqa: B027 - only actors with a ledger override it
+        self, step: int, weights: tuple[str, str] | None
+    ) -> None:
         """Record that the checkpoint after ``step`` steps is complete."""
 
     async def wait_updates(self, after_step: int, after_event: int, timeout_s: float) -> RunUpdates:

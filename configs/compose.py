@@ -27,7 +27,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
-from rlpipe.configs.foreign_names import foreign_name
+from rlpipe.configs.foreign.setting_names import foreign_name
 from rlpipe.configs.options import (
     default_tree,
     describe_type,

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, OwnFunction
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
+from rlpipe.configs.schema.model_config import ModelConfig, needs_merging
 from rlpipe.configs.schema.rollout_config import (
     ENGINE_ARGUMENTS,
     SAMPLING_ARGUMENTS,
@@ -16,7 +16,7 @@ from rlpipe.configs.schema.rollout_config import (
     RolloutConfig,
     ScoringConfig,
 )
-from rlpipe.configs.schema.root_config import Config, ReplayConfig, TrackingConfig, WeightsConfig, longest_conversation
+from rlpipe.configs.schema.root_config import Config, TrackingConfig, longest_conversation
 from rlpipe.configs.section_constraints import (
     check_checkpointing,
     check_learner,
@@ -33,6 +33,7 @@ from rlpipe.configs.section_constraints import (
     check_structured,
     check_template,
 )
+from rlpipe.configs.serving import check_quantization, check_serve, check_transport, check_updates
 from rlpipe.errors import ConfigError
 
 
@@ -68,6 +69,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_sampling(config.rollout)
         yield from check_lengths(config)
         yield from check_transport(config)
+        yield from check_serve(config)
         yield from check_environment(config)
         if config.algorithm.ebft.reward:
             yield from check_structured(config.algorithm)
@@ -198,7 +200,8 @@ def check_adapter(config: Config) -> Iterator[str]:
     for name in ("use_dora", "modules_to_save", "target_parameters", "merge"):
         if getattr(adapter, name) and adapter.kind == "none":
             yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"
-    if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model):
+    folds = config.weights.serve == "merged"
+    if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model) and not folds:
         yield (
             "model.adapter.merge: engines can only serve A and B of linear layers over an unchanged base, and this "
             "adapter has more; set null"
@@ -207,14 +210,6 @@ def check_adapter(config: Config) -> Iterator[str]:
         yield (
             "model.normalize_weight_scales: the weights are already in NF4 when they would be checked; leave it "
             "out, or set model.adapter.kind=lora"
-        )
-
-
-def check_quantization(config: Config) -> Iterator[str]:
-    if config.rollout.engine_args.get("quantization") and not serves_adapter(config.model):
-        yield (
-            "rollout.engine_args.quantization: engines receive whole models in model.dtype, which quantized ones can't "
-            "load; leave it out, or train an adapter that engines can serve"
         )
 
 
@@ -418,35 +413,6 @@ def check_environment(config: Config) -> Iterator[str]:
         yield f"{name}: rollout.sampling.stop would end turns without their end token; set it to []"
     if not config.data.chat:
         yield f"{name}: episodes are conversations; set data.chat=true"
-
-
-def check_transport(config: Config) -> Iterator[str]:
-    if config.weights.transport != "nccl":
-        return
-    if serves_adapter(config.model):
-        yield (
-            "weights.transport: nccl sends whole models, and an adapter is small; set object_store, "
-            "model.adapter.merge=true, or model=full"
-        )
-    if config.rollout.engine == "hf":
-        yield "weights.transport: nccl needs vLLM; set rollout.engine=vllm, or object_store"
-    if (config.learner.num_gpus > 0) != (config.rollout.num_gpus > 0):
-        yield "weights.transport: nccl needs GPUs on both sides, or on none; set object_store, or num_gpus of both"
-    if any(0 < num_gpus < 1 for num_gpus in (config.learner.num_gpus, config.rollout.num_gpus)):
-        yield "weights.transport: NCCL refuses two processes on one GPU; set object_store, or num_gpus=1"
-
-
-def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:
-    if weights.on_update == "inflight" and replay.max_staleness == 0:
-        yield (
-            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight "
-            "during an update; set replay.max_staleness=1 or more, or wait"
-        )
-    if weights.every_steps > replay.max_staleness + 1:
-        yield (
-            f"weights.every_steps: {weights.every_steps} steps between two versions need rollouts that are "
-            f"{weights.every_steps - 1} versions old; set replay.max_staleness={weights.every_steps - 1} or more"
-        )
 
 
 def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:

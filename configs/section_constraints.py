@@ -405,12 +405,10 @@ def _check_precomputed(config: Config) -> Iterator[str]:
 
 
 def check_reward_model(config: Config) -> Iterator[str]:
-    model, learner, kind = config.model, config.learner, config.algorithm.kind
+    model, kind = config.model, config.algorithm.kind
     yield from check_unused(config)
-    if learner.strategy != "single" or learner.num_ranks > 1:
-        yield f"learner.strategy: {kind} trains on one rank without sharding so far; set single, and num_ranks=1"
-    if learner.offload != "none":
-        yield f"learner.offload: {learner.offload} can't hold a reward model so far; set none"
+    if config.learner.offload == "chunked":
+        yield "learner.offload: chunked can't hold a reward model so far; set none, or policy with strategy=fsdp2"
     if model.images:
         yield f"model.images: {kind} takes no images so far; set false"
     if model.adapter.kind == "qlora":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,27 @@ MAX_VALUES = 100_000
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the options in a file; raise ``InputError`` with the file, the line and the fix if it can't be used."""
-    text = read_text(path)
-    try:
-        YamlLimits(path).check(text)
-        # OmegaConf's loader reads 1e-5 as a number, and refuses a key that is there twice.
-        loaded = yaml.load(text, Loader=get_yaml_loader())
-    except ConfigError:
-        raise
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not a YAML file: {describe_problem(error, text)}") from error
-    except ValueError as error:  # an integer of more digits than Python reads
-        raise ConfigError(f"{path}: {str(error).partition(';')[0]}; write a shorter number") from error
+    # OmegaConf's loader reads 1e-5 as a number, and refuses a key that is there twice.
+    loaded = load_yaml(path, read_text(path), get_yaml_loader())
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         kind = "list" if isinstance(loaded, list) else "single value"
         raise ConfigError(f"{path}: contains a {kind}; it must contain options such as `name: run`")
     return loaded
+
+
+def load_yaml(path: Path, text: str, loader: Callable[[str], Any]) -> Any:
+    """Return what a file's text holds, of any type; ``loader`` makes values of it once its limits are checked."""
+    try:
+        YamlLimits(path).check(text)
+        return yaml.load(text, Loader=loader)  # type: ignore[arg-type]
+    except ConfigError:
+        raise
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not a YAML file: {describe_problem(error, text)}") from error
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise ConfigError(f"{path}: {str(error).partition(';')[0]}; write a shorter number") from error
 
 
 def read_text(path: Path) -> str:

@@ -369,8 +369,14 @@ class GroupRequest:
 
 
 class WeightsKind(StrEnum):
+    """The contents of a version, and the way in which engines serve them."""
+
     LORA = "lora"
+    """An adapter, which is served beside the base."""
+    MERGED = "merged"
+    """An adapter, which engines fold into the base's weights; its digest is that of the weights that result."""
     FULL = "full"
+    """A whole model."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -410,7 +416,7 @@ class WeightsManifest:
     num_buckets: int
     num_bytes: int
     adapter_config: Mapping[str, Any] | None = None
-    """PEFT's adapter config, for LoRA only."""
+    """PEFT's adapter config; None for a whole model."""
     transfer: Transfer | None = None
     """Process group over which tensors are sent instead of in buckets; the digest then follows once they are sent."""
 

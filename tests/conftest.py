@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from covering import covering
+
+from rlpipe.common.scratch import ScratchFolder
 
 # A shell's background jobs ignore Ctrl-C, and so do their children, but tests send it to their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,7 +22,8 @@ PREFIX = "rlpipe-tests-cache-"
 if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(caches / "rlpipe-tests" / "torch_extensions"))
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=PREFIX)
+    MEASUREMENTS = ScratchFolder(PREFIX)  # goes with this process
+    os.environ["XDG_CACHE_HOME"] = MEASUREMENTS.path
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -60,6 +60,11 @@ class WeightsConfig(Freezable):
         "How weights reach the engines: through Ray's object store; whole models also by vLLM's transfer between GPUs.",
         choices=("object_store", "nccl"),
     )
+    serve: str = option(
+        "auto",
+        "Engines apply the adapter beside the base, or fold each version into their weights; auto: what suits the run.",
+        choices=("auto", "adapter", "merged"),
+    )
     on_update: str = option(
         "wait",
         "Running sequences finish on the version they began with, or continue with the new one (vllm).",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,8 @@ class AdvantageInputs:
     """Penalty of each loss token of every rollout, which the rewards have been reduced by; None without any."""
     energies: TokenValues | None = None
     """Squared length of the gradient of each loss token's log-prob by its logits; None if not needed."""
-    values: TokenValues | None = None
-    """Value of the state before each loss token; None without a critic."""
+    estimates: Sequence[Sequence[Values]] | None = None
+    """Generalized advantage estimate of each loss token; None without a critic."""
 
 
 Estimator = Callable[[list[Values], AdvantageInputs], Sequence[Values | list[Values]]]
@@ -110,11 +111,11 @@ def estimate_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) 
         raise ValueError(f"advantage.name is {name!r}; use {', '.join(ADVANTAGES)}")
     return [
         _as_float32(group) if isinstance(group, np.ndarray) else [_as_float32(own) for own in group]
-        for group in ADVANTAGES[name](subtract_penalties(rewards, inputs), inputs)
+        for group in ADVANTAGES[name](_subtract_penalties(rewards, inputs), inputs)
     ]
 
 
-def subtract_penalties(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[Values]:
+def _subtract_penalties(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> list[Values]:
     """Return the rewards minus the sum of the penalties of their rollouts."""
     groups = [np.asarray(group, np.float64) for group in rewards]
     if inputs.penalties is None:
@@ -245,7 +246,7 @@ def _whiten(parts: Sequence[Values], weights: Sequence[IntArray], eps: float) ->
     return [_divide(part - mean, std, eps) for part in parts]
 
 
-def _whiten_tokens(groups: Sequence[list[Values]], eps: float) -> list[list[Values]]:
+def _whiten_tokens(groups: Sequence[Sequence[Values]], eps: float) -> list[list[Values]]:
     """Return (value - mean) / (std + eps) over all loss tokens of all groups."""
     tokens = [own for group in groups for own in group]
     whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], eps) if tokens else [])
@@ -356,29 +357,28 @@ def gae(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list
 
     As in verl, eps is added to the standard deviation.
     """
-    return _whiten_tokens(generalized_advantages(groups, inputs), inputs.config.eps)
+    assert inputs.estimates is not None, "the learner computes the estimates"
+    return _whiten_tokens(inputs.estimates, inputs.config.eps)
 
 
-def generalized_advantages(groups: Sequence[Values], inputs: AdvantageInputs) -> list[list[Values]]:
+def generalized_advantages(
+    rewards: Sequence[FloatArray], values: TokenValues, penalties: TokenValues | None, config: AdvantageConfig
+) -> list[list[Values]]:
     """Return Σ_k (γ λ)^k δ_{t+k} of each loss token t, with δ_t = r_t + γ V_{t+1} - V_t, and V = 0 after the last one.
 
-    r_t is minus the penalty, plus the rollout's reward (``groups``, from which the penalties were subtracted) at the
-    last loss token.
+    r_t is minus the penalty, plus the rollout's reward at the last loss token.
     """
-    assert inputs.values is not None, "the learner computes the values"
-    gamma, decay = inputs.config.gamma, inputs.config.gamma * inputs.config.lam
+    decay = config.gamma * config.lam
     found: list[list[Values]] = []
-    for place, (group, values) in enumerate(zip(groups, inputs.values, strict=True)):
+    for place, (group, group_values) in enumerate(zip(rewards, values, strict=True)):
         found.append([])
-        for index, (reward, own) in enumerate(zip(group, values, strict=True)):
-            rewards = np.zeros(len(own))
-            if inputs.penalties is not None:
-                rewards -= inputs.penalties[place][index]
-            rewards[-1:] += reward - rewards.sum()
-            errors = rewards + gamma * np.append(own[1:], 0.0)[: len(own)] - own
-            for token in range(len(errors) - 2, -1, -1):
-                errors[token] += decay * errors[token + 1]
-            found[-1].append(errors)
+        for index, (reward, own) in enumerate(zip(group, group_values, strict=True)):
+            errors = config.gamma * np.append(own[1:], 0.0)[: len(own)] - own
+            if penalties is not None:
+                errors -= penalties[place][index]
+            errors[-1:] += reward
+            backwards = accumulate(errors[::-1].tolist(), lambda later, error: error + decay * later)
+            found[-1].append(np.array([*backwards], np.float64)[::-1])
     return found
 
 

@@ -159,11 +159,10 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
     import torch
 
     from rlpipe.configs.schema.learner_config import LearnerConfig
-    from rlpipe.data.prompts import open_run_sequences, packing_of
+    from rlpipe.data.prompts import first_epoch, open_run_sequences, packing_of
     from rlpipe.data.reference_cache import ReferenceCache, reference_folder
     from rlpipe.learner.policy import load_policy, pads_sequences
     from rlpipe.learner.step import Learner
-    from rlpipe.learner.workload import takes_pairs
     from rlpipe.models.loading import own_device, with_dtype
     from rlpipe.models.model_files import model_folder
 
@@ -172,13 +171,19 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
     model = with_dtype(replace(config.model, path=model_folder(config.model.path)), device)
     cache = ReferenceCache(reference_folder(config.data, model))
     num_known = len(cache)
-    pads = takes_pairs(algorithm) and pads_sequences(model)
     source, held_out = open_run_sequences(
-        config.data, model, tokenizer, algorithm=algorithm, learner=options, seed=config.seed, pads_pairs=pads
+        config.data,
+        model,
+        tokenizer,
+        algorithm=algorithm,
+        learner=options,
+        seed=config.seed,
+        pads_pairs=partial(pads_sequences, model),
     )
     limits = {name: getattr(options, name) for name in ("max_tokens_per_microbatch", "logprob_chunk_tokens")}
     learner: Learner | None = None
-    for step in range(-1, algorithm.num_steps):
+    steps = first_epoch(source, config.data, algorithm, start=source.cursor)
+    for step in (-1, *steps):
         rows = held_out if step < 0 else source.take(algorithm.groups_per_step)
         batches = (
             packing_of(algorithm)(rows, step=step, num_ranks=1, max_tokens=options.max_tokens_per_microbatch)
@@ -191,7 +196,7 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
                     load_policy(model, LearnerConfig(**limits), device), LearnerConfig(**limits), algorithm
                 )
             cache.add(learner.reference_logprobs(batches[0].mini_batches))
-        show_progress(step + 1, algorithm.num_steps, "steps")
+        show_progress(step + 1, len(steps), "steps")
     cache.flush()
     return len(cache) - num_known, cache.folder
 

@@ -31,9 +31,9 @@ def add_import(commands: Commands) -> None:
 
 def run_import(arguments: argparse.Namespace) -> None:
     from rlpipe.common.atomic_io import write_whole
-    from rlpipe.configs.foreign_files import read_foreign
-    from rlpipe.configs.foreign_options import translate, write
-    from rlpipe.configs.foreign_run import SYSTEMS
+    from rlpipe.configs.foreign.foreign_file import read_foreign
+    from rlpipe.configs.foreign.foreign_run import SYSTEMS
+    from rlpipe.configs.foreign.translation import translate, write
 
     path = Path(arguments.file)
     run = read_foreign(path, arguments.system)

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,10 @@ def add_commands(commands: Commands) -> None:
     audited = add_command(commands, "audit", run_audit, "check that every prompt of a run is accounted for")
     audited.add_argument("run", metavar="RUN", help=RUN_HELP)
     audited.add_argument("--json", action="store_true", help="print one JSON object")
+    audited.add_argument(
+        "--weights", action="store_true", help="also compute the digests of the weights in the run's checkpoints"
+    )
+    add_trust_argument(audited)
     add_inspect_arguments(
         add_command(
             commands, "inspect", run_inspect, "show the groups, steps and events of a run", epilog=INSPECT_EXAMPLES
@@ -79,6 +83,12 @@ def run_audit(arguments: argparse.Namespace) -> None:
         check_pages(ledger)
         check_groups(ledger)
         result = audit(ledger)
+        digests = ledger.get("digests") or {}
+    if arguments.weights:
+        from rlpipe.commands.weights_audit import check_weights
+
+        findings = [*result.findings, check_weights(Path(arguments.run), digests, trusted=arguments.trust_remote_code)]
+        result = replace(result, findings=findings)
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:
         claims = "; ".join(finding.claim for finding in result.problems)

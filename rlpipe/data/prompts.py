@@ -21,7 +21,7 @@ from rlpipe.data.render.pairs import PreferenceRenderer, RewardRenderer, StepRen
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, UnusableRow
-from rlpipe.data.sources.row_source import RowSource
+from rlpipe.data.sources.row_source import Cursor, RowSource
 from rlpipe.errors import ConfigError
 from rlpipe.types import Prompt, Rollout, TrainBatch
 
@@ -94,7 +94,7 @@ def open_sft_rows(
     max_tokens: int,
     processor: ImageProcessor | None = None,
     preference: RowOptions | None = None,
-    pads_pairs: bool = False,
+    pads_pairs: Callable[[], bool] = lambda: False,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the source of sequences of at most ``max_tokens`` tokens, and the held-out sequences.
@@ -149,7 +149,7 @@ def sequence_renderer(
     max_tokens: int,
     processor: ImageProcessor | None,
     preference: RowOptions | None,
-    pads_pairs: bool = False,
+    pads_pairs: Callable[[], bool] = lambda: False,
 ) -> AnyRenderer:
     """Return the renderer of rows that are trained: for fine-tuning, for preferences, or for a reward model."""
     if preference is None:
@@ -206,7 +206,7 @@ def open_run_sequences(
     algorithm: AlgorithmConfig,
     learner: LearnerConfig,
     seed: int,
-    pads_pairs: bool = False,
+    pads_pairs: Callable[[], bool] = lambda: False,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the sequences of a run that trains on rows with ``open_sft_rows``."""
@@ -230,6 +230,20 @@ def preference_of(algorithm: AlgorithmConfig) -> RowOptions | None:
         "process_reward_model": algorithm.process_reward_model,
     }
     return options.get(algorithm.kind)
+
+
+def first_epoch(
+    source: SequenceSource, data: DataConfig, algorithm: AlgorithmConfig, *, first_step: int = 0, start: Cursor
+) -> range:
+    """Return the steps of a run on pairs after which every row has been in one; all steps if that is not known.
+
+    ``start`` is the place of ``first_step``. A step takes at least ``groups_per_step`` places of an epoch.
+    """
+    last = algorithm.num_steps
+    if algorithm.preference.takes_pairs and source.num_rows is not None and not data.streaming:
+        num_places = source.num_rows * (2 if start.position else 1) - start.position
+        last = min(last, first_step - (-num_places // algorithm.groups_per_step))
+    return range(first_step, last)
 
 
 def packing_of(algorithm: AlgorithmConfig) -> Callable[..., list[TrainBatch]]:

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import import_object
+from rlpipe.common.scratch import ScratchFolder
 from rlpipe.episodes.tools import call_anywhere
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.http import JsonClient, RequestFailed
@@ -85,9 +86,10 @@ class CommandAgent:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
+        self._folder = ScratchFolder("rlpipe-agent-")
 
     async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
-        with tempfile.TemporaryDirectory(prefix="rlpipe-agent-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(dir=self._folder.path, ignore_cleanup_errors=True) as folder:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from rlpipe.common.imports import describe_error, enter_folder
+from rlpipe.common.scratch import remove_folder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_text
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority
-from rlpipe.scoring.sandbox.confinement import remove_folder
 from rlpipe.scoring.sandbox.sandbox_child import Limits
 from rlpipe.scoring.sandbox.sandbox_server import try_confinement
 

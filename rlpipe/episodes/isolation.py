@@ -11,20 +11,21 @@ import os
 import pickle
 import socket
 import struct
-import tempfile
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpipe.common.imports import describe_error
+from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.kinds import EpisodeKind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import run_server
-from rlpipe.scoring.sandbox.confinement import remove_folder
 
 LENGTH = struct.Struct("!i")
 """Length ahead of a request or answer, as in ``multiprocessing.connection``."""
@@ -67,6 +68,7 @@ class Isolation:
         self._config = config
         self._idle: dict[str | None, list[ObjectLink]] = {}
         """Processes without an episode or call, by the tool that they serve."""
+        self._restarts = threading.Lock()
         self._start()
 
     def make_environment(self) -> Environment:
@@ -76,7 +78,7 @@ class Isolation:
         """Return a tool each of whose calls has a process of its own."""
         return IsolatedTool(self, tool.schema)
 
-    def open(self, tool: str | None = None) -> ObjectLink:
+    async def open(self, tool: str | None = None) -> ObjectLink:
         """Return an idle process, or start one, for an episode's environment or a call of a tool."""
         idle, loop = self._idle.get(tool, []), asyncio.get_running_loop()
         while idle:
@@ -86,12 +88,11 @@ class Isolation:
         ours, theirs = socket.socketpair()
         control, their_control = socket.socketpair()
         with theirs, their_control:
-            fds = [their_control.fileno(), theirs.fileno()]
+            fds, host = [their_control.fileno(), theirs.fileno()], self._host
             try:
                 socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
             except OSError:  # the host has died, of what a user's code did at its import or of a lack of memory
-                self.close()
-                self._start()
+                await asyncio.to_thread(self._replace, host)
                 socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
         return ObjectLink(ours, control, loop)
 
@@ -110,7 +111,14 @@ class Isolation:
         self._starts.close()
         self._host.kill()
         self._host.wait()
-        remove_folder(self._scratch)
+        self._scratch.close()
+
+    def _replace(self, host: subprocess.Popen[bytes]) -> None:
+        """Start another host in place of a dead one, unless another thread has."""
+        with self._restarts:
+            if self._host is host:
+                self.close()
+                self._start()
 
     def _start(self) -> None:
         for _ in range(STARTS):
@@ -129,9 +137,9 @@ class Isolation:
 
     def _start_host(self) -> dict[str, Any]:
         """Start a host, and return what it says of its start; nothing if it died."""
-        self._scratch = tempfile.mkdtemp(prefix="rlpipe-episodes-")
+        self._scratch = ScratchFolder("rlpipe-episodes-")
         self._host, self._starts = run_server("rlpipe.episodes.isolated_host", kind=socket.SOCK_SEQPACKET)
-        setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self._scratch)
+        setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self._scratch.path)
         self._starts.settimeout(START_TIMEOUT_S)
         try:
             self._starts.send(pickle.dumps(setup))
@@ -223,24 +231,33 @@ class IsolatedEnvironment(Environment):
 
     def __init__(self, isolation: Isolation, schemas: list[dict[str, Any]]) -> None:
         self._isolation, self._schemas = isolation, schemas
-        self._link = isolation.open()
+        self._link: ObjectLink | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        self._link = self._link or await self._isolation.open()
         observation: Observation = (await self._link.ask("reset", dict(row), seed))["value"]
         return observation
 
     async def step(self, action: str) -> Step:
-        return _as_step(await self._link.ask("step", action))
+        return _as_step(await self.ask("step", action))
 
     async def final_reward(self) -> float:
-        if self._link.has_ended:  # a call took too long
+        if self._link is None or self._link.has_ended:  # a call took too long
             return 0.0
-        return float((await self._link.ask("final_reward"))["value"])
+        return float((await self.ask("final_reward"))["value"])
 
     def tools(self) -> Sequence[Tool]:
-        return [_MethodTool(self._link, schema) for schema in self._schemas]
+        return [_MethodTool(self, schema) for schema in self._schemas]
+
+    async def ask(self, name: str, *arguments: Any) -> dict[str, Any]:
+        """Return a method's answer, after ``reset``; raise as ``ObjectLink.ask`` does."""
+        if self._link is None:
+            raise Ended("it has not begun")
+        return await self._link.ask(name, *arguments)
 
     async def close(self) -> None:
+        if self._link is None:
+            return
         is_alone = False
         try:
             if not self._link.has_ended:
@@ -250,12 +267,12 @@ class IsolatedEnvironment(Environment):
 
 
 class _MethodTool:
-    def __init__(self, link: ObjectLink, schema: dict[str, Any]) -> None:
-        self._link, self.schema = link, schema
+    def __init__(self, environment: IsolatedEnvironment, schema: dict[str, Any]) -> None:
+        self._environment, self.schema = environment, schema
         self.name: str = schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
-        return _as_value(await self._link.ask("call", self.name, dict(arguments)))
+        return _as_value(await self._environment.ask("call", self.name, dict(arguments)))
 
 
 class IsolatedTool:
@@ -266,7 +283,7 @@ class IsolatedTool:
         self.name: str = schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
-        link = self._isolation.open(self.name)
+        link = await self._isolation.open(self.name)
         is_alone = False
         try:
             answer = await link.ask("call", self.name, dict(arguments))

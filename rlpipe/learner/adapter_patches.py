@@ -32,13 +32,12 @@ from rlpipe.models.adapter import ADAPTER, put_tensors
 from rlpipe.models.hf_weight_map import to_files, untied_state
 from rlpipe.models.loading import COMPLETE, describe_model, hollow, hollow_model
 from rlpipe.models.nf4 import from_nf4, nf4_layers, nf4_round_trip
+from rlpipe.models.served_weights import PREFIX, changed_tie
 
 Patch = Callable[[Tensor], Tensor]
 """Function from a parameter of the base, which it may change in place, to the merged parameter."""
 UNQUANTIZED = "merge into the model that it was made from (--base)"
 """Fix for a base whose weights are rounded, in which the merge would be rounded, too."""
-PREFIX = "base_model.model."
-"""Prefix of all tensor names in PEFT's files."""
 BASE_COPY = ".base_layer.weight"
 KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
 """Values of ``init_lora_weights`` that leave the base unchanged."""
@@ -171,16 +170,6 @@ def _adding_bias(layer: LoraLayer) -> Patch:
 
 def _replacing(saved: Tensor) -> Patch:
     return lambda weight: saved.detach().to(weight.dtype)
-
-
-def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
-    """Return the first changed parameter that is tied to another, with that other one, or None."""
-    for one, other in (model.all_tied_weights_keys or {}).items():
-        if one in changed:
-            return one, other
-        if other in changed:
-            return other, one
-    return None
 
 
 def over_nf4(patches: Mapping[str, Patch], quantized: Collection[str]) -> dict[str, Patch]:

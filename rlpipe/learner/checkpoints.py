@@ -167,11 +167,19 @@ def export_policy(policy: Policy, folder: Path) -> None:
 def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None, trusted: bool = False) -> None:
     """Export the policy of a checkpoint, on the CPU; ``base`` replaces the run's ``model.path``.
 
-    Raises ``InputError`` if the checkpoint is damaged or does not fit the base, if ``folder`` exists, or if its config
-    wants a model's own code executed and is not ``trusted``.
+    Raises ``InputError`` if ``folder`` exists, or as ``open_checkpoint`` does.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
+    export_policy(open_checkpoint(checkpoint, base=base, trusted=trusted), folder)
+
+
+def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool = False) -> Policy:
+    """Read the policy of a checkpoint on the CPU; ``base`` replaces the run's ``model.path``.
+
+    Raises ``InputError`` if the checkpoint is damaged or does not fit the base, or if its config wants a model's own
+    code executed and is not ``trusted``.
+    """
     with reading_files(
         f"{checkpoint} has no usable config of a model", "give another step_... folder", error=ConfigError
     ):
@@ -191,7 +199,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
     else:  # an adapter needs no base weights
         policy = outline_policy(model)
     read_policy(policy, checkpoint)
-    export_policy(policy, folder)
+    return policy
 
 
 def _write_whole(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:

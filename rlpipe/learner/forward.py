@@ -23,6 +23,7 @@ from rlpipe.errors import ModelError
 from rlpipe.kernels.logprob import linear_logits, linear_logprob
 from rlpipe.learner.adapter_layers import Drift
 from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, use_masks
+from rlpipe.models.adapter import ADAPTER
 from rlpipe.models.loading import CLASSIFIER
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -89,6 +90,12 @@ def _adapters(head: LoraLinear) -> list[tuple[Tensor, Tensor]]:
     active = [name for name in head.active_adapters if name in head.lora_A]
     down, up = cast(dict[str, nn.Linear], head.lora_A), cast(dict[str, nn.Linear], head.lora_B)
     return [(down[name].weight * head.scaling[name], up[name].weight) for name in active]
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """Return the lm_head, or the head of a reward model; its weight is read without calling it."""
+    head: nn.Module | None = getattr(model, CLASSIFIER, None)
+    return model.get_output_embeddings() if head is None else head
 
 
 def check_adapter(model: PreTrainedModel) -> None:
@@ -169,7 +176,7 @@ class TokenScorer(nn.Module):
 
     @property
     def classifier(self) -> nn.Module | None:
-        """The head of a reward model; None if the model has an lm_head."""
+        """The head of a reward model, in PEFT's wrapper if there is an adapter; None if the model has an lm_head."""
         return getattr(self.causal_model, CLASSIFIER, None)
 
     def forward(self, work: Callable[[], Result]) -> Result:
@@ -263,10 +270,15 @@ class TokenScorer(nn.Module):
         return self._head().logits(hidden, temperature)
 
     def _head_outputs(self, row: Row) -> Tensor:
-        assert self.classifier is not None, "the model was loaded with a reward head"
+        head: Any = self.classifier
+        assert head is not None, "the model was loaded with a reward head"
+        if not isinstance(head, nn.Linear):
+            head = head.modules_to_save[ADAPTER]
         hidden = self.hidden_states(row).index_select(0, row.predictors)  # [K, H]
-        outputs: Tensor = self.classifier(hidden.float())
-        return outputs
+        # Sharding gathers the weight in the dtype of computation, which a call of the head would multiply in.
+        return nn.functional.linear(
+            hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+        )
 
     def _logprobs(
         self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool, entropy_gradient: bool

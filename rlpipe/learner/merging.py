@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,15 @@ import torch
 import xxhash
 from huggingface_hub import snapshot_download
 from peft import PeftModel
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
-from rlpipe.common.imports import describe_error, reading_files
+from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
@@ -44,72 +44,14 @@ from rlpipe.learner.forward import Head
 from rlpipe.learner.policy import find_source
 from rlpipe.models.adapter import read_adapter, read_peft_config, read_record
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units
-from rlpipe.models.loading import COMPLETE, refuse_missing
+from rlpipe.models.loading import refuse_missing
 from rlpipe.models.nf4 import nf4_parameters
+from rlpipe.models.weight_files import ModelFiles, open_files
 
 METADATA = {"format": "pt"}
 """Metadata without which transformers refuses a file."""
 UNROUNDED = {"F64", "F32", "F16", "BF16"}
 """Types of tensors that a merge can change; others stand for values with scales that are stored elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The safetensors files of a folder, in order of name, each with the names of its tensors."""
-
-    folder: Path
-    by_file: Mapping[str, tuple[str, ...]]
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read the named tensors, each into its own memory; names that no file has are skipped."""
-        wanted, found = frozenset(names), dict[str, Tensor]()
-        for file, inside in self.by_file.items():
-            here = [name for name in inside if name in wanted]
-            if here:
-                with safe_open(self.folder / file, "pt", backend="pread") as tensors:
-                    found |= {name: tensors.get_tensor(name) for name in here}
-        return found
-
-    def dtypes(self, names: Iterable[str]) -> dict[str, str]:
-        """Return safetensors' names of the types that the named tensors are stored in."""
-        wanted, found = frozenset(names), dict[str, str]()
-        for file, inside in self.by_file.items():
-            if here := wanted.intersection(inside):
-                with safe_open(self.folder / file, "pt") as tensors:
-                    found |= {name: tensors.get_slice(name).get_dtype() for name in here}
-        return found
-
-    def outlines(self) -> dict[str, Tensor]:
-        """Return all tensors as float32 meta tensors: shapes without values."""
-        found = {}
-        for file, names in self.by_file.items():
-            with safe_open(self.folder / file, "pt") as tensors:
-                for name in names:
-                    found[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
-        return found
-
-
-def open_files(folder: Path) -> ModelFiles:
-    """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    with reading_files(f"{folder} can't be read as a model's files", COMPLETE, error=ModelError):
-        if index.exists():
-            files: dict[str, list[str]] = {}
-            for name, file in json.loads(index.read_text())["weight_map"].items():
-                files.setdefault(file, []).append(name)
-            if outside := [file for file in files if Path(file).name != file]:
-                raise ModelError(f"{index} names a file in another folder, {outside[0]}: {COMPLETE}")
-        elif (folder / SAFE_WEIGHTS_NAME).exists():
-            files = {SAFE_WEIGHTS_NAME: []}
-        else:
-            raise ModelError(f"{folder} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}")
-        for file, names in files.items():
-            with safe_open(folder / file, "pt") as tensors:
-                inside = tensors.keys()
-            if missing := set(names) - set(inside):
-                raise ModelError(f"{folder / file} lacks {min(missing)}, which {index} lists")
-            files[file] = list(inside)
-    return ModelFiles(folder, {file: tuple(names) for file, names in sorted(files.items())})
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -47,6 +47,7 @@ from rlpipe.models.loading import (
 )
 from rlpipe.models.model_files import model_folder
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
+from rlpipe.models.served_weights import ServedWeights
 from rlpipe.types import MicroBatch, WeightsKind
 
 
@@ -74,7 +75,7 @@ class Policy:
 
     @property
     def kind(self) -> WeightsKind:
-        """Kind of weights that engines are given: the LoRA adapter, or the full model."""
+        """Kind of weights that engines are given, unless ``weights.serve`` says otherwise."""
         return WeightsKind.LORA if serves_adapter(self.config) else WeightsKind.FULL
 
     @property
@@ -87,6 +88,11 @@ class Policy:
         """The whole model with the LoRA adapter merged; raises ``ModelError`` if it can't be merged exactly."""
         assert isinstance(self.model, PeftModel)
         return LiveMerge(self.model, self.sharding)
+
+    @cached_property
+    def served(self) -> ServedWeights:
+        """The weights of engines that fold the adapter into the base, from the base's files."""
+        return ServedWeights(self.config)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in ``model``, each tied one once."""

@@ -170,7 +170,7 @@ class RewardPairs(PackedRows):
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
         rewards = self._policy.scorer.head_outputs(inputs.row)[:, 0]  # [K], one for each sequence
         pairs = RewardPairInputs(
-            rewards=rewards.view(-1, 2), margins=inputs.advantages[::2], num_pairs=mini_batch.num_sequences
+            rewards=_in_pairs(rewards), margins=inputs.advantages[::2], num_pairs=mini_batch.num_sequences
         )
         return self.with_token_counts(bradley_terry_loss(pairs, self._options), inputs)
 

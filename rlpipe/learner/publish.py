@@ -30,32 +30,35 @@ def publish_weights(
     bucket_bytes: int,
     emit: Callable[[ByteArray], None],
     memory: BucketMemory | None = None,
+    kind: WeightsKind | None = None,
 ) -> WeightsManifest | None:
     """Pack the current weights into buckets, which rank 0 passes to ``emit`` one by one; all ranks must call it.
 
-    An adapter that engines can serve is published alone, any other policy as the tensors of a whole model's checkpoint,
-    gathered (and merged with the adapter, if there is one) one at a time. Returns the manifest on rank 0, None on the
-    others. With ``memory``, a bucket is valid only until ``emit`` returns.
+    An adapter is published alone, any other ``kind`` (None: the model's own) as the tensors of a whole model's
+    checkpoint, gathered (and merged with the adapter, if there is one) one at a time. Returns the manifest on rank 0,
+    None on the others. With ``memory``, a bucket is valid only until ``emit`` returns.
     """
-    tensors = served_weights(policy)
+    kind = kind or policy.kind
+    tensors = whole_weights(policy) if kind is WeightsKind.FULL else named_weights(policy)
     if policy.sharding.rank != 0:
         for _ in tensors:
             pass
         return None
     return pack_weights(
         version=version,
-        kind=policy.kind,
+        kind=kind,
         named_tensors=tensors,
         bucket_bytes=bucket_bytes,
-        adapter_config=adapter_config(policy) if policy.kind is WeightsKind.LORA else None,
+        adapter_config=None if kind is WeightsKind.FULL else adapter_config(policy),
         emit=emit,
         dtype=policy.scorer.compute_dtype,
         memory=memory,
+        merged_digest=lambda config, adapter: policy.served.digest(config, adapter, policy.device),
     )
 
 
 def outline_weights(policy: Policy) -> list[TensorOutline]:
-    """Return names, dtypes and shapes of what ``served_weights`` yields for a whole model, without gathering it.
+    """Return names, dtypes and shapes of what ``whole_weights`` yields for a whole model, without gathering it.
 
     The dtypes are those that engines serve.
     """
@@ -78,14 +81,12 @@ def _hollow_state(policy: Policy) -> dict[str, Tensor]:
     }
 
 
-def served_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over the tensors for engines, by their names in ``save_pretrained``, gathered one at a time.
+def whole_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over a whole model's tensors, by their names in ``save_pretrained``, gathered one at a time.
 
-    All ranks must exhaust it. Raises ``ModelError`` if an adapter can't be merged exactly.
+    An adapter is merged. All ranks must exhaust it. Raises ``ModelError`` if an adapter can't be merged exactly.
     """
-    if policy.kind is WeightsKind.FULL and isinstance(policy.model, PeftModel):
-        return policy.merged.tensors()
-    return named_weights(policy)
+    return policy.merged.tensors() if isinstance(policy.model, PeftModel) else named_weights(policy)
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +175,7 @@ class DirectSender:
 
     def _cast_weights(self) -> Iterator[tuple[str, Tensor]]:
         dtype = self._policy.scorer.compute_dtype
-        for name, tensor in served_weights(self._policy):
+        for name, tensor in whole_weights(self._policy):
             cast = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
             if self._policy.sharding.rank == 0:
                 add_checksum(self._sums, name, cast)

@@ -12,12 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlpipe.algorithms.advantages import (
-    AdvantageInputs,
-    estimate_advantages,
-    generalized_advantages,
-    subtract_penalties,
-)
+from rlpipe.algorithms.advantages import AdvantageInputs, TokenValues, estimate_advantages, generalized_advantages
 from rlpipe.algorithms.corrections import correct
 from rlpipe.algorithms.losses import KlCoefficient, estimate_kl
 from rlpipe.algorithms.metrics import MetricSums
@@ -60,14 +55,19 @@ class StepCredit:
         first_pass = updates[: len(updates) // self._algorithm.num_epochs_per_step]
         tokens = self._read_tokens(int(sum(map(np.sum, rewards.num_tokens))), first_pass)
         kl, energies, values = tokens
+        config = self._algorithm.advantage
+        penalties = None if self._reference is None else _split(self._coefficient.value * kl, rewards)
+        estimates = None
+        if self._critic is not None:
+            estimates = generalized_advantages(rewards.rewards, _split(values, rewards), penalties, config)
         inputs = AdvantageInputs(
-            config=self._algorithm.advantage,
+            config=config,
             num_tokens=rewards.num_tokens,
             pairwise=rewards.pairwise,
             baselines=rewards.baselines,
-            penalties=None if self._reference is None else _split(self._coefficient.value * kl, rewards),
+            penalties=penalties,
             energies=_split(energies, rewards) if self._needs_energies else None,
-            values=None if self._critic is None else _split(values, rewards),
+            estimates=estimates,
         )
         advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
         is_bad = not np.isfinite(tokens).all()
@@ -75,24 +75,20 @@ class StepCredit:
             advantages = np.full_like(advantages, np.nan)
         for part in (part for update in updates for part in update if not part.is_truth):
             part.advantages = torch.from_numpy(advantages[part.places]).to(part.advantages.device)
-        metrics = {} if self._critic is None or is_bad else self._fit(self._critic, values, rewards, inputs, updates)
+        metrics = {} if estimates is None or is_bad else self._fit(values, estimates, updates)
         return metrics if self._reference is None else metrics | self._follow(kl, rewards)
 
     def _fit(
-        self,
-        critic: Critic,
-        values: Tokens,
-        rewards: StepRewards,
-        inputs: AdvantageInputs,
-        updates: Sequence[Sequence[LearnerInputs]],
+        self, values: Tokens, estimates: TokenValues, updates: Sequence[Sequence[LearnerInputs]]
     ) -> dict[str, float]:
         """Train the critic on the sums of values and advantages, as verl and TRL do."""
-        groups = generalized_advantages(subtract_penalties(rewards.rewards, inputs), inputs)
-        found = [own for group in groups for own in group]
-        returns = values + np.concatenate([*found, np.zeros(0)])
+        assert self._critic is not None, "values are a critic's"
+        returns = values + np.concatenate([*(own for group in estimates for own in group), np.zeros(0)])
         known = ~np.isnan(returns)
         spread = float(returns[known].var()) if known.any() else 0.0
-        metrics = critic.fit(updates, *(torch.from_numpy(part).to(self._policy.device) for part in (values, returns)))
+        metrics = self._critic.fit(
+            updates, *(torch.from_numpy(part).to(self._policy.device) for part in (values, returns))
+        )
         metrics["critic/value"] = float(values[known].mean()) if known.any() else 0.0
         if spread:
             metrics["critic/explained_variance"] = 1 - float((returns - values)[known].var()) / spread

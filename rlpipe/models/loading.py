@@ -145,7 +145,7 @@ def _set_labels(described: PreTrainedConfig, head: str) -> Any:
 
 
 def _with_classifier(model: PreTrainedModel) -> PreTrainedModel:
-    if not hasattr(model, CLASSIFIER):
+    if not isinstance(getattr(model, CLASSIFIER, None), nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear head named {CLASSIFIER}, which reward models need")
     return model
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema.model_config import serves_adapter
 from rlpipe.configs.schema.root_config import Config, longest_conversation, most_drawn_tokens
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.plan.model_shape import ModelShape
 from rlpipe.rollout.engine import default_sequences, num_slots, slot_rank
+from rlpipe.rollout.serving_choice import Serving, choose_serving
 
 VLLM_UTILIZATION = 0.92
 """vLLM 0.32's share of a GPU if ``gpu_memory_utilization`` is not set."""
@@ -60,12 +60,19 @@ class EngineSetup:
     """Tokens after the prompt of the longest episode that the policy does not sample."""
     max_model_len: int
     """Longest allowed sequence; multi-turn conversations have more tokens than one prompt and one completion."""
+    serving: Serving
+    """Kind of weights that the engines serve, and the reason."""
     num_slots: int
-    """Number of adapter slots; 0 if engines receive whole models."""
+    """Number of adapter slots; 0 if engines have the adapter in their weights."""
     slot_rank: int
     bucket_bytes: int
     groups_per_step: int
     group_size: int
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether the engine holds its weights twice: plain, to be replaced, and packed for the CPU's products."""
+        return self.cpu_kv_bytes is not None and self.serving.kind != "lora"
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +109,8 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     prompt = config.data.max_prompt_tokens
     length, drawn = longest_conversation(config), most_drawn_tokens(config)
     sequences = _max_sequences(config, kind)
-    has_slots = kind == "vllm" and serves_adapter(config.model)
+    serving = choose_serving(config, kind)
+    has_slots = kind == "vllm" and serving.kind == "lora"
     return EngineSetup(
         kind=kind,
         num_engines=rollout.num_engines,
@@ -120,9 +128,10 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         num_turns=config.environment.max_turns if config.environment.is_used else 1,
         observed_tokens=length - prompt - drawn if config.environment.is_used else 0,
         max_model_len=length,
+        serving=serving,
         num_slots=num_slots(config.weights) if has_slots else 0,
         slot_rank=slot_rank(config.model.adapter.r) if has_slots else 0,
-        bucket_bytes=0 if serves_adapter(config.model) else config.weights.bucket_bytes,
+        bucket_bytes=config.weights.bucket_bytes if serving.kind == "full" else 0,
         groups_per_step=config.algorithm.groups_per_step,
         group_size=config.algorithm.completions_per_prompt,
     )
@@ -360,7 +369,8 @@ def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devi
     """
     share = setup.engines_per_device if setup.kind == "hf" else 1
     budget = int(device.memory_bytes * setup.utilization / share)
-    weights, adapter = weights_bytes(setup, shape), adapter_bytes(setup, shape)
+    copies = 2 if setup.packs_weights else 1
+    weights, adapter = copies * weights_bytes(setup, shape), adapter_bytes(setup, shape)
     reserve = reserve_bytes(setup, shape, device)
     left = budget - weights - adapter - reserve
     kv_bytes = left if setup.cpu_kv_bytes is None else min(left, setup.cpu_kv_bytes)

@@ -21,7 +21,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Device
 from rlpipe.learner import row_plan
 from rlpipe.learner.adapter_layers import fuse_lora
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import TokenScorer, output_head
 from rlpipe.learner.policy import lora_config
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.strategies.chunked import GIB
@@ -463,7 +463,7 @@ def gathered_units(outline: Outline, config: Config) -> Gathered:
     total, largest = outline.stored_bytes(trained_dtype=dtype), max(sizes, default=0)
     root = max(0, total - sum(sizes))
     reshards = config.learner.fsdp.reshard_after_forward
-    head = sum(parameter.numel() for parameter in scorer.causal_model.get_output_embeddings().parameters())
+    head = sum(parameter.numel() for parameter in output_head(scorer.causal_model).parameters())
     reduced = largest + largest // dtype.itemsize * FLOAT32_BYTES
     return Gathered(
         root_bytes=root,

@@ -106,6 +106,7 @@ def engine_section(plan: EnginePlan, device: Device) -> Section:
 
 def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
     yield "fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
+    yield "policy", str(plan.setup.serving)
     yield from _engine_memory_rows(plan, device)
     if plan.sharing is not None:
         yield "shares its GPU", _describe_sharing(plan.sharing)

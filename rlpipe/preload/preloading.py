@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.preload.client import DEFAULT_STAGE, FOLDER, STAGE
 from rlpipe.rollout.engine import resolve_engine
@@ -24,8 +24,8 @@ class Preloading:
     """Preloaded processes of one local cluster; they end with ``end``, or with this process."""
 
     def __init__(self, stages: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rlpipe-preload-")
-        command = [sys.executable, "-P", "-m", "rlpipe.preload.server", self._folder.name, *stages]
+        self._folder = ScratchFolder("rlpipe-preload-")
+        command = [sys.executable, "-P", "-m", "rlpipe.preload.server", self._folder.path, *stages]
         self._server = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ class Preloading:
         from rlpipe.actors.ray_internals import worker_program
 
         client = str(Path(__file__).with_name("client.py"))
-        with worker_program(client), patch.dict(os.environ, {FOLDER: self._folder.name}):
+        with worker_program(client), patch.dict(os.environ, {FOLDER: self._folder.path}):
             yield
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class Preloading:
         except subprocess.TimeoutExpired:
             os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()  # nothing outlives SIGKILL
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def _environment() -> dict[str, str]:

@@ -67,7 +67,8 @@ def assemble_step(
     trained = [replace(group, rollouts=group.sampled) for group in whole]
     in_learner = algorithm.credits_in_learner
     skip_zero_advantage = skip_zero_advantage and not in_learner
-    rewards = set_advantages(whole, algorithm, reward_weights)
+    baselines = _greedy_rewards(whole, reward_weights) if algorithm.samples_greedy else []
+    rewards = set_advantages(trained, algorithm, reward_weights, baselines)
     if in_learner:
         number_tokens([rollout for group in trained for rollout in group])
     rollouts, pairs = [rollout for group in trained for rollout in group], []
@@ -204,13 +205,17 @@ def _without_loss(rollout: Rollout) -> Rollout:
 
 
 def set_advantages(
-    groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
+    groups: Sequence[RolloutGroup],
+    algorithm: AlgorithmConfig,
+    reward_weights: Mapping[str, float],
+    baselines: Sequence[float] = (),
 ) -> StepRewards:
     """Write each rollout's advantage to all its tokens, or the advantages of its turns to theirs; return the rewards.
 
-    Greedy rollouts have none. If the learner computes the advantages, zeros stand for them.
+    The groups are without their greedy rollouts, whose rewards are ``baselines``. If the learner computes the
+    advantages, zeros stand for them.
     """
-    found = _step_rewards(groups, algorithm, reward_weights)
+    found = _step_rewards(groups, algorithm, reward_weights, baselines)
     if algorithm.advantage.credit == "turns":
         for group in groups:
             _credit_turns(group, reward_weights.get("environment", 0.0))
@@ -220,7 +225,7 @@ def set_advantages(
         num_tokens=found.num_tokens,
         pairwise=found.pairwise,
         baselines=found.baselines,
-        groups=[replace(group, rollouts=group.sampled) for group in groups],
+        groups=groups,
     )
     estimated: Sequence[FloatArray | list[FloatArray]]
     if algorithm.credits_in_learner:
@@ -229,33 +234,39 @@ def set_advantages(
         estimate = estimate_advantages if algorithm.advantage.path is None else own_advantages
         estimated = estimate(found.rewards, inputs)
     for group, advantages in zip(groups, estimated, strict=True):
-        for rollout, advantage in zip(group.sampled, advantages, strict=True):
+        for rollout, advantage in zip(group, advantages, strict=True):
             _write_advantages(rollout, np.asarray(advantage))
     return found
 
 
 def _step_rewards(
-    groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
+    groups: Sequence[RolloutGroup],
+    algorithm: AlgorithmConfig,
+    reward_weights: Mapping[str, float],
+    baselines: Sequence[float],
 ) -> StepRewards:
     """Return the combined rewards of the groups, and what else advantages depend on."""
     names = list(reward_weights)
     weights = np.array(list(reward_weights.values()), np.float32)
     rewards = [
-        combine_rewards(_reward_table(rollouts, names), weights, algorithm.combine, algorithm.advantage.eps)
-        for rollouts in (group.sampled for group in groups)
+        combine_rewards(_reward_table(group.rollouts, names), weights, algorithm.combine, algorithm.advantage.eps)
+        for group in groups
     ]
-    baselines = []
-    if algorithm.samples_greedy:
-        greedy = [[rollout for rollout in group if rollout.is_greedy] for group in groups]
-        tables = [_reward_table(rollouts, names) for rollouts in greedy]
-        found = [combine_rewards(table, weights, "sum_then_normalize", 0.0) for table in tables]
-        baselines = [float(own[0]) if len(own) else np.nan for own in found]
     pairwise = None
     if algorithm.ebft.reward:
-        tables = [_reward_table(group.sampled, [DIVERSITY]) for group in groups]
+        tables = [_reward_table(group.rollouts, [DIVERSITY]) for group in groups]
         pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
     counts = [_loss_tokens(group) for group in groups]
     return StepRewards(rewards=rewards, num_tokens=counts, pairwise=pairwise, baselines=baselines)
+
+
+def _greedy_rewards(groups: Sequence[RolloutGroup], reward_weights: Mapping[str, float]) -> list[float]:
+    """Return the weighted reward of each group's greedy completion, NaN if it has none."""
+    weights = np.array(list(reward_weights.values()), np.float32)
+    greedy = [[rollout for rollout in group if rollout.is_greedy] for group in groups]
+    tables = [_reward_table(rollouts, list(reward_weights)) for rollouts in greedy]
+    found = [combine_rewards(table, weights, "sum_then_normalize", 0.0) for table in tables]
+    return [float(own[0]) if len(own) else np.nan for own in found]
 
 
 def number_tokens(rollouts: Iterable[Rollout]) -> None:
@@ -274,7 +285,7 @@ def _clear_advantages(groups: Sequence[RolloutGroup]) -> None:
 
 def _loss_tokens(group: RolloutGroup) -> IntArray:
     """Return the number of loss tokens of each rollout ``[G]``, in all branches of an episode."""
-    counts = [sum(sequence.num_loss_tokens for sequence in rollout.sequences) for rollout in group.sampled]
+    counts = [sum(sequence.num_loss_tokens for sequence in rollout.sequences) for rollout in group]
     return np.array(counts, np.int32)
 
 

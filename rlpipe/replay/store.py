@@ -200,9 +200,9 @@ class ReplayStore:
             del self._samples[step]
         return reports
 
-    def checkpointed(self, step: int) -> None:
+    def checkpointed(self, step: int, weights: tuple[str, str] | None = None) -> None:
         """Record that the checkpoint after ``step`` steps is complete, and drop tokens that are not needed any more."""
-        self.ledger.checkpointed(step)
+        self.ledger.checkpointed(step, weights)
         self.ledger.drop_tokens(kept=self._kept.ids)
 
     def describe(self) -> dict[str, int | list[int]]:

@@ -20,6 +20,7 @@ from rlpipe.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    WeightsKind,
     WeightsManifest,
 )
 
@@ -176,6 +177,11 @@ def too_long(length: int, limit: int) -> str:
     return f"the prompt is too long: its {length} tokens leave no space in {limit} (rollout.max_model_len)"
 
 
+def without_base(kind: WeightsKind) -> str:
+    """Return the failure message for a request without the adapter if the engine's weights are of another kind."""
+    return f"the engine serves {kind} weights, so it can't leave out an adapter"
+
+
 def without_image(drawn: Sequence[int], image_id: int | None, finish_reason: str) -> str:
     """Return the finish reason, or ``image`` if the last token is an image token, after which sampling must end."""
     return "image" if drawn and drawn[-1] == image_id else finish_reason
@@ -190,6 +196,8 @@ def sample_seed(seed: int, sample_index: int = 0) -> int:
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_RANK = _RANKS[-1]
+"""Largest rank of an adapter that vLLM applies beside a base."""
 _RUNNING_VERSIONS = 3
 """Most versions served at the same time, when each sequence stays on the version it began with."""
 
@@ -198,7 +206,10 @@ def slot_rank(rank: int) -> int:
     """Return the smallest slot rank of vLLM that fits the adapter; raise ``ConfigError`` if there is none."""
     fitting = [size for size in _RANKS if size >= rank]
     if not fitting:
-        raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; set at most {_RANKS[-1]}")
+        raise ConfigError(
+            f"model.adapter.r={rank} is more than vllm serves beside a base: set weights.serve=merged, or at most "
+            f"{MAX_RANK}"
+        )
     return fitting[0]
 
 

@@ -300,4 +300,4 @@ def open_engine(
         raise ConfigError("weights.transport=nccl needs vLLM, which is not installed: set object_store")
     from rlpipe.rollout.hf_engine import HfEngine
 
-    return HfEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+    return HfEngine(name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)

@@ -23,12 +23,15 @@ from transformers.pytorch_utils import Conv1D
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.configs.serving import published_kind
 from rlpipe.data.render.processor import ImageProcessor, check_ids, feature_token_id, seen_tiles
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
 from rlpipe.models.loading import COMPLETE, open_model
 from rlpipe.models.nf4 import to_nf4_and_back
+from rlpipe.models.served_weights import ServedWeights
 from rlpipe.rollout.engine import (
     DEFAULT_SEQUENCES,
     Sample,
@@ -36,6 +39,7 @@ from rlpipe.rollout.engine import (
     failed_group,
     num_threads,
     too_long,
+    without_base,
     without_image,
 )
 from rlpipe.rollout.hf_sampling import Ending, Sampler
@@ -104,11 +108,13 @@ class HfEngine:
     ``rollout.engine_args`` takes only ``max_batch_size``, the most sequences of a batch.
     """
 
-    def __init__(self, name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
+    ) -> None:
         _check_options(rollout)
         torch.set_num_threads(num_threads(rollout))
         self._name = name
-        self._kind = WeightsKind.LORA if serves_adapter(model) else WeightsKind.FULL
+        self._kind = WeightsKind(published_kind(model, weights))
         self._sampling = rollout.sampling
         self._batch_size: int = rollout.engine_args.get("max_batch_size", DEFAULT_SEQUENCES)
         self._max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
@@ -116,7 +122,8 @@ class HfEngine:
         self._version, self._digest = 0, BASE_DIGEST
         self._num_tokens, self._busy_s = 0, 0.0
 
-        self._base, self._tokenizer = _open_model(model)
+        self._base, self._tokenizer = _open_model(model, nf4=model.adapter.kind == "qlora" and serves_adapter(model))
+        self._served = ServedWeights(model) if self._kind is WeightsKind.MERGED else None
         self._images = ImageInputs(self._base, model)
         self._end_ids = _end_token_ids(self._base, self._tokenizer.eos_token_id)
         self._image_id = feature_token_id(self._base.config)
@@ -125,9 +132,10 @@ class HfEngine:
             name for name, layer in self._base.named_modules() if isinstance(layer, nn.Linear | Conv1D)
         ]
         self._policy: Any = self._base
-        if self._kind is WeightsKind.LORA and model.adapter.path is not None:
+        if self._kind is not WeightsKind.FULL and model.adapter.path is not None:
+            merged_digest = self._digest_of if self._kind is WeightsKind.MERGED else None
             with reading_files(f"model.adapter.path={model.adapter.path} can't be served", AGAIN, error=ModelError):
-                manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype)
+                manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype, merged_digest)
                 if self.load(manifest, buckets) != manifest.digest:
                     raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
 
@@ -165,6 +173,8 @@ class HfEngine:
             raise ModelError(f"engine {self._name} expects {self._kind} weights, got {manifest.kind}")
         if manifest.kind is WeightsKind.LORA:
             digest = self._load_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
+        elif manifest.kind is WeightsKind.MERGED:
+            digest = self._fold_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
         else:
             digest = self._load_full(buckets)
         self._version, self._digest = manifest.version, digest
@@ -207,8 +217,8 @@ class HfEngine:
         length = len(request.prompt.token_ids)
         if length >= self._max_model_len:
             return too_long(length, self._max_model_len)
-        if not request.use_adapter and self._kind is WeightsKind.FULL:
-            return "the engine serves full weights, so it can't leave out an adapter"
+        if not request.use_adapter and self._kind is not WeightsKind.LORA:
+            return without_base(self._kind)
         try:
             if request.sampling is not None:
                 _check_sampling(request.sampling)
@@ -285,6 +295,19 @@ class HfEngine:
                 weight.copy_(tensor)
         return lora_digest(_served_pairs(layers))
 
+    @torch.no_grad()
+    def _fold_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+        assert self._served is not None, "the engine was opened to serve merged weights"
+        served = untied_state(self._base)
+        for _, parameters in self._served.changed(config, tensors, self._base.device):
+            for name, value in parameters.items():
+                served[name].copy_(value)
+        return _digest(served)
+
+    def _digest_of(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+        assert self._served is not None, "the engine was opened to serve merged weights"
+        return self._served.digest(config, tensors, self._base.device)
+
     @cached_property
     def _file_plan(self) -> tuple[dict[str, Tensor], dict[str, WeightGroup]]:
         """The tensors of the model's files, on the meta device, and the ``WeightGroup`` that each belongs to."""
@@ -312,10 +335,14 @@ class HfEngine:
                     for parameter, value in parameters.items():
                         served[parameter].copy_(value)
         check_parameters(received, outlines.keys())
-        sums: dict[int, int] = {}
-        for name, tensor in served.items():
-            add_checksum(sums, name, tensor)
-        return digest_of_sums(sums)
+        return _digest(served)
+
+
+def _digest(served: Mapping[str, Tensor]) -> str:
+    sums: dict[int, int] = {}
+    for name, tensor in served.items():
+        add_checksum(sums, name, tensor)
+    return digest_of_sums(sums)
 
 
 def _adapted_layers(policy: PeftModel) -> dict[str, Any]:
@@ -334,14 +361,14 @@ def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
     }
 
 
-def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
-    """Open the base model, ready to serve, and its tokenizer."""
+def _open_model(model: ModelConfig, *, nf4: bool) -> tuple[PreTrainedModel, Any]:
+    """Open the base model, ready to serve, and its tokenizer; ``nf4`` rounds its weights as QLoRA does."""
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         check_ids(Path(model.tokenizer or model.path))
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
         policy: Any = open_model(model.path, model, getattr(torch, model.dtype))
-    if model.adapter.kind == "qlora" and serves_adapter(model):
+    if nf4:
         to_nf4_and_back(policy)
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer
 

@@ -57,6 +57,7 @@ from rlpipe.run.prepare import (
     open_output,
     prepare_run,
     resolve_dtype,
+    resolve_serving,
     run_start,
 )
 from rlpipe.run.reporting import Reporter, cut_notice
@@ -157,10 +158,11 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
         run, types = resolve_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        run, served = resolve_serving(run)
         parts = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=is_own))
         weights = workers.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
-        for message in (*notes, *resume_state.messages, *types):
+        for message in (*notes, *resume_state.messages, *types, *served):
             reporter.message(message)
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)

@@ -18,7 +18,7 @@ from rlpipe.common.atomic_io import held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
-from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import ClusterConfig, Config, longest_conversation
 from rlpipe.data.sources.row_source import Cursor
@@ -30,6 +30,8 @@ from rlpipe.models.model_files import converted_folder, is_gguf, model_folder, r
 from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.replay.ledger.query import ledger_path
 from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable
+from rlpipe.rollout.engine import resolve_engine
+from rlpipe.rollout.serving_choice import choose_serving, settle_serving
 from rlpipe.run.cluster import Need
 from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
 from rlpipe.scoring.rewards import ENVIRONMENT_PATH, RewardActor, check_reward, load_reward, missing_columns
@@ -237,9 +239,12 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
 
 
 def check_adapter_targets(run: Run) -> None:
-    """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't serve adapted."""
+    """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't apply beside the base."""
     adapter = run.config.model.adapter
-    if not serves_adapter(run.config.model) or adapter.target_modules != "all-linear":
+    if (
+        choose_serving(run.config, resolve_engine(run.config.rollout.engine)).kind != "lora"
+        or adapter.target_modules != "all-linear"
+    ):
         return
     num_experts = read_num_experts(run.model.path)
     if num_experts > 1:
@@ -395,6 +400,14 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
     for problem in check_model(settled.model, on_gpu=run.config.learner.num_gpus > 0):
         raise ConfigError(f"{problem} ({lines[0]})" if asked == AUTO else problem)
     return settled, [*lines, *_reward_lines(run, dtype, ask)]
+
+
+def resolve_serving(run: Run) -> tuple[Run, list[str]]:
+    """Return the run with ``weights.serve=auto`` replaced, and a line about the choice for the user."""
+    asked = replace(run.config, model=run.model)
+    settled, chosen = settle_serving(asked, resolve_engine(run.config.rollout.engine))
+    lines = [str(chosen)] if run.config.weights.serve == "auto" and run.model.adapter.kind != "none" else []
+    return replace(run, config=replace(run.config, weights=settled.weights)), lines
 
 
 def _with_dtype(run: Run, dtype: str) -> Run:

@@ -18,9 +18,9 @@ from numpy.random import Generator, SeedSequence, default_rng
 from numpy.typing import NDArray
 
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema.model_config import serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.serving import published_kind
 from rlpipe.errors import ConfigError, DataError, InputError
 from rlpipe.replay.ledger.query import find_ledger, find_steps, reading
 from rlpipe.rollout.engine import default_sequences
@@ -195,7 +195,7 @@ def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
 
 def holds_groups(config: Config) -> bool:
     """Return whether full weights are loaded in place, once no sequence runs that began with the old weights."""
-    return not serves_adapter(config.model) and config.weights.on_update == "wait"
+    return published_kind(config.model, config.weights) != "lora" and config.weights.on_update == "wait"
 
 
 def pool_sizes(config: Config) -> dict[str, int]:

@@ -3,14 +3,16 @@
 The digest of a version is computed twice: by the sender from the tensors that it publishes, and by every engine from
 the tensors that it reads back out of the model it serves.
 
-LoRA: XXH3-128 over all adapted modules in order of name: the module's name, A, and B times its scaling, in the type
-that they are served in. A missing module, a changed element or type, or a wrong scaling changes the digest.
+LoRA beside its base: XXH3-128 over all adapted modules in order of name: the module's name, A, and B times its
+scaling, in the type that they are served in. A missing module, a changed element or type, or a wrong scaling changes
+the digest.
 
-Full weights: engines fuse, pad and shard tensors, so the digest is independent of the layout: every element's bits are
-mixed to 64 bits and added up modulo 2^64, separately for every layer, and XXH3-128 is taken over these sums. A missing
-or altered element, a wrong type, or two swapped layers change the digest. A permutation of elements within one layer
-does not, which is why the engines also compare fused parameters with the tensors they came from. Elements whose bits
-are all zero add nothing, so padding does not count. A tied tensor is published, and counted, once.
+Whole models, and adapters that engines fold into the base (``rlpipe.models.served_weights``): engines fuse, pad and
+shard tensors, so the digest is independent of the layout: every element's bits are mixed to 64 bits and added up modulo
+2^64, separately for every layer, and XXH3-128 is taken over these sums. A missing or altered element, a wrong type, or
+two swapped layers change the digest. A permutation of elements within one layer does not, which is why the engines also
+compare fused parameters with the tensors they came from. Elements whose bits are all zero add nothing, so padding does
+not count. A tied tensor is published, and counted, once.
 
 Between GPUs, vLLM's NCCL transfer is used instead (``rlpipe.learner.nccl_broadcast``). In both cases a ``Transfer``
 gives both sides the address and the tensors to expect.
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
 """Adapter features that engines can't serve, but that merging the adapter supports."""
+MAGNITUDE = "lora_magnitude_vector"
+"""Part of the names of DoRA's norms, which the learner computes with in float32, and which keep that type."""
 BASE_DIGEST = "base"
 """The digest of an engine that serves the model as it was loaded from disk."""
 
@@ -142,6 +146,7 @@ def pack_weights(
     adapter_config: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     memory: BucketMemory | None = None,
+    merged_digest: Callable[[Mapping[str, Any], Mapping[str, Tensor]], str] | None = None,
 ) -> WeightsManifest:
     """Encode one version, pass every bucket to ``emit`` as soon as it is full, and return the manifest.
 
@@ -152,15 +157,20 @@ def pack_weights(
         adapter_config: PEFT's adapter config, which gives the scaling of B.
         dtype: the type that the engines serve; floating point tensors are cast to it. None: no cast.
         memory: memory of the buckets, each then valid only until ``emit`` returns. None: each has its own.
+        merged_digest: function from config and tensors of an adapter that is served merged to the served digest.
 
     Raises:
         ModelError: a LoRA tensor is not A or B of a linear module, lacks its partner, or uses an unsupported feature.
     """
-    if kind is WeightsKind.LORA:
-        tensors = {name: _cast(tensor.detach(), dtype) for name, tensor in named_tensors}
+    if kind is not WeightsKind.FULL:
+        tensors = {name: _cast(tensor.detach(), None if MAGNITUDE in name else dtype) for name, tensor in named_tensors}
         config = adapter_config or {}
-        _check_features(config)
-        digest = lora_digest(pair_adapter(tensors), lambda module: lora_scaling(config, module))
+        if kind is WeightsKind.LORA:
+            _check_features(config)
+            digest = lora_digest(pair_adapter(tensors), lambda module: lora_scaling(config, module))
+        else:
+            assert merged_digest is not None, "whoever packs a merged version can compute its digest"
+            digest = merged_digest(config, tensors)
         sizes = [_emit(encode(tensors, memory), emit)]
     else:
         sums: dict[int, int] = {}
@@ -209,25 +219,29 @@ def unpack(bucket: ByteArray) -> dict[str, Tensor]:
 
 
 def adapter_bucket(manifest: WeightsManifest, buckets: Buckets) -> ByteArray:
-    """Return the only bucket of a LoRA version; raise ``ModelError`` if there are others, or no adapter config."""
+    """Return the only bucket of an adapter; raise ``ModelError`` if there are others, or no adapter config."""
     if len(buckets) != 1 or manifest.adapter_config is None:
         raise ModelError(f"LoRA version {manifest.version} needs one bucket and its adapter config, got {len(buckets)}")
     return buckets[0]
 
 
 def pack_adapter(
-    config: PeftConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    config: PeftConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    merged_digest: Callable[[Mapping[str, Any], Mapping[str, Tensor]], str] | None = None,
 ) -> tuple[WeightsManifest, list[ByteArray]]:
-    """Pack a PEFT adapter as version 0."""
+    """Pack a PEFT adapter as version 0, to be served merged if there is a ``merged_digest``."""
     buckets: list[ByteArray] = []
     manifest = pack_weights(
         version=0,
-        kind=WeightsKind.LORA,
+        kind=WeightsKind.LORA if merged_digest is None else WeightsKind.MERGED,
         named_tensors=tensors.items(),
         bucket_bytes=0,
         emit=buckets.append,
         adapter_config=config.to_dict(),
         dtype=dtype,
+        merged_digest=merged_digest,
     )
     return manifest, buckets
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.models.nf4 import to_nf4_and_back
+from rlpipe.models.served_weights import ServedWeights
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import ByteArray, GroupRequest, Prompt, Rollout, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import encode, pack_weights, unpack
@@ -88,6 +89,19 @@ def publish_adapter(policy: Any, version: int) -> Published:
     config = policy.peft_config["default"].to_dict()
     tensors = get_peft_model_state_dict(policy)
     return _publish(WeightsKind.LORA, version, tensors.items(), adapter_config=config)
+
+
+def publish_merged(policy: Any, version: int, path: Path, dtype: str = "float32") -> Published:
+    """Publish an adapter for engines that fold it into the base in ``path``."""
+    served = ServedWeights(ModelConfig(path=str(path), dtype=dtype))
+    return _publish(
+        WeightsKind.MERGED,
+        version,
+        get_peft_model_state_dict(policy, save_embedding_layers=False).items(),
+        adapter_config=policy.peft_config["default"].to_dict(),
+        dtype=getattr(torch, dtype),
+        merged_digest=lambda config, adapter: served.digest(config, adapter, torch.device("cpu")),
+    )
 
 
 def publish_full(policy: nn.Module, version: int) -> Published:

@@ -16,7 +16,7 @@ from rlpipe.learner.objectives import LearnerInputs, PolicyGradient
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.step_credit import StepCredit
-from rlpipe.learner.workload import Workload, needs_copy
+from rlpipe.learner.workload import Workload, head_of, needs_copy
 from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import NO_VERSION, MicroBatch, Rollout, StepRewards, TrainBatch
 
@@ -141,7 +141,7 @@ def make_learner(
 ) -> Learner:
     learner = learner or LearnerConfig(optimizer=OptimizerConfig(lr=1e-2 if adapter == "lora" else 1e-3))
     model, algorithm = model or make_model_config(path, adapter=adapter), algorithm or AlgorithmConfig(num_steps=10)
-    workload = Workload(copied_for=algorithm if needs_copy(model, algorithm) else None)
+    workload = Workload(copied_for=algorithm if needs_copy(model, algorithm) else None, head=head_of(algorithm))
     policy = load_policy(model, learner, torch.device(device), workload=workload)
     return Learner(policy, learner, algorithm, temperature=TEMPERATURE, max_completion_tokens=16)
 

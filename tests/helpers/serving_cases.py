@@ -12,12 +12,12 @@ from engine_cases import Published
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.publish import publish_weights
-from rlpipe.types import ByteArray, RolloutGroup
+from rlpipe.types import ByteArray, RolloutGroup, WeightsKind
 
 
-def publish_policy(policy: Policy, version: int) -> Published:
+def publish_policy(policy: Policy, version: int, kind: WeightsKind | None = None) -> Published:
     buckets: list[ByteArray] = []
-    manifest = publish_weights(policy, version=version, bucket_bytes=2**16, emit=buckets.append)
+    manifest = publish_weights(policy, version=version, bucket_bytes=2**16, emit=buckets.append, kind=kind)
     assert manifest is not None, "the first rank publishes"
     return manifest, buckets
 

@@ -91,11 +91,17 @@ def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
     engines: list[Engine] = []
 
     def open_one(
-        kind: str = "lora", on_update: str = "wait", *, model: ModelConfig | None = None, **options: Any
+        kind: str = "lora",
+        on_update: str = "wait",
+        *,
+        model: ModelConfig | None = None,
+        serve: str = "auto",
+        **options: Any,
     ) -> Engine:
+        weights = WeightsConfig(on_update=on_update, serve=serve)
         name, model = f"engine-{len(engines)}", model or model_config(tiny_policy, kind)
         rollout = rollout_config("vllm", **options)
-        engines.append(open_engine(name, model, rollout, WeightsConfig(on_update=on_update), max_prompt_tokens=256))
+        engines.append(open_engine(name, model, rollout, weights, max_prompt_tokens=256))
         return engines[-1]
 
     yield open_one

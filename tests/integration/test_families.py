@@ -103,15 +103,20 @@ def test_a_family_learns_and_its_policy_is_loaded_as_it_is(
         )
 
 
-@pytest.mark.parametrize("adapter", [{"kind": "none"}, {"merge": True}], ids=["full", "merged"])
-def test_engines_serve_what_a_family_has_learned(family: Path, adapter: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "kind"),
+    [({"kind": "none"}, "full"), ({"merge": True}, "full"), ({}, "merged")],
+    ids=["full", "merged by the learner", "merged by engines"],
+)
+def test_engines_serve_what_a_family_has_learned(family: Path, adapter: dict[str, Any], kind: str) -> None:
     """Check whole models with the names and splits of their files; PEFT's all-linear includes fused experts."""
     config = make_model_config(family, adapter=make_adapter_config(**adapter))
     learner = make_learner(family, model=config)
     learner.train_step(make_batches()[0])
-    engine = open_engine("hf-0", config, rollout_config("hf"), WeightsConfig(), max_prompt_tokens=64)
-    published = publish_policy(learner.policy, 1)
-    assert published[0].kind is WeightsKind.FULL
+    weights = WeightsConfig(serve="merged" if kind == "merged" else "auto")
+    engine = open_engine("hf-0", config, rollout_config("hf"), weights, max_prompt_tokens=64)
+    published = publish_policy(learner.policy, 1, WeightsKind(kind))
+    assert published[0].kind is WeightsKind(kind)
     assert engine.load(*published) == published[0].digest
     assert largest_gap(learner.policy, sample(engine, [request(0), request(1)])) < 1e-5
 

@@ -37,7 +37,7 @@ from transformers import (
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.learner.checkpoints import export_policy
-from rlpipe.learner.publish import served_weights
+from rlpipe.learner.publish import whole_weights
 from rlpipe.models.tiny import make_tokenizer
 
 pytestmark = pytest.mark.covering(1)
@@ -240,7 +240,7 @@ def publish(path: Path, head: str, strategy: str, out: Path) -> None:
     adapter = make_adapter_config(**HEADS[head].adapter, merge=True)
     learner = make_learner(path, learner=config, model=make_model_config(path, adapter=adapter))
     train_steps(learner, 0, 1)
-    served = {name: tensor.clone() for name, tensor in served_weights(learner.policy)}
+    served = {name: tensor.clone() for name, tensor in whole_weights(learner.policy)}
     parameters = parameters_of(learner)
     export_policy(learner.policy, out / "adapter")
     if learner.policy.sharding.rank == 0:

@@ -15,7 +15,7 @@ from rlpipe.cli import main
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-FOLDER = Path(__file__).parents[1] / "unit" / "configs" / "foreign_runs"
+FOLDER = Path(__file__).parents[1] / "unit" / "configs" / "foreign" / "examples"
 NUMBERS = range(16)
 PROMPTS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in NUMBERS]
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in NUMBERS]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_cases import largest_difference, make_config, read_adapter, trained_steps
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import rlpipe
@@ -54,3 +55,28 @@ def test_a_reward_model_is_exported_as_a_classifier(local_ray: None, tiny_policy
     assert [record["step"] for record in records if "eval/rewards/accuracies" in record] == [0, 2]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "policy")
     assert model.num_labels == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
+def test_a_run_goes_on_under_one_strategy_after_the_other(
+    local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(20)]
+    rows.write_text("\n".join(json.dumps(row) for row in pairs))
+    options = [f"algorithm={algorithm}", "learner.optimizer.lr=1e-3", f"data.cache={tmp_path / 'cache'}"]
+    if algorithm == "dpo":
+        options.append("algorithm.preference.precompute_ref_log_probs=true")
+    outputs = tmp_path / "whole", tmp_path / "sharded"
+    rlpipe.train(make_config(tiny_policy, rows, outputs[0], *options, "algorithm.num_steps=6"))
+    for num_steps, strategy in ((2, "single"), (4, "fsdp2"), (6, "zero3")):
+        steps = [f"algorithm.num_steps={num_steps}", f"learner={strategy}"]
+        rlpipe.train(make_config(tiny_policy, rows, outputs[1], *options, *steps))
+    whole, sharded = (trained_steps(output) for output in outputs)
+    assert [row["step"] for row in sharded] == [1, 2, 3, 4, 5, 6]
+    for step, again in zip(whole, sharded, strict=True):
+        for name in ("num_tokens", "epoch", "loss", "rewards/margins", "grad_norm"):
+            assert step[name] == pytest.approx(again[name], abs=1e-4), name
+    found = [load_file(next((output / "policy").glob("*.safetensors"))) for output in outputs]
+    assert largest_difference(*found) < 1e-5

@@ -7,7 +7,7 @@ hold for them. A loss token of a reward model marks where a value is read, which
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -190,7 +190,8 @@ class PreferenceRenderer:
     """A renderer of preference rows to a sequence, with its worse sibling in ``rejected`` if the row is a pair.
 
     A sequence has the advantage 1 on its loss tokens, a rejected or bad one -1. Unless pairs are wanted, a pair is
-    rendered, too. With ``pads_pairs`` the model runs both sequences of a pair at the length of the longer one.
+    rendered, too. ``pads_pairs`` tells whether the model runs both sequences of a pair at the length of the longer one;
+    it is only called for a pair that depends on it.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class PreferenceRenderer:
         takes_pairs: bool,
         max_tokens: int,
         processor: ImageProcessor | None = None,
-        pads_pairs: bool = False,
+        pads_pairs: Callable[[], bool] = lambda: False,
     ) -> None:
         self._form, self._takes_pairs = PreferenceForm(data, takes_pairs=takes_pairs), takes_pairs
         self._pads_pairs = pads_pairs
@@ -250,14 +251,19 @@ class PreferenceRenderer:
             rollout.advantages = -rollout.advantages
         if rendered.rejected is not None:
             rollout.rejected = self.fit(rendered.rejected, place)
-            lengths = [len(part.token_ids) for part in rollout.sequences]
-            length = 2 * max(lengths) if self._pads_pairs else sum(lengths)
-            if self._takes_pairs and length > self._max_tokens:
-                limit = f"learner.max_tokens_per_microbatch={self._max_tokens}"
-                padding = ", padding included" if self._pads_pairs else ""
-                reason = f"chosen and rejected have {length} tokens together{padding}, more than {limit}"
-                raise UnusableRow(reason, SkipKind.TOO_LONG)
+            if self._takes_pairs:
+                self._check_length([len(part.token_ids) for part in rollout.sequences])
         return rollout
+
+    def _check_length(self, lengths: Sequence[int]) -> None:
+        """Raise ``UnusableRow`` if a pair's sequences have more than ``max_tokens`` together."""
+        length, padded, padding = sum(lengths), 2 * max(lengths), ""
+        if length <= self._max_tokens < padded and self._pads_pairs():
+            length, padding = padded, ", padding included"
+        if length > self._max_tokens:
+            limit = f"learner.max_tokens_per_microbatch={self._max_tokens}"
+            reason = f"chosen and rejected have {length} tokens together{padding}, more than {limit}"
+            raise UnusableRow(reason, SkipKind.TOO_LONG)
 
 
 class RewardRenderer(PreferenceRenderer):
@@ -275,7 +281,7 @@ class RewardRenderer(PreferenceRenderer):
         config: RewardModelConfig,
         *,
         max_tokens: int,
-        pads_pairs: bool = False,
+        pads_pairs: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(tokenizer, data, takes_pairs=True, max_tokens=max_tokens, pads_pairs=pads_pairs)
         self._margin_column = config.margin_column

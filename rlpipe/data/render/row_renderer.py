@@ -96,7 +96,7 @@ class TruthRenderer:
 
 
 NEED_CHAT = "rows with images need data.chat=true, and no data.text_column"
-NO_IMAGES = "rows with images are for SFT and for RL with rewards, not for EBFT, strided rows or reward models"
+NO_IMAGES = "rows with images are for SFT, preferences and RL with rewards, not for EBFT, strided rows or reward models"
 
 
 class PromptRenderer:

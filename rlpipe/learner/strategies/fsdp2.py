@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlpipe.configs.schema.learner_config import FsdpConfig, OptimizerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.adapter_layers import FusedLora
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import TokenScorer, output_head
 from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.learner.strategies.sharding import RankGroup, Updates
 from rlpipe.weights.dcp import Read
@@ -30,14 +30,14 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def find_fsdp_units(scorer: nn.Module, model: PreTrainedModel, config: FsdpConfig) -> list[nn.Module]:
     """Return the modules inside ``scorer`` to shard as units, inner ones before those around them.
 
-    ``scorer`` is the unit of all other parameters. The lm_head and modules that share its weight are never units,
+    ``scorer`` is the unit of all other parameters. The output head and modules that share its weight are never units,
     because the scorer reads that weight without calling them; nor are the parts of a fused LoRA layer, which does the
     same. Raises ``ModelError`` if the model lacks a class that the config names.
     """
     fused = [module for module in scorer.modules() if isinstance(module, FusedLora)]
     never_called = {id(part) for layer in fused for part in layer.modules() if part is not layer}
     modules = [module for name, module in scorer.named_modules() if name and id(module) not in never_called]
-    head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    head = {id(parameter) for parameter in output_head(model).parameters()}
     if config.wrap == "none":
         found = []
     elif config.wrap == "size":

@@ -146,7 +146,8 @@ class TorchUpdates:
             torch._foreach_mul_(self._gradients(), scale)
         for name, parameter in self._parameters.items():
             updated = self._updated[name]
-            if updated is not parameter and parameter.grad is not None:
+            # A shard may be empty, as of a head of few rows, and bitsandbytes' kernels take none.
+            if updated is not parameter and parameter.grad is not None and updated.numel():
                 updated.grad = self._local(parameter.grad)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -182,6 +182,7 @@ SETTINGS: Mapping[str, type] = {
     "earlier_configs": list,
     "place": list,
     "checkpoint_step": int,
+    "digests": dict,
     "life": int,
 }
 """Types of the values in ``meta``."""

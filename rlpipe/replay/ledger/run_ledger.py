@@ -31,6 +31,8 @@ COMPARED = "compared after the last step, not trained"
 NO_VARIANCE = "no reward variance"
 MAX_NUMBER = 2**62
 """Bound on numbers in ``meta``, with which queries can count."""
+KEPT_DIGESTS = 100
+"""Checkpoints whose weights' digests are kept."""
 
 
 class GroupState(StrEnum):
@@ -191,10 +193,16 @@ class Ledger(Database):
                     (COMPARED, report.step),
                 )
 
-    def checkpointed(self, step: int) -> None:
-        """Record that the checkpoint after ``step`` steps is complete."""
+    def checkpointed(self, step: int, weights: tuple[str, str] | None = None) -> None:
+        """Record that the checkpoint after ``step`` steps is complete, with kind and digest of its published weights.
+
+        ``weights`` is None if engines were not sent this version.
+        """
         with self._transaction():
             self._set(checkpoint_step=max(step, self.checkpoint_step))
+            if weights is not None:
+                digests = {**(self.get("digests") or {}), str(step): weights}
+                self._set(digests={known: digests[known] for known in sorted(digests, key=int)[-KEPT_DIGESTS:]})
             self._connection.execute(
                 "UPDATE groups SET state = 'TRAINED', trained_at = ? WHERE state = 'ASSIGNED' AND step < ?",
                 (time.time(), step),

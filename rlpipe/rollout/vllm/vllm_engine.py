@@ -5,20 +5,33 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.configs.serving import published_kind
 from rlpipe.data.render.images import open_image
 from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
 from rlpipe.models.adapter import read_adapter
-from rlpipe.rollout.engine import Sample, build_group, failed_group, num_threads, sample_seed, too_long, without_image
+from rlpipe.models.served_weights import ServedWeights
+from rlpipe.rollout.engine import (
+    Sample,
+    build_group,
+    failed_group,
+    num_threads,
+    sample_seed,
+    too_long,
+    without_base,
+    without_image,
+)
 from rlpipe.rollout.vllm.vllm_options import describe_refusal, engine_args, sampling_args
 from rlpipe.rollout.vllm.vllm_transfer import rendezvous_arguments
 from rlpipe.types import (
@@ -45,6 +58,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 _IN_FLIGHT_ADAPTER = 1
 _BASE_SALT = "base"
 """Cache salt of sequences without an adapter, whose KV cache stays valid when the adapter changes."""
@@ -63,7 +79,8 @@ class VllmEngine:
     """``rlpipe.rollout.engine.Engine`` on vLLM.
 
     With ``weights.on_update=wait`` each LoRA version is an adapter with an id of its own: running sequences keep the
-    one they began with, and it is removed with its last sequence. Full weights are replaced in place once nothing runs.
+    one they began with, and it is removed with its last sequence. Full and merged weights are replaced in place once
+    nothing runs.
     With ``inflight`` both are replaced in place between two steps, and running sequences continue; their entries in
     the KV cache stay as older versions computed them. In both modes, no sequence of another version reads them.
 
@@ -74,7 +91,7 @@ class VllmEngine:
         self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
     ) -> None:
         self._name = name
-        self._kind = WeightsKind.LORA if serves_adapter(model) else WeightsKind.FULL
+        self._kind = WeightsKind(published_kind(model, weights))
         self._in_flight = weights.on_update == "inflight"
         self._timeout_s = weights.timeout_s
         self._sampling = sampling_args(rollout.sampling)
@@ -95,9 +112,9 @@ class VllmEngine:
         self._core = client.engine_core
         self._image_id = feature_token_id(self._llm.vllm_config.model_config.hf_config)
         self._llm.set_weight_version(str(self._version))
-        self._llm.collective_rpc("prepare_serving")
-        if self._kind is WeightsKind.LORA and model.adapter.path is not None:
-            self._load_first(*pack_adapter(*read_adapter(model.adapter.path), getattr(torch, model.dtype)))
+        self._llm.collective_rpc("prepare_serving", args=(model if self._kind is WeightsKind.MERGED else None,))
+        if self._kind is not WeightsKind.FULL and model.adapter.path is not None:
+            self._load_first(model, *read_adapter(model.adapter.path))
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +149,7 @@ class VllmEngine:
         running = self._running.values()
         must_finish = [one for one in running if not self._in_flight or not self._can_go_on(one, manifest.version)]
         # Full weights that do not fit are only detected after some of them have been replaced.
-        self._holding = bool(must_finish) or self._kind is WeightsKind.FULL
+        self._holding = bool(must_finish) or self._kind is not WeightsKind.LORA
         return not must_finish
 
     def _has_free_slot(self) -> bool:
@@ -151,11 +168,13 @@ class VllmEngine:
         self._num_loads += 1
         if self._kind is WeightsKind.LORA:
             digest = self._load_adapter(manifest, buckets)
+        elif self._kind is WeightsKind.MERGED:
+            digest = self._fold_adapter(manifest, buckets)
         elif manifest.transfer is None:
             digest = self._load_full(buckets)
         else:
             digest = self._receive_full(manifest.transfer)
-        if self._kind is WeightsKind.FULL:
+        if self._kind is not WeightsKind.LORA:
             self._llm.reset_encoder_cache()  # image features from the old weights
         self._version, self._digest, self._holding = manifest.version, digest, False
         self._llm.set_weight_version(str(manifest.version))
@@ -198,8 +217,8 @@ class VllmEngine:
                 self._ready.append(failed_group(request, f"vllm refused the request: {describe_refusal(error)}"))
 
     def _start(self, request: GroupRequest, received_s: float) -> None:
-        if not request.use_adapter and self._kind is WeightsKind.FULL:
-            raise ConfigError("the engine serves full weights, so it can't leave out an adapter")
+        if not request.use_adapter and self._kind is not WeightsKind.LORA:
+            raise ConfigError(without_base(self._kind))
         length, limit = len(request.prompt.token_ids), self._llm.vllm_config.model_config.max_model_len
         if length >= limit:
             raise ConfigError(too_long(length, limit))
@@ -276,7 +295,7 @@ class VllmEngine:
         """Return whether ``version`` may draw the rest of a sequence; without an adapter slot, a LoRA version can't."""
         if not running.request.use_adapter:
             return True  # the base model draws it, whatever the version
-        has_slot = self._kind is WeightsKind.FULL or running.adapter_id is not None
+        has_slot = self._kind is not WeightsKind.LORA or running.adapter_id is not None
         return has_slot and running.request.min_version <= version
 
     def _deliver_sampled(self) -> None:
@@ -319,17 +338,27 @@ class VllmEngine:
             self._drop_unused(previous.lora_int_id)
         return digests[0]
 
+    def _fold_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        with self._whole_versions():
+            arguments = adapter_bucket(manifest, buckets), manifest.adapter_config
+            return digest_of_sums(merge_sums(self._llm.collective_rpc("fold_adapter", args=arguments)))
+
     def _load_full(self, buckets: Buckets) -> str:
-        try:
+        with self._whole_versions():
             self._llm.collective_rpc("begin_full_load")
             for bucket in buckets:
                 self._llm.collective_rpc("load_full_bucket", args=(bucket,))
-            sums = self._llm.collective_rpc("finish_full_load")
+            return digest_of_sums(merge_sums(self._llm.collective_rpc("finish_full_load")))
+
+    @contextmanager
+    def _whole_versions(self) -> Iterator[None]:
+        """Raise ``EngineFailed`` if replacing weights in place fails while sequences run with them."""
+        try:
+            yield
         except ModelError as error:
             if self._running:
                 raise EngineFailed(f"engine {self._name} samples with parts of two versions: {error}") from error
             raise
-        return digest_of_sums(merge_sums(sums))
 
     def _receive_full(self, transfer: Transfer) -> str:
         joining, receiving = rendezvous_arguments(transfer, self._timeout_s)
@@ -341,7 +370,12 @@ class VllmEngine:
         published = [outline.name for outline in transfer.outlines]
         return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums", args=(published,))))
 
-    def _load_first(self, manifest: WeightsManifest, buckets: Buckets) -> None:
+    def _load_first(self, model: ModelConfig, config: PeftConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        merged_digest = None
+        if self._kind is WeightsKind.MERGED:
+            served = ServedWeights(model)
+            merged_digest = partial(served.digest, device=torch.device("cpu"))
+        manifest, buckets = pack_adapter(config, tensors, getattr(torch, model.dtype), merged_digest)
         if self.load(manifest, buckets) != manifest.digest:
             raise WeightsMismatch(f"engine {self._name} does not serve the adapter that it started from")
 
@@ -355,7 +389,7 @@ class VllmEngine:
 def _open_llm(args: dict[str, Any], rollout: RolloutConfig) -> LLMEngine:
     if current_platform.is_cpu():
         torch.set_num_threads(num_threads(rollout))
-        # oneDNN's packed weights can neither be replaced in place nor read back.
+        # Packed weights can neither be replaced in place nor read back; ``pack_layers`` packs copies of them.
         setattr(LinearBase, "_cpu_skip_gemm_dispatch", not args.get("enable_lora"))  # noqa: B010
         # vLLM compiles one small sampling function, which takes ten seconds.
         current_platform.simple_compile_backend = "eager"

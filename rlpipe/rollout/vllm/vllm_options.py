@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.configs.serving import published_kind
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_slots, slot_rank
 
@@ -63,10 +64,11 @@ def engine_args(
         args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
-    if serves_adapter(model):
+    kind = published_kind(model, weights)
+    if kind == "lora":
         args |= {"enable_lora": True, "max_loras": num_slots(weights), "max_lora_rank": slot_rank(model.adapter.r)}
         args["lora_target_modules"] = _target_suffixes(model)
-    if model.adapter.kind == "qlora" and serves_adapter(model) and "quantization" not in rollout.engine_args:
+    if model.adapter.kind == "qlora" and kind == "lora" and "quantization" not in rollout.engine_args:
         args["load_format"] = LOAD_FORMAT
     if weights.transport == "nccl":
         args["weight_transfer_config"] = {"backend": backend()}

@@ -1,4 +1,4 @@
-"""How weights reach a running vLLM engine: transfer backend, experts, and weights in 4 bit.
+"""How weights reach a running vLLM engine: transfer backend, experts, weights in 4 bit, and packing for CPUs.
 
 New weights are collected until a layer has all of them, and vLLM then lays them out as when it loads a model. All
 other layers are written in place.
@@ -21,6 +21,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel, dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -53,6 +56,27 @@ def _experts(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
 
 
+def pack_layers(model: nn.Module) -> None:
+    """Pack the weights of linear and output layers for the CPU's matrix products, beside the plain ones.
+
+    The plain weights stay for the next load, and to be read back. Packing a layer again frees what it had packed.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        if isinstance(layer, LinearBase | VocabParallelEmbedding) and _is_packable(layer):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+def _is_packable(layer: Any) -> bool:
+    """Return whether packing leaves a layer's weight and bias as they are."""
+    unquantized = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    if not unquantized or layer.weight.ndim != MATRIX_DIMENSIONS:
+        return False
+    rows, columns = layer.weight.shape
+    return getattr(layer, "bias", None) is None or not check_cpu_sgl_kernel(rows, columns, layer.weight.dtype)
+
+
 LOAD_FORMAT = "rlpipe_nf4"
 
 
@@ -74,6 +98,7 @@ class Nf4Loader(DefaultModelLoader):
             )
 
 
+MATRIX_DIMENSIONS = 2
 GLOO = "rlpipe_gloo"
 
 

@@ -22,8 +22,10 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError, WeightsMismatch
-from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts
+from rlpipe.models.served_weights import ServedWeights
+from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts, pack_layers
 from rlpipe.types import ByteArray
 from rlpipe.weights.buckets import (
     add_checksum,
@@ -36,6 +38,8 @@ from rlpipe.weights.buckets import (
 )
 
 _EXPERTS = ".experts."
+_LOAD_BYTES = 2**26
+"""Bytes of folded tensors after which they are loaded; vLLM takes a millisecond for each call."""
 
 
 class WeightsExtension:
@@ -45,17 +49,19 @@ class WeightsExtension:
     model_runner: Any
     vllm_config: VllmConfig
     _layout: AdapterLayout | None = None
+    _served: ServedWeights | None = None
 
-    def prepare_serving(self) -> None:
-        """Replace, on CPUs, vLLM's LoRA by a faster one, or its output layer by one that can be updated in place."""
-        if self.device.type != "cpu":
-            return
-        if self.model_runner.lora_config is not None:
+    def prepare_serving(self, merged: ModelConfig | None) -> None:
+        """Replace vLLM's LoRA on CPUs by a faster one, and open the base of ``merged`` weights (None: of other ones).
+
+        Without LoRA, weights are replaced in place, and then packed for the CPU's matrix products.
+        """
+        if merged is not None:
+            self._served = ServedWeights(merged)
+        if self.model_runner.lora_config is None:
+            pack_layers(self.model_runner.model)
+        elif self.device.type == "cpu":
             _use_grouped_lora(self.model_runner.lora_manager._adapter_manager, self.model_runner.scheduler_config)
-        else:
-            for module in self.model_runner.model.modules():
-                if isinstance(module, VocabParallelEmbedding):
-                    setattr(module, "cpu_linear", nn.functional.linear)  # noqa: B010
 
     def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
         """Load and activate an adapter, and return the digest of the weights in its slots of all layers.
@@ -78,16 +84,40 @@ class WeightsExtension:
     def drop_adapter(self, adapter_id: int) -> None:
         self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
 
+    def fold_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any]) -> dict[int, int]:
+        """Load the base's weights with an adapter in them, and return the checksums of all weights that are served."""
+        served = self._served
+        assert served is not None, "the engine was opened to serve merged weights"
+        model, tensors = self.model_runner.model, unpack(bucket)
+        with_experts = served.changes_experts(adapter_config, tensors)
+        self._begin_load(with_experts=with_experts)
+        folded: dict[str, Tensor] = {}
+        for unit, parameters in served.changed(adapter_config, tensors, self.device):
+            folded |= unit.to_sources(parameters)
+            if sum(tensor.nbytes for tensor in folded.values()) > _LOAD_BYTES:
+                self._load(folded)
+                folded = {}
+        self._load(folded)
+        if with_experts:
+            end_experts(model, self.vllm_config)
+        return self.checksums(served.file_names)
+
     def begin_full_load(self) -> None:
+        self._begin_load(with_experts=True)
+
+    def _begin_load(self, *, with_experts: bool) -> None:
         model = self.model_runner.model
         self._locations = _locate_parameters(model)
         self._received: set[str] = set()
-        begin_experts(model, self.vllm_config)
+        if with_experts:
+            begin_experts(model, self.vllm_config)
 
     def load_full_bucket(self, bucket: ByteArray) -> None:
         """Load the tensors of one bucket into the model, and compare them with the model's parameters afterwards."""
+        self._load({name: tensor.to(self.device) for name, tensor in unpack(bucket).items()})
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
         model = self.model_runner.model
-        tensors = {name: tensor.to(self.device) for name, tensor in unpack(bucket).items()}
         check_dtype(tensors, self.model_runner.model_config.dtype)
         names = _own_names(model, tensors)
         renamed = {names[name]: tensor for name, tensor in tensors.items()}
@@ -110,11 +140,12 @@ class WeightsExtension:
         return self.checksums(self._received)
 
     def checksums(self, published: Collection[str]) -> dict[int, int]:
-        """Return the checksums, by layer, of this rank's part of the published tensors.
+        """Return the checksums, by layer, of this rank's part of the published tensors, and pack them for the CPU.
 
         Tensors that several ranks hold are counted by one of them.
         """
         model, sums = self.model_runner.model, dict[int, int]()
+        pack_layers(model)
         for name, tensor in _owned_shards(model, set(_own_names(model, published).values())):
             add_checksum(sums, name, tensor)
         return sums

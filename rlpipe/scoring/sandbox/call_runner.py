@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+from rlpipe.common.scratch import remove_folder
 from rlpipe.scoring.processes import GIB, PROC, Family, MemoryLimit, descendants, end_processes, list_processes
-from rlpipe.scoring.sandbox.confinement import remove_folder
 from rlpipe.scoring.sandbox.sandbox_child import Limits, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
 

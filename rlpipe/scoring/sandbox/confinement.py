@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -47,7 +46,6 @@ READABLE = (
 """Places that a program may read besides Python's own."""
 BWRAP_NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
 """Not that of the network, whose set-up needs a socket that the filter refuses, as it does any other network."""
-REMOVAL_TIMEOUT_S = 30.0
 BWRAP_TIMEOUT_S = 10.0
 
 
@@ -170,15 +168,3 @@ def _allow(ruleset: int, path: str, access: int) -> None:
         )
     finally:
         os.close(place)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder of calls, if it is there, whatever they have made of its content."""
-    try:
-        os.rmdir(folder)
-    except FileNotFoundError:
-        pass
-    except OSError:  # it is not empty where the call had no file system of its own
-        for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
-            with suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(command, timeout=REMOVAL_TIMEOUT_S, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -6,7 +6,6 @@ import json
 import logging
 import pickle
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import run_server
-from rlpipe.scoring.sandbox.confinement import remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()  # nothing outlives SIGKILL
-        remove_folder(self._folder)  # a server that was killed has left it
+        self._folder.close()
 
     @contextmanager
     def _killed_after(self, limit_s: float) -> Iterator[None]:
@@ -111,8 +110,8 @@ class Sandbox:
             alarm.cancel()
 
     def _start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="rlpipe-sandbox-")
-        self._server, ours = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder)
+        self._folder = ScratchFolder("rlpipe-sandbox-")
+        self._server, ours = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder.path)
         self._connection = Connection(ours.detach())
         try:
             with self._killed_after(START_TIMEOUT_S):

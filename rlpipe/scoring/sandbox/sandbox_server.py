@@ -16,12 +16,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rlpipe.common.scratch import remove_folder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit, lift_memory_limit
 from rlpipe.scoring.rewards import load_reward
 from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority
-from rlpipe.scoring.sandbox.confinement import describe_confinement, find_obstacle, remove_folder
+from rlpipe.scoring.sandbox.confinement import describe_confinement, find_obstacle
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox_child import Limits, leave_server, lock_in
 

@@ -18,6 +18,7 @@ from rlpipe.algorithms.advantages import (
     combine_rewards,
     compute_advantages,
     estimate_advantages,
+    generalized_advantages,
     turn_advantages,
 )
 from rlpipe.configs.schema.algorithm_config import ADVANTAGES as CHOICES
@@ -357,13 +358,16 @@ def test_gae_equals_the_recursion_of_verl(
 ) -> None:
     """Take the first number of each token as its value; rewards are the penalties, and the reward at the last token."""
     values = [[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups]
+    penalties = [[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups]
+    rewards = [array(*[reward / 4 for reward, _ in group]) for group in groups]
+    config = AdvantageConfig(name="gae", gamma=gamma, lam=lam, eps=1e-4)
     inputs = AdvantageInputs(
-        config=AdvantageConfig(name="gae", gamma=gamma, lam=lam, eps=1e-4),
+        config=config,
         num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
-        values=values,
-        penalties=[[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups],
+        penalties=penalties,
+        estimates=generalized_advantages(rewards, values, penalties, config),
     )
-    found = estimate_advantages([array(*[reward / 4 for reward, _ in group]) for group in groups], inputs)
+    found = estimate_advantages(rewards, inputs)
     got = [value for group in found for own in group for value in np.asarray(own).tolist()]
     expected: list[float] = []
     for group, own_values in zip(groups, values, strict=True):

@@ -22,6 +22,7 @@ ROWS = {"data.source": "jsonl", "data.path": "rows.jsonl", "data.task": None}
 REWARDS = {"algorithm.kind": "reward_model", **ROWS}
 STEPS = {"algorithm.kind": "process_reward_model", **ROWS}
 NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
+MERGED = {"weights.serve": "merged"}
 FEATURES = {"algorithm.ebft.reward": True}
 SERVE = "algorithm.ebft.features.serve"
 LEARNERS = {**FEATURES, "algorithm.ebft.features.weights": "learner"}
@@ -57,8 +58,8 @@ def serving(*, replicas: int = 1, max_replicas: int | None = None, **options: An
     return {"scoring.rewards": {"right": RewardConfig(path="mine:right", serve=serve, **options)}}
 
 
-def reward(path: str = "mine:right", weight: float = 1.0) -> dict[str, RewardConfig]:
-    return {"right": RewardConfig(path=path, weight=weight)}
+def reward(path: str = "mine:right", weight: float = 1.0, **options: Any) -> dict[str, RewardConfig]:
+    return {"right": RewardConfig(path=path, weight=weight, **options)}
 
 
 def test_defaults_with_a_model_and_data_are_valid() -> None:
@@ -133,6 +134,18 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (NCCL | {"rollout.engine": "hf"}, "weights.transport", "set rollout.engine=vllm, or object_store"),
         (NCCL | {"learner.num_gpus": 0.5, "rollout.num_gpus": 0.5}, "weights.transport", "or num_gpus=1"),
         (NCCL | {"learner.num_gpus": 1.0}, "weights.transport", "num_gpus of both"),
+        (MERGED | {"model.adapter.kind": "none"}, "weights.serve", "set auto"),
+        (MERGED | {"model.adapter.merge": True}, "weights.serve", "merge=null"),
+        (MERGED | {"model.adapter.kind": "qlora"}, "weights.serve", "model.adapter.kind=lora"),
+        (MERGED | MENDED, "weights.serve", "leave the rules out"),
+        (MERGED | {"weights.transport": "nccl", "model.adapter.use_dora": True}, "weights.serve", "object_store"),
+        (MERGED | {"scoring.rewards": reward(kwargs={"engine": "base"})}, "weights.serve", "set adapter"),
+        ({"weights.serve": "adapter", "model.adapter.use_dora": True}, "weights.serve", "set auto"),
+        (
+            MERGED | {"rollout.engine_args": {"quantization": "bitsandbytes"}},
+            "rollout.engine_args.quantization",
+            "leave it out",
+        ),
         ({"learner.zero3.offload_optimizer": True}, "learner.zero3", "learner.strategy=zero3"),
         ({"learner.offload": "policy"}, "learner.offload", "set fsdp2 there, or learner.offload=chunked"),
         ({"learner.chunked.num_slots": 3}, "learner.chunked", "set learner.offload=chunked"),
@@ -432,9 +445,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "remove it, or set path=null",
         ),
         ({"algorithm.replay.path": "mine.py:f"}, "algorithm.replay.path", "set replay.reuse_groups above 0"),
-        (REWARDS | {"learner.strategy": "fsdp2"}, "learner.strategy", "set single, and num_ranks=1"),
-        (STEPS | {"learner.strategy": "zero3"}, "learner.strategy", "set single, and num_ranks=1"),
-        (REWARDS | CHUNKED, "learner.offload", "chunked can't hold a reward model so far; set none"),
+        (REWARDS | CHUNKED, "learner.offload", "chunked can't hold a reward model so far; set none, or policy with"),
         (REWARDS | {"model.images": True}, "model.images", "reward_model takes no images so far; set false"),
         (STEPS | {"model.adapter.kind": "qlora"}, "model.adapter.kind", "set lora, or model=full"),
         (REWARDS | {"model.adapter.path": "adapter"}, "model.adapter.path", "merge it (rlpipe merge)"),
@@ -491,6 +502,10 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"model.adapter.use_dora": True, "model.adapter.modules_to_save": ("norm",)},
         {"algorithm.kind": "sft", "model.adapter.use_dora": True, "model.adapter.merge": False},
         {"weights.transport": "nccl", "model.adapter.merge": True},
+        MERGED | {"model.adapter.use_dora": True, "model.adapter.merge": False, "replay.max_staleness": 2},
+        MERGED | {"model.adapter.r": 1000, "model.adapter.modules_to_save": ("norm",)},
+        {"weights.serve": "adapter", "scoring.rewards": reward(kwargs={"engine": "base"})},
+        {"algorithm.kind": "sft", "weights.serve": "merged", "model.adapter.kind": "qlora"},
         {**FEATURES, "scoring.rewards": reward(weight=0.0)},
         {"environment.path": "mine:Game", "scoring.rewards": reward(weight=0.0)},
         LEARNERS,

@@ -275,7 +275,7 @@ def test_runs_that_take_no_images_refuse_them(model: ModelConfig, tmp_path: Path
     row = {"prompt": "colour?", "ground_truth": "red", "images": [base64_address(plain(RED))]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"messages": turns("a", "b")}) + "\n")
     data = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"))
-    refusal = r"rows\.jsonl, line 1: rows with images are for SFT and for RL with rewards"
+    refusal = r"rows\.jsonl, line 1: rows with images are for SFT, preferences and RL with rewards"
     with pytest.raises(DataError, match=refusal):
         open_prompts(data, load_tokenizer(model), seed=0, ebft=EbftConfig())
     with pytest.raises(DataError, match=refusal):

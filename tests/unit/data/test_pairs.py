@@ -335,13 +335,18 @@ def test_prepared_pairs_are_the_same_pairs(tmp_path: Path) -> None:
 def test_a_pair_that_is_padded_counts_its_longer_completion_twice() -> None:
     row = {**PAIR, "rejected": "five" * 5}
     longest = max(len(part.token_ids) for part in pair_of(row).sequences)
+    asked: list[int] = []
 
     def fit(max_tokens: int) -> Rollout:
         data = DataConfig(source="jsonl")
-        renderer = PreferenceRenderer(TOKENIZER, data, takes_pairs=True, max_tokens=max_tokens, pads_pairs=True)
+        asked.append(max_tokens)
+        renderer = PreferenceRenderer(
+            TOKENIZER, data, takes_pairs=True, max_tokens=max_tokens, pads_pairs=lambda: asked.append(-1) is None
+        )
         return renderer.fit(renderer.whole(row, PLACE), PLACE)
 
     assert fit(2 * longest).rejected is not None
+    assert asked == [2 * longest], "a pair that fits even if it is padded does not depend on it"
     with pytest.raises(UnusableRow, match=f"have {2 * longest} tokens together, padding included") as caught:
         fit(2 * longest - 1)
     assert caught.value.kind is SkipKind.TOO_LONG

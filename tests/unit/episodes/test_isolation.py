@@ -302,6 +302,29 @@ def test_what_cannot_be_isolated_is_named(file: Path) -> None:
         Isolation(config)
 
 
+def test_while_a_dead_host_is_replaced_others_go_on(file: Path) -> None:
+    config = EnvironmentConfig(path=f"{file}:Counter", tools=[f"{file}:double"], timeout_s=20)
+    kind = isolate(import_kind(config), config)
+    isolation = kind.make.__self__  # type: ignore[attr-defined]
+
+    async def play() -> None:
+        folder = isolation._scratch.path
+        isolation._host.kill()
+        isolation._host.wait()
+        replaced = asyncio.gather(*(kind.make().reset({"word": "go"}, 3) for _ in range(3)))  # type: ignore[arg-type]
+        longest, before = 0.0, time.monotonic()
+        while not replaced.done():
+            await asyncio.sleep(0.001)
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        assert [first[0]["content"].split()[0] for first in await replaced] == ["go"] * 3
+        assert longest < 0.1, "the loop was held up while the process imported its modules"
+        assert not Path(folder).exists()
+
+    asyncio.run(play())
+    isolation.close()
+    wait_for(lambda: not own_processes())
+
+
 def test_an_accident_at_the_start_is_tried_again(file: Path, tmp_path: Path) -> None:
     met = tmp_path / "met"
     once = f"from pathlib import Path\nimport os\nmet = Path({str(met)!r})\n"

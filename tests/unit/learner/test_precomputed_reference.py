@@ -124,11 +124,11 @@ def options_of(tiny: Path, folder: Path, *others: str) -> list[str]:
     ]
 
 
-def actor_of(tiny: Path, folder: Path, *others: str, first_step: int = 0) -> DatasetActor:
+def actor_of(tiny: Path, folder: Path, *others: str, first_step: int = 0, position: int = 0) -> DatasetActor:
     config = load_config(options_of(tiny, folder, *others))
     parts: dict[str, Any] = {name: getattr(config, name) for name in ("data", "model", "algorithm", "learner", "seed")}
-    setup = DatasetSetup(**parts, folder=str(folder), first_step=first_step, cursor=Cursor(epoch=0, position=0))
-    return DatasetActor(setup)
+    cursor = Cursor(epoch=0, position=position)
+    return DatasetActor(DatasetSetup(**parts, folder=str(folder), first_step=first_step, cursor=cursor))
 
 
 async def precompute(actor: DatasetActor, learner: Learner) -> list[int]:
@@ -164,6 +164,22 @@ def test_rows_are_computed_once_for_all_epochs_and_runs(tiny: Path, tmp_path: Pa
         assert await precompute(more, learner) == [], "another loss, and more steps"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("options", "first_step", "position", "expected"),
+    [
+        ([], 0, 0, [0, 1, 2]),  # of ten rows, four a step
+        ([], 2, 8, [2, 3, 4]),  # two rows of this epoch, and all of the next one
+        (["algorithm.preference.loss=kto"], 0, 0, [0, 1, 2, 3, 4, 5]),  # completions of other rows, which change
+        (["algorithm.num_steps=2"], 0, 0, [0, 1]),
+    ],
+)
+def test_no_step_is_packed_for_its_log_probs_after_every_row_was_in_one(
+    tiny: Path, tmp_path: Path, options: list[str], first_step: int, position: int, expected: list[int]
+) -> None:
+    actor = actor_of(tiny, tmp_path, "algorithm.num_steps=6", *options, first_step=first_step, position=position)
+    assert asyncio.run(actor.reference_steps()) == [-1, *expected]
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

@@ -337,10 +337,10 @@ def test_engines_on_the_cpu_are_planned_with_its_measurement() -> None:
         ("rollout.engine_args.quantization=awq", "the size of awq weights; it supports bitsandbytes, fp8"),
         ("rollout.engine_args.kv_cache_dtype=int4", "kv_cache_dtype=int4: a plan supports auto, fp8"),
         ("model.dtype=float16", "model.dtype=float16: device round has no rate for it"),
-        ("model.adapter.r=1024", "model.adapter.r=1024 is more than vllm serves"),
+        ("model.adapter.r=1024 weights.serve=adapter", "model.adapter.r=1024 is more than vllm serves"),
     ],
 )
 def test_what_can_not_be_planned_is_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(QWEN_8B, override)
+        plan(QWEN_8B, *override.split())
     assert message in str(caught.value)

@@ -5,6 +5,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from rlpipe.common.formatting import gib
@@ -187,6 +188,15 @@ def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_
     assert case.outline.num_parameters == rewards.num_parameters
     assert case.memory is not None
     assert case.memory.device.weights == rewards.stored_bytes()
+    for strategy in ("fsdp2", "zero3"):
+        sharded = load_config(
+            [*options, f"learner.strategy={strategy}", "learner.num_ranks=4", "learner.max_tokens_per_microbatch=2048"],
+            need_files=False,
+        )
+        found = case_of(sharded).memory
+        assert found is not None
+        stored = rewards.stored_bytes(trained_dtype=torch.bfloat16 if strategy == "zero3" else None)
+        assert found.device.weights == -(-stored // 4)
 
 
 def drafted_copy() -> PreTrainedModel:

@@ -352,3 +352,14 @@ def test_the_settings_are_plain_json(tmp_path: Path) -> None:
     assert (ledger.get("config"), ledger.get("nothing")) == ({"seed": 3}, None)
     with sqlite3.connect(tmp_path / NAME) as connection:
         assert json.loads(connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]) == "a"
+
+
+def test_digests_of_checkpoints_are_kept(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.get("digests") is None
+    for step in range(1, 120):
+        ledger.checkpointed(step, ("merged", f"full:{step}"))
+    ledger.checkpointed(120)
+    digests = ledger.get("digests")
+    assert list(digests) == [str(step) for step in range(20, 120)]
+    assert digests["119"] == ["merged", "full:119"]

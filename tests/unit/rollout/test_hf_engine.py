@@ -16,6 +16,7 @@ from engine_cases import (
     model_config,
     publish_adapter,
     publish_full,
+    publish_merged,
     request,
     retrained,
     rollout_config,
@@ -56,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_hf(path: Path, kind: str = "lora", *, adapter: dict[str, Any] | None = None, **options: Any) -> Engine:
     model = model_config(path, kind, **(adapter or {}))
-    weights = WeightsConfig(on_update=options.pop("on_update", "wait"))
+    weights = WeightsConfig(on_update=options.pop("on_update", "wait"), serve=options.pop("serve", "auto"))
     return open_engine("engine-0", model, rollout_config("hf", **options), weights, max_prompt_tokens=16)
 
 
@@ -109,6 +110,60 @@ def test_logprobs_of_full_weights_equal_a_forward_pass(path: Path) -> None:
     assert len(published[1]) > 1
     assert load(engine, published) == published[0].digest
     assert largest_difference(policy, sample(engine, [request(i) for i in range(4)]), 1.0) < 1e-5
+
+
+MERGED: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "modules to save": {"modules_to_save": ["norm"], "target_modules": ["q_proj"]},
+    "rank 600": {"r": 600, "lora_alpha": 20},
+}
+
+
+@pytest.mark.parametrize("variant", MERGED)
+def test_merged_adapters_are_served_with_the_published_digest(path: Path, variant: str) -> None:
+    engine = open_hf(path, serve="merged")
+    for version in (1, 2):
+        policy = adapted(path, seed=version, **MERGED[variant])
+        published = publish_merged(policy, version, path)
+        assert load(engine, published) == published[0].digest
+        groups = sample(engine, [request(i) for i in range(4)])
+        assert versions(groups) == {version}
+        assert largest_difference(policy, groups, 1.0) < 1e-4
+    assert largest_difference(adapted(path, seed=1, **MERGED[variant]), groups, 1.0) > 1e-3, "the first one is gone"
+
+
+def test_merged_versions_travel_as_adapters(path: Path) -> None:
+    policy = adapted(path, use_dora=True)
+    merged, full = publish_merged(policy, 1, path)[0], publish_full(policy.merge_and_unload(), 1)[0]
+    num_values = sum(
+        tensor.numel() for name, tensor in adapted(path, use_dora=True).named_parameters() if "lora" in name
+    )
+    assert 4 * num_values < merged.num_bytes < 4 * num_values + 300 * 14 * 3
+    assert full.num_bytes > 2 * merged.num_bytes
+
+
+def test_a_flipped_bit_of_merged_weights_is_found(path: Path) -> None:
+    engine: Any = open_hf(path, serve="merged")
+    published = publish_merged(adapted(path), 1, path)
+    assert load(engine, corrupted(published, "1.self_attn.v_proj.lora_A")) != published[0].digest
+    assert load(engine, published) == published[0].digest
+    untouched = engine._base.get_submodule("model.embed_tokens").weight
+    untouched.data.view(torch.int32)[3, 5] ^= 1
+    assert load(engine, published) != published[0].digest
+
+
+def test_merged_weights_leave_no_base_to_sample_from(path: Path) -> None:
+    (group,) = sample(open_hf(path, serve="merged"), [request(0, use_adapter=False)])
+    assert group.failure == "the engine serves merged weights, so it can't leave out an adapter"
+
+
+def test_a_merged_engine_starts_from_an_adapter(path: Path, tmp_path: Path) -> None:
+    policy = adapted(path, use_dora=True)
+    policy.save_pretrained(tmp_path)
+    engine = open_hf(path, serve="merged", adapter={"path": str(tmp_path)})
+    assert engine.health().digest == publish_merged(policy, 0, path)[0].digest
+    assert largest_difference(policy, sample(engine, [request(i) for i in range(4)]), 1.0) < 1e-4
 
 
 def test_samples_depend_on_their_seed_and_not_on_the_batch(path: Path) -> None:

@@ -28,6 +28,7 @@ from rlpipe.run.prepare import (
     find_resume_point,
     open_output,
     prepare_run,
+    resolve_serving,
     run_start,
 )
 
@@ -110,7 +111,8 @@ def test_more_tokens_than_positions_are_refused(options: list[str], overrides: l
 @pytest.mark.parametrize(
     ("described", "overrides", "is_refused"),
     [
-        ({"num_local_experts": 4}, [], True),
+        ({"num_local_experts": 4}, [], False),
+        ({"num_local_experts": 4}, ["weights.serve=adapter"], True),
         ({"text_config": {"n_routed_experts": 4}}, ["model.adapter.kind=qlora"], True),
         ({"num_local_experts": 4}, ["model.adapter.merge=true"], False),
         ({"num_local_experts": 4}, ["model.adapter.use_dora=true"], False),
@@ -130,6 +132,29 @@ def test_adapted_experts_are_refused_where_engines_serve_the_adapter(
     expected = r"target_modules: all-linear includes the router and the 4 experts .* set model.adapter.merge=true, or"
     with pytest.raises(ConfigError, match=expected) if is_refused else nullcontext():
         check_adapter_targets(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "serve", "line"),
+    [
+        (
+            ["model.adapter.use_dora=true"],
+            "merged",
+            "(weights.serve=merged): they can't apply use_dora beside the base",
+        ),
+        (["replay.max_staleness=1"], "adapter", "(weights.serve=adapter): running sequences keep their version"),
+        (["model.adapter.merge=true"], "auto", "engines are sent whole models: model.adapter.merge=true"),
+        (["weights.serve=merged"], "merged", None),
+        (["model=full"], "auto", None),
+    ],
+)
+def test_what_engines_serve_is_settled_and_said(
+    options: list[str], overrides: list[str], serve: str, line: str | None
+) -> None:
+    run, lines = resolve_serving(prepare_run(load_config([*options, *overrides, reward("bare")])))
+    assert run.config.weights.serve == serve
+    assert len(lines) == (line is not None)
+    assert line is None or line in lines[0]
 
 
 def test_as_many_tokens_as_positions_are_fine(options: list[str]) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import isolation_cases
 import pytest
 
+from rlpipe.common.scratch import remove_folder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import descendants, list_processes, marked
-from rlpipe.scoring.sandbox.confinement import landlock_version, remove_folder
+from rlpipe.scoring.sandbox.confinement import landlock_version
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed, read_answer
 from rlpipe.scoring.sandbox.seccomp import unsupported
@@ -174,7 +175,7 @@ def test_temporary_files_are_bounded_together(sandbox: Sandbox) -> None:
 def test_nothing_of_a_call_is_left_to_the_next(sandbox: Sandbox) -> None:
     assert values(sandbox, "leave_files") == [1.0, 1.0]
     assert values(sandbox, "leave_files") == [1.0, 1.0]
-    assert not list(Path(sandbox._folder).iterdir())
+    assert not list(Path(sandbox._folder.path).iterdir())
 
 
 @pytest.mark.skipif(not usable_namespaces().flags, reason="this machine allows no namespaces")
@@ -280,7 +281,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def test_a_frozen_server_is_replaced_and_costs_one_call(impatient: Sandbox) -> None:
-    frozen, folder = impatient._server, impatient._folder
+    frozen, folder = impatient._server, impatient._folder.path
     os.kill(frozen.pid, signal.SIGSTOP)
     with pytest.raises(SandboxFailed, match="another takes its place"):
         values(impatient, "well")

@@ -5,30 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import yaml
 
 from rlpipe.configs.compose import ManyProblems, load_config
-from rlpipe.configs.foreign_axolotl import AXOLOTL, AXOLOTL_BELOW
-from rlpipe.configs.foreign_data import describe_entry, entry_of, translate_data
-from rlpipe.configs.foreign_hf import TRL, TRL_BELOW
-from rlpipe.configs.foreign_losses import NO_EFFECT
-from rlpipe.configs.foreign_openrlhf import OPENRLHF, OPENRLHF_BELOW
-from rlpipe.configs.foreign_rules import OFF, Made, PartOf, Rule, Table
-from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
-from rlpipe.configs.foreign_values import ALGORITHMS, GROUPS, ForeignValues, canonical
-from rlpipe.configs.foreign_verl import VERL, VERL_BELOW
-from rlpipe.configs.options import all_names, options
+from rlpipe.configs.foreign.data_set_entries import describe_entry, entry_of, translate_data
+from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignValues
+from rlpipe.configs.foreign.setting_names import canonical, rule_of
+from rlpipe.configs.foreign.setting_rules import NO_EFFECT, OFF, Made, PartOf, Rule
+from rlpipe.configs.options import options
 from rlpipe.errors import ConfigError, InputError
 
-TABLES: Mapping[str, tuple[Table, Mapping[str, str]]] = {
-    "axolotl": (AXOLOTL, AXOLOTL_BELOW),
-    "openrlhf": (OPENRLHF, OPENRLHF_BELOW),
-    "trl": (TRL, TRL_BELOW),
-    "verl": (VERL, VERL_BELOW),
-}
 GIVEN_AGAIN = "it is given again, and the last one counts"
 UNKNOWN = "no equivalent is known"
 EMPTY = "it has no value"
@@ -74,7 +64,7 @@ class Translation:
 
 def translate(run: ForeignRun) -> Translation:
     """Return the config of a run, without options that it can't have; raise ``ConfigError`` if there can be none."""
-    values = ForeignValues(run)
+    values = ForeignValues(run, partial(canonical, run.system))
     if values.algorithm is None:
         known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
         raise ConfigError(f"there is no algorithm {run.method} here; there are {known}")
@@ -141,46 +131,19 @@ def _texts() -> frozenset[str]:
 
 def translate_setting(values: ForeignValues, setting: Setting) -> Made:
     """Return the options that a setting makes, or the reason why it makes none."""
-    name = canonical(values.run.system, setting.name)
-    table, below = TABLES[values.run.system]
-    entry = entry_of(name)
-    rule: Rule | str | None = _of_entry if entry is not None else table.get(name)
-    section = None if rule is not None else _section_of(name, below)
-    if section is not None and " " not in below[section]:
-        rule = f"{below[section]}.{name[len(section) + 1 :]}"
-    elif section is not None:
-        return below[section]
-    if setting.value in (None, "") and rule is not None:
+    name, value = values.key(setting.name), setting.value
+    entry, rule = entry_of(name), rule_of(values.run.system, name)
+    if entry is None and rule is None:
+        return UNKNOWN if value is not None else f"{EMPTY}, and {UNKNOWN}"
+    if value in (None, ""):
         return EMPTY
+    if entry is not None:
+        return COMPUTED.format("the option") if isinstance(value, Computed) else describe_entry(*entry, values, value)
     if isinstance(rule, str) and " " in rule:
         return rule
-    if isinstance(setting.value, Computed):
-        return COMPUTED.format(_option_of(values, rule))
-    if rule is None:
-        return UNKNOWN if setting.value is not None else f"{EMPTY}, and {UNKNOWN}"
-    if entry is not None and entry[1] == "step_separator" and values.run.method == "process_reward_model":
-        return {"algorithm.process_reward_model.separator": setting.value}
-    if entry is not None:
-        return describe_entry(*entry, setting.value) or PartOf("data")
-    return {rule: setting.value} if isinstance(rule, str) else rule(values, setting.value)
-
-
-def _of_entry(values: ForeignValues, value: Any) -> Made:
-    return PartOf("data")
-
-
-def _option_of(values: ForeignValues, rule: Rule | str | None) -> str:
-    """Return the option that a rule sets, as it does for a text."""
-    made = {rule: ""} if isinstance(rule, str) else {} if rule is None else rule(values, "")
-    known = [option for option in made if option in all_names()] if isinstance(made, dict) else []
-    return known[0] if known else "the option"
-
-
-def _section_of(name: str, below: Mapping[str, str]) -> str | None:
-    """Return the longest beginning of a dotted name that has a rule for all below it."""
-    parts = name.split(".")
-    beginnings = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((beginning for beginning in beginnings if beginning in below), None)
+    if isinstance(value, Computed):
+        return COMPUTED.format(rule.option if isinstance(rule, Rule) else rule)
+    return rule.make(values, value) if isinstance(rule, Rule) else {str(rule): value}
 
 
 def _with_variables(values: ForeignValues, value: Any) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlpipe.configs.foreign_run import Setting
-
 TRL_ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
 TRL_SAMPLING = {"max_completion_length": 256, "gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
 PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
@@ -26,9 +24,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("trl", "rloo"): {**TRL_SAMPLING, "num_generations": 2, "beta": 0.05},
     ("trl", "online_dpo"): {**TRL_ROWS, "learning_rate": 5e-7, "temperature": 0.9, "max_new_tokens": 64},
     ("trl", "sft"): {**PREFERENCES, "learning_rate": 2e-5, "assistant_only_loss": False},
-    ("trl", "dpo"): PREFERENCES,
-    ("trl", "kto"): PREFERENCES,
-    ("trl", "orpo"): PREFERENCES,
+    **{("trl", method): PREFERENCES for method in ("dpo", "kto", "orpo")},
     ("trl", "cpo"): {**PREFERENCES, "beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
     ("trl", "reward_model"): {**PREFERENCES, "learning_rate": 1e-4},
     ("trl", "process_reward_model"): {**PREFERENCES, "learning_rate": 1e-5},
@@ -66,9 +62,8 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     },
     ("openrlhf", "sft"): {**OPENRLHF, "learning_rate": 5e-6, "input_key": "input"},
     ("openrlhf", "dpo"): {**OPENRLHF, "learning_rate": 1e-5},
-    ("openrlhf", "kto"): OPENRLHF,
+    **{("openrlhf", method): OPENRLHF for method in ("kto", "process_reward_model")},
     ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6},
-    ("openrlhf", "process_reward_model"): OPENRLHF,
 }
 """Defaults by system and method, or by system alone; those of TRL are of version 1."""
 INSTEAD = {
@@ -83,18 +78,11 @@ INSTEAD = {
 """Settings with which a default has no effect."""
 
 
-def default_settings(system: str, method: str, names: Collection[str]) -> list[Setting]:
-    """Return the defaults for the settings that are not among the names."""
+def default_values(system: str, method: str, given: Collection[str]) -> dict[str, Any]:
+    """Return the defaults of a system, without those that the given settings replace."""
     found = {**DEFAULTS.get((system, ""), {}), **DEFAULTS.get((system, method), {})}
     if system == "trl":
-        found |= LORA_OF_PEFT if "LoraConfig" in names else LORA_OF_COMMANDS if "use_peft" in names else {}
-        found |= (
-            {"vllm_importance_sampling_mode": "sequence_mask"}
-            if "use_vllm" in names and method in ("rl", "rloo")
-            else {}
-        )
-    return [
-        Setting(name=name, value=value, default_of=system)
-        for name, value in found.items()
-        if name not in names and not any(other in names for other in INSTEAD.get(name, ()))
-    ]
+        found |= LORA_OF_PEFT if "LoraConfig" in given else LORA_OF_COMMANDS if "use_peft" in given else {}
+        if "use_vllm" in given and method in ("rl", "rloo"):
+            found["vllm_importance_sampling_mode"] = "sequence_mask"
+    return {name: value for name, value in found.items() if not any(other in given for other in INSTEAD.get(name, ()))}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf._utils import get_yaml_loader
 
-from rlpipe.configs.foreign_commands import read_shell
-from rlpipe.configs.foreign_python import read_python
-from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, flatten
-from rlpipe.configs.yaml_file import YamlLimits, describe_problem, read_text
+from rlpipe.configs.foreign.foreign_run import SYSTEMS, ForeignRun, flatten
+from rlpipe.configs.foreign.launch_command import read_shell
+from rlpipe.configs.foreign.trl_script import read_python
+from rlpipe.configs.yaml_file import load_yaml, read_text
 from rlpipe.errors import ConfigError
 
 MARKS = {
@@ -27,7 +28,6 @@ MARKS = {
     "trl": ("model_name_or_path", "dataset_name", "per_device_train_batch_size"),
 }
 """Names in a YAML file by which a system is recognized."""
-AXOLOTL_METHODS = {"grpo": "rl", "gdpo": "rl"}
 TWICE = "it is given again below; the last one counts"
 
 
@@ -39,10 +39,7 @@ def read_foreign(path: Path, system: str | None = None) -> ForeignRun:
     elif path.suffix in (".yaml", ".yml"):
         run = _read_tree(text, path, system)
     else:
-        try:
-            run = read_shell(text, str(path))
-        except ConfigError as error:
-            raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from None
+        run = read_shell(text, path)
     if not run.settings:
         raise ConfigError(f"{path}: no settings of {' or '.join(SYSTEMS.values())} were found in it; name another file")
     return run
@@ -51,51 +48,40 @@ def read_foreign(path: Path, system: str | None = None) -> ForeignRun:
 class LastOfTwo(get_yaml_loader()):  # type: ignore[misc]
     """A loader that takes the last value of a key, as the other systems do, and remembers the earlier ones."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, earlier: list[tuple[str, str]]) -> None:
         super().__init__(text)
-        self.earlier: list[tuple[str, str]] = []
+        self._earlier = earlier
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, (key, (_, value)) in enumerate(zip(keys, node.value, strict=True)):
             if key in keys[index + 1 :]:
-                self.earlier.append((f"{key}: {self.construct_object(value, deep=True)}", TWICE))
+                self._earlier.append((f"{key}: {self.construct_object(value, deep=True)}", TWICE))
         return yaml.SafeLoader.construct_mapping(self, node, deep=deep)
 
 
 def _read_tree(text: str, path: Path, system: str | None) -> ForeignRun:
-    try:
-        YamlLimits(path).check(text)
-        loader = LastOfTwo(text)
-        tree = loader.get_single_data()
-    except ConfigError:
-        raise
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not a YAML file: {describe_problem(error, text)}") from error
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {str(error).partition(';')[0]}; write the value out") from error
+    earlier: list[tuple[str, str]] = []
+    tree = load_yaml(path, text, partial(LastOfTwo, earlier=earlier))
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: it contains no settings of {' or '.join(SYSTEMS.values())}; name another file")
     settings = list(flatten(tree))
-    names = {setting.name for setting in settings}
-    system = system or next((name for name, marks in MARKS.items() if not names.isdisjoint(marks)), None)
+    values = {setting.name: setting.value for setting in settings}
+    system = system or next((name for name, marks in MARKS.items() if values.keys() & set(marks)), None)
     if system is None:
         raise ConfigError(f"{path}: it is not clear which system it is for; add --from {'|'.join(SYSTEMS)}")
-    method = _method_of(system, {own.name: own.value for own in settings})
-    return ForeignRun(system=system, method=method, settings=settings, notes=loader.earlier)
+    return ForeignRun(system=system, method=_method_of(system, values), settings=settings, notes=earlier)
 
 
 def _method_of(system: str, values: Mapping[str, Any]) -> str:
     """Return the method of a YAML file, which only axolotl's names."""
     if system == "axolotl":
-        if values.get("process_reward_model"):
-            return "process_reward_model"
-        if values.get("reward_model"):
-            return "reward_model"
+        if model := next((name for name in ("process_reward_model", "reward_model") if values.get(name)), None):
+            return model
         method = str(values.get("rl") or "sft")
         if method == "ebft" and values.get("ebft.mode") == "strided":
             return "ebft_strided"
-        return AXOLOTL_METHODS.get(method, method)
+        return "rl" if method in ("grpo", "gdpo") else method
     if system == "verl":
         return "rl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in values) else "sft"
     if system == "openrlhf":

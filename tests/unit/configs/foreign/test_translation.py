@@ -14,15 +14,16 @@ import yaml
 
 from rlpipe.cli import main
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.foreign_files import read_foreign
-from rlpipe.configs.foreign_options import TABLES, translate, translate_setting, write
-from rlpipe.configs.foreign_rules import PartOf
-from rlpipe.configs.foreign_run import ForeignRun, Setting
-from rlpipe.configs.foreign_values import ForeignValues
+from rlpipe.configs.foreign.foreign_file import read_foreign
+from rlpipe.configs.foreign.foreign_run import ForeignRun, Setting
+from rlpipe.configs.foreign.foreign_values import ForeignValues
+from rlpipe.configs.foreign.setting_names import COLUMNS, table_of
+from rlpipe.configs.foreign.setting_rules import PartOf, Rule
+from rlpipe.configs.foreign.translation import translate, translate_setting, write
 from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
 
-FOLDER = Path(__file__).with_name("foreign_runs")
+FOLDER = Path(__file__).with_name("examples")
 RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.rglob("*.*"))}
 CALLS = ("Config", "Trainer", "load_dataset", "from_pretrained")
 EXPECTED: Mapping[str, Mapping[str, Any]] = {
@@ -506,11 +507,10 @@ ODD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("system", TABLES)
+@pytest.mark.parametrize("system", COLUMNS)
 def test_no_value_is_too_odd_for_a_rule(system: str) -> None:
-    table, below = TABLES[system]
     for method in ("rl", "rloo", "sft", "dpo", "cpo", "reward_model"):
-        for name in [*table, *(f"{section}.x" for section in below)]:
+        for name in [name.replace("*", "x") for name in table_of(system)[0]]:
             for value in ODD:
                 run = ForeignRun(system=system, method=method, settings=[Setting(name=name, value=value)])
                 made = translate_setting(ForeignValues(run), run.settings[0])
@@ -527,13 +527,14 @@ def test_no_secret_is_copied() -> None:
 
 
 def test_options_in_the_tables_exist() -> None:
-    for table, below in TABLES.values():
-        for rule in [*table.values(), *below.values()]:
-            if isinstance(rule, str) and " " not in rule:
-                assert rule in all_names(), rule
-            elif isinstance(rule, str):
-                for word in re.findall(r"(?<![\w.:])(?:algorithm|data|learner|model|rollout)\.[\w.]+\w", rule):
-                    assert word in all_names(), rule
+    for system in COLUMNS:
+        for rule in table_of(system)[0].values():
+            option = rule.option if isinstance(rule, Rule) else rule
+            if " " not in option:
+                assert option in all_names() or option.startswith("rollout.engine_args."), option
+            else:
+                for word in re.findall(r"(?<![\w.:])(?:algorithm|data|learner|model|rollout)\.[\w.]+\w", option):
+                    assert word in all_names(), option
 
 
 def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -548,7 +549,7 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_example_of_the_docs_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "importing.md").read_text()
     script = page.split("For example, this script\n\n```bash\n")[1].partition("```")[0]
     (tmp_path / "train.sh").write_text(script)
     assert main(["import", str(tmp_path / "train.sh")]) == 0

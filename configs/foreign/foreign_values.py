@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rlpipe.configs.foreign_defaults import default_settings
-from rlpipe.configs.foreign_names import DOTTED
-from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
+from rlpipe.configs.foreign.system_defaults import default_values
 
-ALGORITHMS = {
-    "rl": "grpo",
-    "ebft": "ebft",
-    "ebft_strided": "ebft_strided",
-    "rloo": "rloo",
-    "sft": "sft",
-    "dpo": "dpo",
-    "ipo": "ipo",
-    "kto": "kto",
-    "orpo": "orpo",
-    "simpo": "simpo",
-    "cpo": "cpo",
-    "online_dpo": "online_dpo",
-    "reward_model": "reward_model",
-    "process_reward_model": "process_reward_model",
+ALGORITHMS = {"rl": "grpo"} | {
+    name: name
+    for name in (
+        *("ebft", "ebft_strided", "rloo", "sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "online_dpo"),
+        *("reward_model", "process_reward_model"),
+    )
 }
 """Choices of rlpipe's group ``algorithm`` by method."""
 ONLINE = ("rl", "rloo", "online_dpo", "ebft")
@@ -36,43 +27,37 @@ def is_on(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes", "on", "auto", "full", "enable")
 
 
-def canonical(system: str, name: str) -> str:
-    """Return the name that the tables have: without the part that all options of a system have, and in its old form."""
-    plain = name.replace("-", "_")
-    if system == "axolotl":
-        return plain.removeprefix("trl.")
-    if system == "verl":
-        return plain.removeprefix("actor_rollout_ref.")
-    return DOTTED.get(plain, plain) if system == "openrlhf" else plain
-
-
 @dataclass
 class ForeignValues:
     """The settings of a run of another system, by their names in the tables, with the defaults of those it lacks."""
 
     run: ForeignRun
+    key: Callable[[str], str] = str
+    """Returns the name of a setting in the tables."""
 
     @cached_property
     def _by_name(self) -> dict[str, Any]:
         """Values by name; the last setting of several counts, as it does for the other systems."""
         every = [*self.defaults, *(setting for setting in self.run.settings if self.counts(setting))]
-        return {canonical(self.run.system, setting.name): setting.value for setting in every}
+        return {self.key(setting.name): setting.value for setting in every}
 
     @cached_property
     def _last(self) -> dict[str, Setting]:
         """The last setting of each name, of those with a known value if there are any."""
         known = [setting for setting in self.run.settings if not isinstance(setting.value, Computed)]
-        return {canonical(self.run.system, setting.name): setting for setting in [*self.run.settings, *known]}
+        return {self.key(setting.name): setting for setting in [*self.run.settings, *known]}
 
     def counts(self, setting: Setting) -> bool:
         """Return whether a setting is not given again with another value."""
-        return self._last[canonical(self.run.system, setting.name)] is setting
+        return self._last[self.key(setting.name)] is setting
 
     @cached_property
     def defaults(self) -> list[Setting]:
         """Defaults of the system that differ from those of rlpipe, for settings that the file does not have."""
-        names = {canonical(self.run.system, setting.name) for setting in self.run.settings}
-        return default_settings(self.run.system, self.run.method, names)
+        given = {self.key(setting.name) for setting in self.run.settings}
+        found = default_values(self.run.system, self.run.method, given)
+        made = [Setting(name=name, value=value, default_of=self.run.system) for name, value in found.items()]
+        return [setting for setting in made if self.key(setting.name) not in given]
 
     def get(self, *names: str) -> Any:
         """Return the value of the first of the names that has one which is known."""
@@ -132,25 +117,19 @@ class ForeignValues:
     @cached_property
     def batch(self) -> dict[str, int]:
         """Options of the number of prompts, completions and updates of a step."""
-        make = {"verl": self._verl_batch, "openrlhf": self._openrlhf_batch}.get(self.run.system, self._row_batch)
-        return {name: number for name, number in make().items() if number}
-
-    def _verl_batch(self) -> dict[str, int | None]:
-        prompts = self.number("data.train_batch_size")
-        if not self.samples:
-            return {GROUPS: prompts}
-        return {
-            GROUPS: prompts,
-            SIZE: self.number("rollout.n"),
-            UPDATES: _share(prompts, self.number("actor.ppo_mini_batch_size")),
-        }
-
-    def _openrlhf_batch(self) -> dict[str, int | None]:
-        if not self.samples:
-            return {GROUPS: self.number("train_batch_size")}
-        prompts, group = self.number("rollout_batch_size"), self.number("n_samples_per_prompt")
-        completions = prompts * group if prompts and group else None
-        return {GROUPS: prompts, SIZE: group, UPDATES: _share(completions, self.number("train_batch_size"))}
+        if self.run.system in ("trl", "axolotl"):
+            made = self._row_batch()
+        elif not self.samples:
+            made = {GROUPS: self.number("data.train_batch_size", "train_batch_size")}
+        elif self.run.system == "verl":
+            prompts = self.number("data.train_batch_size")
+            updates = _share(prompts, self.number("actor.ppo_mini_batch_size"))
+            made = {GROUPS: prompts, SIZE: self.number("rollout.n"), UPDATES: updates}
+        else:
+            prompts, group = self.number("rollout_batch_size"), self.number("n_samples_per_prompt")
+            completions = prompts * group if prompts and group else None
+            made = {GROUPS: prompts, SIZE: group, UPDATES: _share(completions, self.number("train_batch_size"))}
+        return {name: number for name, number in made.items() if number}
 
     def _row_batch(self) -> dict[str, int | None]:
         """Return the batch of systems that count rows of a process, and their accumulation."""

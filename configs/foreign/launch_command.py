@@ -6,48 +6,29 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 
-from rlpipe.configs.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
-from rlpipe.configs.foreign_script import Script, ShellCommand
+from rlpipe.configs.foreign.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
+from rlpipe.configs.foreign.shell_script import Script, ShellCommand
 from rlpipe.errors import ConfigError
 
 TRL_METHODS = {
-    "async_grpo": "rl",
-    "dpo_online": "online_dpo",
-    "online_dpo": "online_dpo",
-    "onlinedpo": "online_dpo",
-    "reward_modeling": "reward_model",
-    "asyncgrpo": "rl",
-    "grpo": "rl",
-    "gspo": "rl",
-    "rloo": "rloo",
-    "sft": "sft",
-    "dpo": "dpo",
-    "kto": "kto",
-    "bco": "bco",
-    "orpo": "orpo",
-    "cpo": "cpo",
-    "gkd": "gkd",
-    "ppo": "ppo",
-    "reward": "reward_model",
+    **dict.fromkeys(("async_grpo", "asyncgrpo", "grpo", "gspo", "maxrl"), "rl"),
+    **dict.fromkeys(("online_dpo", "onlinedpo", "dpo_online"), "online_dpo"),
+    **dict.fromkeys(("reward_modeling", "reward"), "reward_model"),
+    **dict.fromkeys(("nash_md", "nashmd"), "nash_md"),
     "prm": "process_reward_model",
-    "nash_md": "nash_md",
-    "nashmd": "nash_md",
-    "xpo": "xpo",
-    "maxrl": "rl",
+    **{name: name for name in ("rloo", "sft", "dpo", "kto", "bco", "orpo", "cpo", "gkd", "ppo", "xpo")},
 }
 """Methods by the names of TRL's commands, scripts and trainers, in small letters."""
 OPENRLHF_METHODS = {
-    "ppo": "rl",
-    "ppo_ray": "rl",
-    "sft": "sft",
-    "dpo": "dpo",
-    "kto": "kto",
+    **dict.fromkeys(("ppo", "ppo_ray"), "rl"),
+    **dict.fromkeys(("kd", "opd"), "distillation"),
     "rm": "reward_model",
     "prm": "process_reward_model",
-    "kd": "distillation",
-    "opd": "distillation",
     "es_ray": "evolution_strategies",
+    **{name: name for name in ("sft", "dpo", "kto")},
 }
 OPENRLHF = re.compile(r"(?:openrlhf\.cli\.|(?:.*/)?)train_(\w+?)(?:\.py)?")
 VERL_RL = re.compile(r"(?:verl|recipe)\.[\w.]*\bmain_(?!eval|gen)\w+|(?:.*/)?main_(?!eval|gen)\w+\.py|verl[\w.]*_main")
@@ -78,33 +59,28 @@ class Found:
     arguments: Sequence[str]
 
 
-def read_shell(text: str, what: str) -> ForeignRun:
+def read_shell(text: str, path: Path) -> ForeignRun:
     """Read the first command that trains; the other lines become notes."""
-    script = Script(text)
-    runs: list[tuple[ShellCommand, Found]] = []
-    others: list[ShellCommand] = []
-    for command in script.commands:
-        found = find_program(command.words)
-        if found is None:
-            others.append(command)
-        else:
-            runs.append((command, found))
+    try:
+        script = Script(text)
+        found = [(command, find_program(command.words)) for command in script.commands]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    runs = [(command, program) for command, program in found if program is not None]
     if not runs:
-        raise ConfigError(f"{what}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
+        raise ConfigError(f"{path}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
     taken = next((run for run in runs if run[0].runs), runs[0])
     notes = [(show(run[0].words), OTHER_RUN) for run in runs if run is not taken]
     notes += [
         (show(command.words), OTHER_COMMAND if command.runs else NOT_TAKEN)
-        for command in others
-        if command.words[0] not in SILENT
+        for command, program in found
+        if program is None and command.words[0] not in SILENT
     ]
-    notes += [(hide_secret(exported), EXPORTED) for exported in script.exported]
-    exported_names = {exported.partition("=")[0] for exported in script.exported}
-    unused = [
-        (name, " ".join(script.variables.values[name])) for name in sorted(script.variables.unused - exported_names)
-    ]
-    notes += [(hide_secret(f"{name}={value}"), UNUSED) for name, value in [*script.variables.replaced, *unused]]
-    return as_run(taken[1], notes)
+    notes += [*script.notes, *((hide_secret(exported), EXPORTED) for exported in script.exported)]
+    exported = {assignment.partition("=")[0] for assignment in script.exported}
+    unused = sorted(script.variables.unused & script.variables.values.keys() - exported)
+    values = [*script.variables.replaced, *((name, " ".join(script.variables.values[name])) for name in unused)]
+    return as_run(taken[1], [*notes, *((hide_secret(f"{name}={value}"), UNUSED) for name, value in values)])
 
 
 def show(words: Sequence[str]) -> str:
@@ -113,29 +89,24 @@ def show(words: Sequence[str]) -> str:
 
 
 def as_run(found: Found, notes: Sequence[tuple[str, str]]) -> ForeignRun:
-    launcher = [word for word in found.launcher if word not in PLAIN_LAUNCH]
-    if launcher:
+    if any(word not in PLAIN_LAUNCH for word in found.launcher):
         notes = [(show(found.launcher), LAUNCHER), *notes]
+    settings = list(read_arguments(found.arguments, is_hydra=found.system == "verl"))
+    counts = [_count(found.launcher, pattern) for pattern in (NUM_PROCESSES, NUM_NODES)]
     return ForeignRun(
         system=found.system,
         method=found.method,
-        settings=list(read_arguments(found.arguments, is_hydra=found.system == "verl")),
+        settings=settings,
         notes=notes,
-        num_processes=_num_processes(found.launcher),
+        num_processes=counts[0] * (counts[1] or 1) or None,
         is_shell=True,
     )
 
 
-def _num_processes(launcher: Sequence[str]) -> int | None:
-    """Return the number of processes that a launcher starts, if it says."""
-    counts = {"processes": 0, "nodes": 1}
-    for word, after in zip(launcher, [*launcher[1:], ""], strict=False):
-        name, has_value, value = word.partition("=")
-        number = value if has_value else after
-        for key, pattern in (("processes", NUM_PROCESSES), ("nodes", NUM_NODES)):
-            if pattern.fullmatch(name) and number.isdigit():
-                counts[key] = int(number)
-    return counts["processes"] * counts["nodes"] or None
+def _count(launcher: Sequence[str], pattern: re.Pattern[str]) -> int:
+    """Return the number that a launcher has after, or as, an argument; 0 if it has none."""
+    words = " ".join(launcher).replace("=", " ").split()
+    return next((int(number) for name, number in pairwise(words) if pattern.fullmatch(name) and number.isdigit()), 0)
 
 
 def find_program(words: Sequence[str], depth: int = 0) -> Found | None:

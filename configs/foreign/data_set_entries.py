@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlpipe.configs.foreign_run import MAX_ENTRIES, Computed
-from rlpipe.configs.foreign_values import ForeignValues
+from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES, Computed
+from rlpipe.configs.foreign.foreign_values import ForeignValues
+from rlpipe.configs.foreign.setting_rules import Made, PartOf
 
 KINDS = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
 LOADERS = {"json": "jsonl", "parquet": "parquet"}
@@ -44,15 +45,18 @@ def entry_of(name: str) -> tuple[int, str] | None:
     return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[0] in LISTS and parts[1].isdecimal() else None
 
 
-def describe_entry(index: int, key: str, value: Any) -> str | None:
-    """Return the reason why a setting of a data set makes no option; None if it does, or needs none."""
+def describe_entry(index: int, key: str, values: ForeignValues, value: Any) -> Made:
+    """Return what a setting of a data set is part of, or the reason why it makes no option."""
+    if key == "step_separator" and values.run.method == "process_reward_model":
+        return {"algorithm.process_reward_model.separator": value}
     if index >= MAX_ENTRIES:
         return f"more than {MAX_ENTRIES} data sets: set data.path to a folder or a pattern"
     if key == "type":
         kind = str(value)
-        return None if kind.split(".")[0] in KNOWN_TYPES or kind == "bradley_terry.chat_template" else NO_TYPE
+        is_known = kind.split(".")[0] in KNOWN_TYPES or kind == "bradley_terry.chat_template"
+        return PartOf("data") if is_known else NO_TYPE
     is_known = value in UNDERSTOOD.get(key, ()) or isinstance(value, CHOICES.get(key, ()))
-    return None if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY
+    return PartOf("data") if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY
 
 
 def translate_data(values: ForeignValues) -> dict[str, Any]:

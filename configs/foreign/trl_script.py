@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlpipe.configs.foreign_commands import Found, as_run, find_program, show, trl_method
-from rlpipe.configs.foreign_run import Computed, ForeignRun, Setting, flatten
-from rlpipe.configs.foreign_script import Script
+from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting, flatten
+from rlpipe.configs.foreign.launch_command import Found, as_run, find_program, show, trl_method
+from rlpipe.configs.foreign.shell_script import Script
 from rlpipe.errors import ConfigError
 
 ADAPTERS = ("LoraConfig", "BitsAndBytesConfig")
@@ -42,16 +43,14 @@ def read_python(text: str, path: Path) -> ForeignRun:
     methods = script.trainers or [run.method for run in told[:1]] or script.configs
     if not methods:
         raise ConfigError(f"{path}: no trainer of TRL and no command was found in it; name another file")
-    settings = [*(told[0].settings if told else ()), *script.settings]
-    notes = [*(told[0].notes if told else ()), *script.notes]
-    notes += [(f"{run.method}: {_words(run)}", OTHER_COMMAND) for run in told[1:]]
-    return ForeignRun(
+    first = told[0] if told else ForeignRun(system="trl", method="", settings=())
+    notes = [(f"{run.method}: {_words(run)}", OTHER_COMMAND) for run in told[1:]]
+    return replace(
+        first,
         system="trl",
         method=methods[-1],
-        settings=settings,
-        notes=notes,
-        num_processes=told[0].num_processes if told else None,
-        is_shell=bool(told),
+        settings=[*first.settings, *script.settings],
+        notes=[*first.notes, *script.notes, *notes],
     )
 
 
@@ -88,8 +87,6 @@ class PythonScript:
     """The trainers of a script, and the arguments of its configs, trainers, data sets and models."""
 
     def __init__(self, module: ast.Module) -> None:
-        self.trainers: list[str] = []
-        """Methods of its trainers."""
         self.configs: list[str] = []
         """Methods of its configs."""
         self.settings: list[Setting] = []
@@ -103,7 +100,8 @@ class PythonScript:
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 changes += self._read_assignment(node.targets[0], node.value)
         trainers = [call for call in calls if _method_of(call, "Trainer") is not None]
-        self.trainers += [str(_method_of(call, "Trainer")) for call in trainers]
+        self.trainers = [str(_method_of(call, "Trainer")) for call in trainers]
+        """Methods of its trainers."""
         self._models = self._sources_of(trainers[-1:], "model", MODEL)
         self._data = self._sources_of(trainers[-1:], "train_dataset", DATA)
         for call in calls:

@@ -1,0 +1,469 @@
+"""Settings of losses, advantages, the KL and corrections, whose names mean something else in each system."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
+from rlpipe.configs.foreign.model_table import part
+from rlpipe.configs.foreign.setting_rules import (
+    NO_EFFECT,
+    OFF,
+    Condition,
+    Made,
+    Options,
+    PartOf,
+    Rule,
+    SettingRow,
+    about,
+    beside,
+    copied,
+    enabling,
+    for_method,
+    named,
+    only_if,
+    said,
+    sampled,
+    switched,
+    without,
+)
+
+NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorithm.loss.aggregate"
+LOW, HIGH, BETA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.beta"
+ADVANTAGE, SCALE, COMBINE = "algorithm.advantage.name", "algorithm.advantage.scale", "algorithm.combine"
+MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
+KL_COEF, KL_TARGET, KL_HORIZON = (f"algorithm.reward_kl.{name}" for name in ("coef", "target", "horizon"))
+PREFERENCE, FEATURES, STRIDED = "algorithm.preference", "algorithm.ebft.features", "algorithm.ebft.strided"
+CONSTANT_KL = "the weight of the KL is constant"
+KL_OF_TOKENS = f"there each token's KL is subtracted after the baseline; {KL_COEF} is subtracted before it"
+CRITIC = (
+    "algorithm=gae has a critic, a value head on the policy: set algorithm.critic.lr or algorithm.critic.value_clip"
+)
+NO_LOSS = f"there is no such loss here; see {NAME}"
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+NO_CORRECTION = f"{MODE} is one of none, {', '.join(CORRECTIONS)}"
+TRL_LOSSES: Mapping[str, Options] = {
+    "grpo": {NAME: "clip", AGGREGATE: "sequence"},
+    "bnpo": {NAME: "clip", AGGREGATE: "token"},
+    "dapo": {NAME: "clip", AGGREGATE: "token"},
+    "dr_grpo": {NAME: "clip", AGGREGATE: "constant"},
+    "luspo": {NAME: "clip", LEVEL: "sequence", AGGREGATE: "sequence_sum"},
+    "cispo": {NAME: "cispo", AGGREGATE: "token"},
+    "sapo": {NAME: "sapo", AGGREGATE: "sequence"},
+    "vespo": {NAME: "vespo", AGGREGATE: "token"},
+}
+PREFERENCE_LOSSES = {"sigmoid": "dpo", "exo_pair": "exo", "sppo_hard": "sppo"} | {
+    name: name for name in ("ipo", "hinge", "robust", "nca_pair", "apo_zero", "apo_down")
+}
+VERL_LOSSES: Mapping[str, Options] = {
+    "vanilla": {NAME: "clip"},
+    "gspo": {NAME: "clip", LEVEL: "sequence", AGGREGATE: "sequence"},
+    "sapo": {NAME: "sapo", AGGREGATE: "sequence"},
+    "geo_mean": {NAME: "geo_mean", AGGREGATE: "sequence"},
+    "gpg": {NAME: "reinforce"},
+    **{name: {NAME: name} for name in ("clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl")},
+}
+VERL_AGGREGATES = {
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant",
+}
+VERL_ADVANTAGES: Mapping[str, str | Options] = {
+    "reinforce_plus_plus_baseline": "reinforce_baseline",
+    "grpo_passk": "pass_at_k",
+    "gdpo": {ADVANTAGE: "grpo", SCALE: "batch", COMBINE: "normalize_then_sum"},
+    **{
+        name: name
+        for name in ("grpo", "rloo", "reinforce_plus_plus", "opo", "gpg", "gae", "remax", "optimal_token_baseline")
+    },
+}
+OPENRLHF_ADVANTAGES: Mapping[str, str | Options] = {
+    "gae": "gae",
+    "reinforce": "reinforce_plus_plus",
+    "reinforce_baseline": "reinforce_baseline",
+    "rloo": "rloo",
+    "group_norm": {ADVANTAGE: "grpo", SCALE: "group"},
+    "dr_grpo": {ADVANTAGE: "grpo", SCALE: "none"},
+}
+OPENRLHF_LOSSES: Mapping[str, Options] = {
+    "ppo": {NAME: "clip", AGGREGATE: "token"},
+    "gspo": {NAME: "clip", LEVEL: "sequence", AGGREGATE: "sequence"},
+}
+KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} | {name: name for name in ("abs", "k1", "k2", "k3")}
+VERL_LOSS, VERL_ADVANTAGE = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+UNCLIPPED = ("sapo", "gpg", "kl_cov")
+"""Losses of verl without the bounds of PPO's."""
+kl_estimator = named("algorithm.loss.kl", KL_ESTIMATORS)
+
+
+def on(name: str) -> Condition:
+    return lambda values: is_on(values.get(name))
+
+
+def both_bounds(low: str, high: str) -> Rule:
+    """Return the rule of one bound for both sides; settings for each side replace it."""
+
+    def make(values: ForeignValues, value: Any) -> Made:
+        if isinstance(value, list):
+            return {LOW: value[0], HIGH: value[1]} if len(value) == 2 else f"set {LOW} and {HIGH}"
+        made = {option: value for option, name in ((LOW, low), (HIGH, high)) if values.get(name) is None}
+        return made or f"{low} and {high} replace it"
+
+    return Rule(LOW, make)
+
+
+def of_gae(option: str) -> Rule:
+    """Return a rule of a setting that only the generalized advantage estimates have here."""
+
+    def make(values: ForeignValues, value: Any) -> Made:
+        if values.get(VERL_ADVANTAGE, "advantage_estimator") in (None, "gae"):
+            return {option: value}
+        return OFF if value == 1 and "critic" not in option else f"only {ADVANTAGE}=gae has it here"
+
+    return Rule(option, make)
+
+
+@about(NAME)
+def trl_loss(values: ForeignValues, value: Any) -> Made:
+    """Translate TRL's ``loss_type``, which is of the policy gradient, of preferences or of next tokens."""
+    if values.run.method in ("rl", "ebft"):
+        return named(NAME, TRL_LOSSES, NO_LOSS).make(values, value)
+    if values.run.method in ("cpo", "kto"):
+        return PartOf("algorithm") if value in ("simpo", "sigmoid", "kto") else NO_LOSS
+    if values.run.method == "sft":
+        return "it is the loss here" if value in ("nll", "chunked_nll") else NO_LOSS
+    names = value if isinstance(value, list) else [value]
+    if len(names) != 1:
+        return "a sum of losses: algorithm.preference.loss is one"
+    return named(f"{PREFERENCE}.loss", PREFERENCE_LOSSES).make(values, names[0])
+
+
+@about(HIGH)
+def trl_upper_bound(values: ForeignValues, value: Any) -> Made:
+    """Translate TRL's ``epsilon_high``, which for CISPO is the bound itself, not its distance from 1."""
+    if values.get("loss_type") != "cispo":
+        return {HIGH: value}
+    return {HIGH: value - 1} if isinstance(value, int | float) and value >= 1 else f"{HIGH} is at least 0"
+
+
+@about(BETA)
+def trl_beta(values: ForeignValues, value: Any) -> Made:
+    if values.run.method == "rloo":
+        return {KL_COEF: value} if value else OFF
+    if values.algorithm in ("sft", "reward_model"):
+        return "there is no weight of a KL here"
+    return {BETA if values.run.method in ("rl", "ebft") else f"{PREFERENCE}.beta": value}
+
+
+@about(COMBINE)
+def trl_combine(values: ForeignValues, value: Any) -> Made:
+    """Translate how rewards are summed; after normalizing each, their sum is divided by the batch's deviation."""
+    return {COMBINE: value} | ({SCALE: "batch"} if value == "normalize_then_sum" else {})
+
+
+@about("algorithm")
+def axolotl_method(values: ForeignValues, value: Any) -> Made:
+    return trl_combine.make(values, "normalize_then_sum") if value == "gdpo" else PartOf("algorithm")
+
+
+@about(SCALE)
+def trl_scale(values: ForeignValues, value: Any) -> Made:
+    if values.get("multi_objective_aggregation") == "normalize_then_sum" or values.get("rl") == "gdpo":
+        return "each reward is divided by its deviation in the group, and their sum by that of the batch"
+    text = {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
+    if text == "mean":
+        return {ADVANTAGE: "max_rl"}
+    return {SCALE: text} if text in ("group", "batch", "none") else f"{SCALE} is one of group, batch, none"
+
+
+@about("algorithm.reference.sync_steps")
+def reference_steps(values: ForeignValues, value: Any) -> Made:
+    """Translate the updates of the reference, which a switch of their own turns on."""
+    if not is_on(values.get("sync_ref_model")):
+        return OFF
+    if values.model != "full":
+        return "the reference of an adapter is its base, which does not change"
+    every, mixup = values.number("ref_model_sync_steps") or 512, values.get("ref_model_mixup_alpha")
+    steps = {"algorithm.reference.sync_steps": -(-every // values.updates_per_step)}
+    return steps | {"algorithm.reference.mixup": 0.6 if mixup is None else mixup}
+
+
+@about(MODE)
+def trl_correction(values: ForeignValues, value: Any) -> Made:
+    """Translate the mode of TRL's correction, which has no lower bound and only exists with vLLM."""
+    if not is_on(values.get("use_vllm")):
+        return "there is nothing to correct without vLLM there"
+    if str(values.get("vllm_importance_sampling_correction")).lower() == "false":
+        return {MODE: "none"}
+    floor = values.get("vllm_importance_sampling_clip_min")
+    cap = values.get("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+    made = {MODE: value, CAP: 3.0 if cap is None else cap, FLOOR: 0 if floor is None else floor}
+    return made if value in CORRECTIONS else NO_CORRECTION
+
+
+@about("algorithm.loss.cispo_floor")
+def verl_lower_bound(values: ForeignValues, value: Any) -> Made:
+    if values.get(VERL_LOSS) != "cispo":
+        return {LOW: value}
+    is_number = isinstance(value, int | float)
+    return {"algorithm.loss.cispo_floor": max(1 - value, 0)} if is_number else "set algorithm.loss.cispo_floor"
+
+
+@about("algorithm.loss.clip_delta")
+def verl_dual_clip(values: ForeignValues, value: Any) -> Made:
+    loss = values.get(VERL_LOSS)
+    if loss in ("dppo_tv", "dppo_kl"):
+        return "see algorithm.loss.dppo_cap"
+    is_used = loss in (None, "vanilla") and not is_on(values.get("actor.use_gpg_loss"))
+    return {"algorithm.loss.clip_delta": value} if is_used else NO_EFFECT
+
+
+@about(KL_TARGET)
+def verl_kl_type(values: ForeignValues, value: Any) -> Made:
+    """Translate whether the weight of the KL is adapted, which takes a target."""
+    if value != "adaptive":
+        return {KL_TARGET: None}
+    target, horizon = (values.get(f"algorithm.kl_ctrl.{name}") for name in ("target_kl", "horizon"))
+    return {KL_TARGET: 0.1 if target is None else target, KL_HORIZON: 10_000 if horizon is None else horizon}
+
+
+@about(MODE)
+def verl_correction(values: ForeignValues, value: Any) -> Made:
+    """Translate verl's truncated weights, which have no lower bound."""
+    cap = values.get("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold")
+    modes = {"token": "token_truncate", "sequence": "sequence_truncate"}
+    if str(value) in ("none", "False"):
+        return {MODE: "none"}
+    return {MODE: modes[value], CAP: 2.0 if cap is None else cap, FLOOR: 0} if str(value) in modes else NO_CORRECTION
+
+
+@about(CAP)
+def verl_ratio_cap(values: ForeignValues, value: Any) -> Made:
+    """Translate the bound of the first versions of verl's correction, which is of each token."""
+    is_set = isinstance(value, int | float) and value > 0
+    return {MODE: "token_truncate", CAP: value, FLOOR: 0} if is_set else {MODE: "none"}
+
+
+@about("replay.refill_attempts")
+def refill(values: ForeignValues, value: Any) -> Made:
+    """Translate sampling until the groups differ; the batches that it may take include the first."""
+    if not is_on(values.get("algorithm.filter_groups.enable", "dynamic_filtering")):
+        return OFF
+    batches = values.number("algorithm.filter_groups.max_num_gen_batches")
+    return {"replay.refill_attempts": max(batches - 1, 1) if batches else 1_000_000}
+
+
+def in_openrlhf_reward(option: str) -> Rule:
+    """Return a rule of the KL in the rewards, which is of each token: a sum over the completion is another reward."""
+
+    def make(values: ForeignValues, value: Any) -> Made:
+        if is_on(values.get("use_kl_loss")) or not values.get("init_kl_coef") or not value:
+            return OFF
+        return {option: value} if values.get("advantage_estimator") in ("gae", "reinforce") else KL_OF_TOKENS
+
+    return Rule(option, make)
+
+
+def of_openrlhf_kl(in_loss: Rule, option: str) -> Rule:
+    """Return a rule of the KL that is in the loss if a switch says so, and otherwise in the rewards."""
+    in_reward, is_in_loss = in_openrlhf_reward(option), on("use_kl_loss")
+    return Rule(
+        in_loss.option, lambda values, value: (in_loss if is_in_loss(values) else in_reward).make(values, value)
+    )
+
+
+@about(MODE)
+def openrlhf_correction(values: ForeignValues, value: Any) -> Made:
+    """Translate the correction and its bounds, of which older versions have one."""
+    if not is_on(value):
+        return {MODE: "none"}
+    kind = str(values.get("vllm_is_correction_type"))
+    modes = {"None": "token_truncate", "tis": "token_truncate", "icepop": "token_mask"}
+    if kind not in modes:
+        return NO_CORRECTION
+    bounds = values.get("vllm_is_truncated_threshold")
+    floor, cap = bounds if isinstance(bounds, list) and len(bounds) == 2 else (0, bounds)
+    if not isinstance(cap, int | float):
+        return f"its bounds differ between versions: set {MODE}, {CAP} and {FLOOR}"
+    return {MODE: "token_mask" if is_on(values.get("use_icepop")) else modes[kind], CAP: cap, FLOOR: floor}
+
+
+def in_verl_reward(rule: Rule) -> Rule:
+    """Return a rule of the KL in the rewards, for runs that have one."""
+    return only_if(on("algorithm.use_kl_in_reward"), rule, OFF)
+
+
+def of_covariance(loss: str, name: str) -> Rule:
+    """Return the rule of a setting of one of the two losses that look at covariances."""
+    return only_if(lambda values: values.get(VERL_LOSS) == loss, f"algorithm.loss.covariance.{name}", NO_EFFECT)
+
+
+LOSSES = (
+    SettingRow(trl_loss, "loss_type"),
+    SettingRow(named(NAME, VERL_LOSSES, NO_LOSS), verl=VERL_LOSS),
+    SettingRow(named(NAME, OPENRLHF_LOSSES, NO_LOSS), openrlhf="policy_loss_type"),
+    SettingRow(switched(NAME, "reinforce"), verl="actor.use_gpg_loss"),
+    SettingRow(
+        without(VERL_LOSS, ("gspo", "sapo", "geo_mean"), named(AGGREGATE, VERL_AGGREGATES)), verl="actor.loss_agg_mode"
+    ),
+    SettingRow(LEVEL, "importance_sampling_level"),
+    SettingRow(without("loss_type", ("sapo", "vespo", "cispo"), both_bounds("", "epsilon_high")), "epsilon"),
+    SettingRow(without("loss_type", ("sapo", "vespo"), trl_upper_bound), "epsilon_high"),
+    SettingRow(
+        without(VERL_LOSS, UNCLIPPED, both_bounds("actor.clip_ratio_low", "actor.clip_ratio_high")),
+        verl="actor.clip_ratio",
+    ),
+    SettingRow(without(VERL_LOSS, UNCLIPPED, verl_lower_bound), verl="actor.clip_ratio_low"),
+    SettingRow(without(VERL_LOSS, UNCLIPPED, HIGH), verl="actor.clip_ratio_high"),
+    SettingRow(both_bounds("eps_clip_low_high", "eps_clip_low_high"), openrlhf="eps_clip"),
+    SettingRow(both_bounds("", ""), openrlhf="eps_clip_low_high"),
+    SettingRow(sampled("algorithm.loss.clip_delta"), "delta", openrlhf="dual_clip"),
+    SettingRow(verl_dual_clip, verl="actor.clip_ratio_c"),
+    SettingRow(switched("algorithm.loss.mask_truncated"), "mask_truncated_completions"),
+    SettingRow("algorithm.loss.top_entropy_quantile", "top_entropy_quantile"),
+    SettingRow(
+        "algorithm.loss.entropy_coef", "entropy_coef", "actor.entropy_coeff", "entropy_loss_coef=actor.entropy_coef"
+    ),
+    SettingRow("algorithm.loss.sapo.temperature_positive", "sapo_temperature_pos", "actor.tau_pos"),
+    SettingRow("algorithm.loss.sapo.temperature_negative", "sapo_temperature_neg", "actor.tau_neg"),
+    SettingRow("algorithm.loss.vespo.k_positive", "vespo_k_pos"),
+    SettingRow("algorithm.loss.vespo.k_negative", "vespo_k_neg"),
+    SettingRow("algorithm.loss.vespo.lambda_positive", "vespo_lambda_pos"),
+    SettingRow("algorithm.loss.vespo.lambda_negative", "vespo_lambda_neg"),
+    SettingRow(of_covariance("clip_cov", "share"), verl="actor.policy_loss.clip_cov_ratio"),
+    SettingRow(of_covariance("clip_cov", "low"), verl="actor.policy_loss.clip_cov_lb"),
+    SettingRow(of_covariance("clip_cov", "high"), verl="actor.policy_loss.clip_cov_ub"),
+    SettingRow(of_covariance("kl_cov", "share"), verl="actor.policy_loss.kl_cov_ratio"),
+    SettingRow(of_covariance("kl_cov", "penalty"), verl="actor.policy_loss.ppo_kl_coef"),
+    SettingRow(
+        Rule("the option", lambda values, value: "there is no loss of a router here" if value else OFF),
+        openrlhf="aux_loss_coef",
+    ),
+    SettingRow(said("losses are computed in float32"), openrlhf="compute_fp32_loss"),
+    # KL
+    SettingRow(trl_beta, "beta rl_beta"),
+    SettingRow(only_if(on("actor.use_kl_loss"), BETA, "actor.use_kl_loss is off"), verl="actor.kl_loss_coef"),
+    SettingRow(enabling(BETA, "actor.kl_loss_coef", 0.001), verl="actor.use_kl_loss"),
+    SettingRow(kl_estimator, verl="actor.kl_loss_type"),
+    SettingRow(enabling(KL_COEF, "algorithm.kl_ctrl.kl_coef", 0.001), verl="algorithm.use_kl_in_reward"),
+    SettingRow(in_verl_reward(named("algorithm.reward_kl.kl", KL_ESTIMATORS)), verl="algorithm.kl_penalty"),
+    SettingRow(in_verl_reward(copied(KL_COEF)), verl="algorithm.kl_ctrl.kl_coef"),
+    SettingRow(in_verl_reward(verl_kl_type), verl="algorithm.kl_ctrl.type"),
+    SettingRow(
+        in_verl_reward(
+            only_if(lambda values: values.get("algorithm.kl_ctrl.type") == "adaptive", part(KL_TARGET), CONSTANT_KL)
+        ),
+        verl="algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon",
+    ),
+    SettingRow(of_openrlhf_kl(copied(BETA), KL_COEF), openrlhf="init_kl_coef=algo.kl.init_coef"),
+    SettingRow(enabling(BETA, "init_kl_coef", 0.01), openrlhf="use_kl_loss=algo.kl.use_loss"),
+    SettingRow(of_openrlhf_kl(kl_estimator, "algorithm.reward_kl.kl"), openrlhf="kl_estimator"),
+    SettingRow(switched("algorithm.loss.kl", "k3"), openrlhf="use_kl_estimator_k3"),
+    SettingRow(in_openrlhf_reward(KL_TARGET), openrlhf="kl_target"),
+    SettingRow(without("kl_target", (None,), in_openrlhf_reward(KL_HORIZON), CONSTANT_KL), openrlhf="kl_horizon"),
+    SettingRow(reference_steps, "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"),
+    SettingRow(
+        "the reference is the base without its adapter, or a frozen copy, in the learner's own processes", verl="ref.*"
+    ),
+    # advantages
+    SettingRow(named(ADVANTAGE, VERL_ADVANTAGES), verl=VERL_ADVANTAGE),
+    SettingRow(named(ADVANTAGE, OPENRLHF_ADVANTAGES), openrlhf="advantage_estimator"),
+    SettingRow(trl_scale, "scale_rewards"),
+    SettingRow(
+        only_if(
+            lambda values: values.get(VERL_ADVANTAGE) in ("grpo", "grpo_passk"),
+            Rule(SCALE, lambda values, value: {SCALE: "group" if is_on(value) else "none"}),
+            NO_EFFECT,
+        ),
+        verl="algorithm.norm_adv_by_std_in_grpo",
+    ),
+    SettingRow(trl_combine, "multi_objective_aggregation"),
+    SettingRow(said(f"see {ADVANTAGE}"), "normalize_advantages", openrlhf="no_advantage_std_norm"),
+    SettingRow(
+        said("rewards are as the functions return them; advantages are normalized within groups"),
+        openrlhf="normalize_reward=reward.normalize_enable",
+    ),
+    SettingRow(of_gae("algorithm.advantage.gamma"), verl="algorithm.gamma", openrlhf="gamma"),
+    SettingRow(of_gae("algorithm.advantage.lam"), verl="algorithm.lam", openrlhf="lambd"),
+    SettingRow(
+        of_gae("algorithm.critic.value_clip"), verl="critic.cliprange_value", openrlhf="value_clip=critic.value_clip"
+    ),
+    SettingRow(
+        CRITIC,
+        verl="critic.* trainer.critic_warmup",
+        openrlhf="save_value_network freezing_actor_steps critic.* critic_*",
+    ),
+    SettingRow(
+        refill,
+        verl="algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
+        openrlhf="dynamic_filtering=algo.dynamic_filtering_enable",
+    ),
+    SettingRow("groups are compared by the sum of their rewards", verl="algorithm.filter_groups.metric"),
+    SettingRow(
+        "groups whose rewards are all equal are replaced",
+        openrlhf="dynamic_filtering_reward_range=algo.dynamic_filtering_range",
+    ),
+    # corrections
+    SettingRow(trl_correction, "vllm_importance_sampling_mode"),
+    SettingRow(beside(trl_correction, "vllm_importance_sampling_mode"), "vllm_importance_sampling_*"),
+    SettingRow(verl_correction, verl="algorithm.rollout_correction.rollout_is algorithm.rollout_is"),
+    SettingRow(
+        beside(verl_correction, "algorithm.rollout_correction.rollout_is", "algorithm.rollout_is", option=CAP),
+        verl="algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold",
+    ),
+    SettingRow(verl_ratio_cap, verl="actor.tis_imp_ratio_cap"),
+    SettingRow(
+        openrlhf_correction,
+        openrlhf="enable_vllm_is_correction=vllm_enable_is_correction=algo.advantage.is_correction_enable",
+    ),
+    SettingRow(
+        beside(openrlhf_correction, "enable_vllm_is_correction"),
+        openrlhf="vllm_is_truncated_threshold vllm_is_correction_type use_icepop",
+    ),
+    SettingRow("algorithm.correction.off_policy_threshold", "off_policy_mask_threshold"),
+    SettingRow(switched("algorithm.correction.bias_corrected_kl"), "use_bias_correction_kl"),
+    # preferences and reward models
+    SettingRow(f"{PREFERENCE}.beta", openrlhf="beta"),
+    SettingRow(trl_loss, "dpo_loss_type"),
+    SettingRow(
+        said("there it sums log-probs, while algorithm.preference.loss=ipo takes their means"),
+        openrlhf="ipo=model.ipo_enable",
+    ),
+    SettingRow(
+        Rule("the option", lambda values, value: "it is the loss here" if value in ("sigmoid", "logexp") else NO_LOSS),
+        openrlhf="loss",
+    ),
+    SettingRow(f"{PREFERENCE}.label_smoothing", "label_smoothing", openrlhf="label_smoothing"),
+    SettingRow(
+        f"{PREFERENCE}.desirable_weight", "desirable_weight kto_desirable_weight", openrlhf="desirable_loss_weight"
+    ),
+    SettingRow(
+        f"{PREFERENCE}.undesirable_weight",
+        "undesirable_weight kto_undesirable_weight",
+        openrlhf="undesirable_loss_weight",
+    ),
+    SettingRow(switched(f"{PREFERENCE}.precompute_ref_log_probs"), "precompute_ref_log_probs"),
+    SettingRow(
+        only_if(lambda values: values.algorithm == "simpo", f"{PREFERENCE}.margin", "it is of SimPO"), "simpo_gamma"
+    ),
+    SettingRow(f"{PREFERENCE}.cross_entropy_coef", "cpo_alpha rpo_alpha", openrlhf="nll_loss_coef"),
+    SettingRow(for_method("orpo", rule=f"{PREFERENCE}.beta"), "orpo_alpha"),
+    SettingRow(for_method("reward_model", rule="algorithm.reward_model.center_coef"), "center_rewards_coefficient"),
+    SettingRow(for_method("process_reward_model", rule="algorithm.process_reward_model.separator"), "step_separator"),
+    SettingRow(axolotl_method, "rl"),
+    SettingRow(part("algorithm"), "reward_model process_reward_model ebft.mode"),
+    # EBFT
+    SettingRow(f"{FEATURES}.layers", "ebft.feature_layers"),
+    SettingRow(f"{FEATURES}.pooling", "ebft.embed_method"),
+    SettingRow(f"{FEATURES}.alignment_coef", "ebft.alignment_coef"),
+    SettingRow(f"{FEATURES}.diversity_coef", "ebft.diversity_coef"),
+    SettingRow(named(f"{FEATURES}.whitening", {"true": "feature", "false": "none"}), "ebft.use_whitening"),
+    SettingRow("algorithm.ebft.rl_coef", "ebft.rl_coef"),
+    SettingRow("algorithm.ebft.ce_coef", "ebft.ce_coef"),
+    *(SettingRow(f"{STRIDED}.{name}", f"ebft.{name}") for name in ("stride", "context_length", "temperature", "top_p")),
+    SettingRow(f"{STRIDED}.generate_tokens", "ebft.generate_max_len"),
+    SettingRow("algorithm.group_size", "ebft.n_samples_per_prompt"),
+    SettingRow(ADVANTAGE, "ebft.advantage_estimator"),
+)

@@ -1,0 +1,76 @@
+"""The safetensors files of a model's folder, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from rlpipe.common.imports import reading_files
+from rlpipe.errors import ModelError
+from rlpipe.models.loading import COMPLETE
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The safetensors files of a folder, in order of name, each with the names of its tensors."""
+
+    folder: Path
+    by_file: Mapping[str, tuple[str, ...]]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read the named tensors, each into its own memory; names that no file has are skipped."""
+        wanted, found = frozenset(names), dict[str, Tensor]()
+        for file, inside in self.by_file.items():
+            here = [name for name in inside if name in wanted]
+            if here:
+                with safe_open(self.folder / file, "pt", backend="pread") as tensors:
+                    found |= {name: tensors.get_tensor(name) for name in here}
+        return found
+
+    def dtypes(self, names: Iterable[str]) -> dict[str, str]:
+        """Return safetensors' names of the types that the named tensors are stored in."""
+        wanted, found = frozenset(names), dict[str, str]()
+        for file, inside in self.by_file.items():
+            if here := wanted.intersection(inside):
+                with safe_open(self.folder / file, "pt") as tensors:
+                    found |= {name: tensors.get_slice(name).get_dtype() for name in here}
+        return found
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Return all tensors as float32 meta tensors: shapes without values."""
+        found = {}
+        for file, names in self.by_file.items():
+            with safe_open(self.folder / file, "pt") as tensors:
+                for name in names:
+                    found[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+        return found
+
+
+def open_files(folder: Path) -> ModelFiles:
+    """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    with reading_files(f"{folder} can't be read as a model's files", COMPLETE, error=ModelError):
+        if index.exists():
+            files: dict[str, list[str]] = {}
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                files.setdefault(file, []).append(name)
+            if outside := [file for file in files if Path(file).name != file]:
+                raise ModelError(f"{index} names a file in another folder, {outside[0]}: {COMPLETE}")
+        elif (folder / SAFE_WEIGHTS_NAME).exists():
+            files = {SAFE_WEIGHTS_NAME: []}
+        else:
+            raise ModelError(f"{folder} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}")
+        for file, names in files.items():
+            with safe_open(folder / file, "pt") as tensors:
+                inside = tensors.keys()
+            if missing := set(names) - set(inside):
+                raise ModelError(f"{folder / file} lacks {min(missing)}, which {index} lists")
+            files[file] = list(inside)
+    return ModelFiles(folder, {file: tuple(names) for file, names in sorted(files.items())})

@@ -1,0 +1,128 @@
+"""The choice of what engines serve: an adapter beside the base, weights with the adapter in them, or whole models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rlpipe.configs.schema.model_config import AdapterConfig, needs_merging, rescales_weights
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.serving import base_reader, published_kind
+from rlpipe.models.model_files import read_num_experts, read_widths
+from rlpipe.rollout.engine import MAX_RANK
+
+ADAPTER_NS = 0.08
+"""CPU time of an adapter's products per token, rank, and row or column of a weight (two cores with AVX-512)."""
+FOLDING_NS = 18.0
+"""CPU time per element of computing, checking, loading and packing a merged version, in the engine and the learner."""
+MEAN_LENGTH = 0.5
+"""Assumed mean length of completions, as a share of the longest."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Serving:
+    """The way in which engines serve versions, and why."""
+
+    kind: Literal["lora", "merged", "full"]
+    reason: str
+
+    def __str__(self) -> str:
+        """Describe the choice in a line for the user."""
+        return f"{_TEXTS[self.kind]}: {self.reason}"
+
+
+_TEXTS = {
+    "lora": "engines apply the adapter beside the base (weights.serve=adapter)",
+    "merged": "engines fold each version's adapter into their weights (weights.serve=merged)",
+    "full": "engines are sent whole models",
+}
+
+
+def settle_serving(config: Config, engine: Literal["vllm", "hf"]) -> tuple[Config, Serving]:
+    """Return the config with ``weights.serve=auto`` replaced, unless engines are sent whole models, and the choice."""
+    chosen = choose_serving(config, engine)
+    serve = {"lora": "adapter", "merged": "merged", "full": config.weights.serve}[chosen.kind]
+    return replace(config, weights=replace(config.weights, serve=serve)), chosen
+
+
+def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
+    """Choose what this kind of engines serves; ``model.path`` is read for the model's widths and experts."""
+    adapter, weights = config.model.adapter, config.weights
+    if weights.serve != "auto":
+        return Serving(kind=published_kind(config.model, weights), reason="as the config says")
+    if (reason := _why_whole(config)) is not None:
+        return Serving(kind="full", reason=reason)
+    beside = _why_not_beside(config, engine)
+    if beside is not None:
+        return Serving(kind="merged", reason=beside)
+    if (name := base_reader(config)) is not None:
+        return Serving(kind="lora", reason=f"scoring.rewards.{name} samples from the base")
+    if weights.on_update == "wait" and config.replay.max_staleness > 0:
+        return Serving(kind="lora", reason="running sequences keep their version while others begin with the next")
+    if config.rollout.num_gpus > 0:
+        return Serving(kind="lora", reason="as on all GPUs, if they can")
+    tokens, least = _tokens_per_version(config), _least_tokens(config.model.path, adapter)
+    few = f"about {tokens:,.0f} tokens per version and engine"
+    if tokens > least:
+        return Serving(kind="merged", reason=f"{few}, and folding pays from {least:,.0f}")
+    return Serving(kind="lora", reason=f"{few}, and folding only pays from {least:,.0f}")
+
+
+def _why_whole(config: Config) -> str | None:
+    """Return why engines need whole models, or None if an adapter is enough."""
+    model = config.model
+    if model.adapter.kind == "none":
+        return "all weights are trained"
+    if model.adapter.merge:
+        return "model.adapter.merge=true"
+    if config.weights.transport == "nccl":
+        return "weights.transport=nccl"
+    if rescales_weights(model):
+        return "model.normalize_weight_scales changes the base"
+    if needs_merging(model) and model.adapter.kind == "qlora":
+        return f"{_feature(model.adapter)} over a base in NF4 can only be merged by the learner"
+    if needs_merging(model) and not _is_safetensors(model.path):
+        return f"{_feature(model.adapter)} can only be folded into a base in safetensors"
+    return None
+
+
+def _why_not_beside(config: Config, engine: Literal["vllm", "hf"]) -> str | None:
+    """Return why engines can't apply the adapter beside the base, or None if they can."""
+    adapter = config.model.adapter
+    if needs_merging(config.model):
+        return f"they can't apply {_feature(adapter)} beside the base"
+    if adapter.kind != "lora":
+        return None
+    if engine == "vllm" and adapter.r > MAX_RANK:
+        return f"vllm applies ranks of up to {MAX_RANK} beside a base, and model.adapter.r={adapter.r}"
+    if adapter.target_modules == "all-linear" and (num_experts := read_num_experts(config.model.path)) > 1:
+        return f"all-linear includes the router and {num_experts} experts"
+    return None
+
+
+def _feature(adapter: AdapterConfig) -> str:
+    return next(name for name in ("use_dora", "modules_to_save", "target_parameters") if getattr(adapter, name))
+
+
+def _is_safetensors(path: str) -> bool:
+    """Return whether a model's files are safetensors, as those on the hub are assumed to be."""
+    folder = Path(path).expanduser()
+    return not folder.is_dir() or any(folder.glob("*.safetensors"))
+
+
+def _tokens_per_version(config: Config) -> float:
+    algorithm, rollout = config.algorithm, config.rollout
+    sequences = config.weights.every_steps * algorithm.groups_per_step * algorithm.group_size / rollout.num_engines
+    return MEAN_LENGTH * sequences * rollout.sampling.max_tokens
+
+
+def _least_tokens(path: str, adapter: AdapterConfig) -> float:
+    """Return the tokens per version from which folding costs less than an adapter, by the widths of a layer.
+
+    Attention has four square matrices, and the MLP three.
+    """
+    hidden, inner = read_widths(path)
+    elements = hidden * (4 * hidden + 3 * inner)
+    rows_and_columns = 4 * 2 * hidden + 3 * (hidden + inner)
+    return FOLDING_NS * elements / (ADAPTER_NS * adapter.r * rows_and_columns)
