@@ -16,6 +16,7 @@ from learner_cases import assert_close, make_learner, make_model_config, micro_b
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.publish import named_weights
 from rlpipe.models.tiny import make_tiny_policy
@@ -156,7 +157,7 @@ def test_engines_are_sent_what_the_gpu_trained(tiny: Path, adapter: str) -> None
 
 def test_the_learner_finds_the_log_probs_with_which_the_engine_sampled(tiny: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    engine = HfEngine("engine", model_config(tiny), rollout_config("hf"), max_prompt_tokens=32)
+    engine = HfEngine("engine", model_config(tiny), rollout_config("hf"), WeightsConfig(), max_prompt_tokens=32)
     groups = sample(engine, [request(index) for index in range(8)])
     rollouts = [
         replace(rollout, advantages=np.zeros(len(rollout.token_ids), np.float32))

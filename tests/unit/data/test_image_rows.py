@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.packing import pack_step, split_padded
 from rlpipe.data.render.images import open_image
 from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
@@ -110,7 +111,9 @@ def with_pictures(content: Any, images: Iterator[bytes]) -> list[dict[str, Any]]
 def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(
     model: ModelConfig, request: pytest.FixtureRequest
 ) -> None:
-    engine = HfEngine("hf", model, rollout_config("hf", sampling={"max_tokens": 6}), max_prompt_tokens=512)
+    engine = HfEngine(
+        "hf", model, rollout_config("hf", sampling={"max_tokens": 6}), WeightsConfig(), max_prompt_tokens=512
+    )
     requests = [
         GroupRequest(group_id=prompt.prompt_id, prompt=prompt, group_size=2, max_tokens=6, temperature=1.0, seed=7)
         for prompt in render_prompts(model)
