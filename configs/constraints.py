@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, OwnFunction
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging
 from rlpipe.configs.schema.rollout_config import (
     ENGINE_ARGUMENTS,
@@ -84,6 +85,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_updates(config.weights, config.replay)
     yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward or config.environment.takes_rows)
     yield from check_tracking(config.tracking)
+    yield from check_health(config.health)
 
 
 def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
@@ -447,3 +449,9 @@ def check_serving(name: str, reward: RewardConfig) -> Iterator[str]:
 def check_tracking(tracking: TrackingConfig) -> Iterator[str]:
     if tracking.wandb and find_spec("wandb") is None:
         yield "tracking.wandb: wandb is not installed; pip install 'rlpipe[wandb]', or set tracking.wandb=false"
+
+
+def check_health(health: Mapping[str, HealthLimits]) -> Iterator[str]:
+    for name in health:
+        if name not in HEALTH_RULES:
+            yield f"health.{name}: no such rule; the rules are {', '.join(HEALTH_RULES)}"

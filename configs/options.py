@@ -212,6 +212,7 @@ FREE_ON_RESUME = (
     "weights",
     "checkpoint",
     "tracking",
+    "health",
     "cluster",
 )
 """Options and whole sections that determine how a run is executed, but not what it trains."""

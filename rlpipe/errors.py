@@ -14,6 +14,7 @@ RlpipeError
     ├── RewardFailed           a reward with ``fail: raise`` failed, or rewards of a whole step
     ├── EnvironmentFailed      an environment with ``on_error: raise`` failed
     ├── LearnerFailed          the learner group died, or too many steps were not finite
+    ├── Unhealthy              a metric is beyond the ``stop`` of its health rule
     ├── HeadLost               Ray's head died or was cut off
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
     ├── AccountsDiffer         `rlpipe audit` found a difference: exit code 3
@@ -81,6 +82,10 @@ class EnvironmentFailed(RunError):
 
 class LearnerFailed(RunError):
     """The learner group died, or too many of its steps in a row were not finite."""
+
+
+class Unhealthy(RunError):
+    """A metric is beyond the ``stop`` of its health rule; the learner has written a checkpoint."""
 
 
 class LedgerError(RunError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.health_config import HealthLimits
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.option import MAX_PROCESSES, MAX_SECONDS, MAX_STEPS, MAX_WEIGHT, NAME, Freezable, option
@@ -159,6 +160,7 @@ class Config(Freezable):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    health: dict[str, HealthLimits] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

@@ -10,6 +10,7 @@ that a loss is divided by, so a step can still be split into micro batches in an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 LOGPROB_DIFFERENCE = "sampling/logp_difference/max"
 """Metric: the largest difference between a token's log-prob in the learner and in the engine."""
+WEIGHTS_SQUARED = "sampling/importance_ratio/square"
+"""Mean of the tokens' squared weights, until ``with_effective_ratio`` takes it out."""
 MAX_LOG_RATIO = 60.0
 """Largest log-ratio: above it exp would be infinite, and its product with a zero, such as a clipped gradient, nan."""
 
@@ -154,6 +157,14 @@ def sequence_means(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> T
     return sequence_sums(values, sequence_ids) / sequence_sums(loss_mask.to(values.dtype), sequence_ids).clamp(min=1)
 
 
+def with_effective_ratio(values: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics with the effective sample size over the number of tokens: (Σ w)² / (N Σ w²)."""
+    others = {name: value for name, value in values.items() if name != WEIGHTS_SQUARED}
+    if not (squared := values.get(WEIGHTS_SQUARED, 0.0)):
+        return others
+    return others | {"sampling/effective_ratio": values["sampling/importance_ratio/mean"] ** 2 / squared}
+
+
 def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None:
     """Add |p - b|, and w of each token, independent of the mode."""
     weights = torch.where(mask, log_weights.exp(), 0)
@@ -162,3 +173,4 @@ def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None
     metrics.add_mean("sampling/importance_ratio/mean", weights)
     metrics.add_min("sampling/importance_ratio/min", weights, mask)
     metrics.add_max("sampling/importance_ratio/max", weights, mask)
+    metrics.add_mean(WEIGHTS_SQUARED, weights.square())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.corrections import with_effective_ratio
 from rlpipe.algorithms.losses import EntropyBonus, KlCoefficient
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.preferences import labelled_means
@@ -263,7 +264,7 @@ class Learner:
         operations = (Reduce.SUM, Reduce.MIN, Reduce.MAX)
         reduce = self.policy.sharding.reduce
         sums.load(*(reduce(part, operation) for part, operation in zip(sums.state(), operations, strict=True)))
-        values = sums.values()
+        values = with_effective_ratio(sums.values())
         if SHARED in values:
             values["tokens/shared_ratio"] = values[SHARED] / (values[RUN] + values.pop(SHARED))
         if not self._algorithm.preference.takes_pairs and self._algorithm.kind == "preference":

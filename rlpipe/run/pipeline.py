@@ -29,7 +29,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
-from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, RunError
+from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, RunError, Unhealthy
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
@@ -64,7 +64,8 @@ from rlpipe.run.reporting import Reporter, cut_notice
 from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
 from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged
+from rlpipe.tracking.health import Finding, HealthWatch
+from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged, read_rows
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
 from rlpipe.tracking.progress import open_progress, print_summary, summarize_metrics, write_summary
@@ -181,6 +182,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 first_step=start.step,
                 num_steps_logged=num_steps_logged(run.output / "metrics.jsonl", start.step),
             )
+            reporter.found = keep_findings(replay, controller.stop)
             with stop_on_signals(controller.stop):
                 await controller.run(partial(start_learner, config, setup))
 
@@ -224,6 +226,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 reporter.message(f"ending with a checkpoint after this step: {reason}")
                 await follower.stop_learner()
 
+            reporter.found = keep_findings(batches, stop)
             async with asyncio.TaskGroup() as tasks:
                 watching = (follower.follow(), follower.watch(), watch_hosts(reporter.message))
                 endless = [tasks.create_task(watch) for watch in watching]
@@ -240,6 +243,21 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
         _run(run_learner())
     return {"tokens_per_second": reporter.tokens_per_second}
+
+
+def keep_findings(batches: ActorHandle, stop: Callable[[RunError], Awaitable[None]]) -> Callable[[Finding], None]:
+    """Return a function that records what health rules find as events, and stops the run if they say so."""
+    stopping: list[asyncio.Future[None]] = []
+
+    def keep(finding: Finding) -> None:
+        batches.note.remote("health", finding.rule, finding.message)  # the terminal shows events
+        if finding.stops:
+            reason = Unhealthy(
+                f"health.{finding.rule}.stop is reached; raise it or set null to go on from the checkpoint"
+            )
+            stopping.append(asyncio.ensure_future(stop(reason)))
+
+    return keep
 
 
 def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
@@ -405,7 +423,8 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
         tokenizer=load_tokenizer(run.model),
         first_step=start.step + 1,
     )
-    reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions)
+    health = HealthWatch(config, read_rows(run.output / "metrics.jsonl"))
+    reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, health)
     reporter.start(config.algorithm.num_steps, start.step)
     made_of = describe_gguf(config.model.path)
     for message in (*start.messages, *([made_of] if made_of is not None else [])):

@@ -6,9 +6,12 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.replay.step_queue import StepReport
+from rlpipe.tracking.health import Finding, HealthWatch
 from rlpipe.tracking.jsonl import CompletionsLog
 from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.progress import Progress
@@ -37,8 +40,11 @@ def cut_notice(sampling: SamplingConfig) -> str | None:
 class Reporter:
     """Reporter of one run; steps are counted from 1, and step n produces policy version n."""
 
-    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog) -> None:
-        self._tracker, self._progress, self._completions = tracker, progress, completions
+    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog, health: HealthWatch) -> None:
+        self._tracker, self._progress, self._completions, self._health = tracker, progress, completions, health
+        self.found: Callable[[Finding], None] = lambda finding: progress.message(finding.message)
+        """Called with what the health rules find."""
+        self._total = 0
         self._sync_s = 0.0
         self._sampled = -math.inf
         self._started = self._last = time.monotonic()
@@ -56,6 +62,7 @@ class Reporter:
 
     def start(self, total: int, done: int) -> None:
         PHASES.hand_over(self._progress.message)
+        self._total = total
         self._progress.start(total, done)
         self.admitting()
 
@@ -87,6 +94,7 @@ class Reporter:
         self._tracker.log(step, metrics)
         self._progress.update(step, metrics)
         self._completions.log(step, report.samples)
+        self._check_health(step, metrics)
         if report.samples and now - self._sampled >= SAMPLE_EVERY_S:
             self._sampled = now
             self.message(self._completions.describe(report.samples[0]))
@@ -95,6 +103,12 @@ class Reporter:
         PHASES.end("evaluating the initial policy")
         self._tracker.log(version, metrics)
         self._progress.update(version, metrics)
+        self._check_health(version, metrics)
+
+    def _check_health(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass on what the rules find; after the last step nothing is left to be stopped."""
+        for finding in self._health.update(metrics):
+            self.found(replace(finding, stops=finding.stops and step < self._total))
 
     def compared(self, report: StepReport) -> None:
         self.max_logprob_difference = report.metrics.get("sampling/logp_difference/max", math.nan)

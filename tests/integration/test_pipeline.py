@@ -46,6 +46,7 @@ STEP_METRICS = {
     "sampling/importance_ratio/min",
     "sampling/importance_ratio/mean",
     "sampling/importance_ratio/max",
+    "sampling/effective_ratio",
     "staleness/mean",
     "staleness/max",
     "staleness/mixed_ratio",

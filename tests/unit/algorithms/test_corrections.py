@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.corrections import WEIGHTS_SQUARED, with_effective_ratio
 from rlpipe.algorithms.losses import LossInputs, policy_loss
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
 
@@ -147,6 +149,16 @@ def test_metrics_tell_how_far_sampler_and_learner_are_and_what_was_changed() -> 
     assert (values["sampling/clipped_ratio"], values["sampling/dropped_ratio"]) == (0, 0.75)
     values = policy_loss(inputs, LossConfig(), CorrectionConfig(mode="token_truncate", cap=2.0)).metrics.values()
     assert (values["sampling/clipped_ratio"], values["sampling/dropped_ratio"]) == (0.75, 0)
+
+
+def test_the_effective_sample_size_is_that_of_the_weights() -> None:
+    inputs = make_inputs(RATIOS, [1.0, -1.0])
+    values = policy_loss(inputs, LossConfig(), CorrectionConfig()).metrics.values()
+    weights = np.array([weight for row in RATIOS for weight in row])
+    made = with_effective_ratio(values)
+    assert made["sampling/effective_ratio"] == pytest.approx(weights.sum() ** 2 / (4 * (weights**2).sum()))
+    assert made.keys() == {*values, "sampling/effective_ratio"} - {WEIGHTS_SQUARED}
+    assert with_effective_ratio({"loss": 1.0}) == {"loss": 1.0}
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])

@@ -1,0 +1,70 @@
+"""Watches the metrics of a run by rules, and tells once when one of them trips, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.tracking.health_rules import RULES, HealthRule, RunHistory, is_evaluation
+
+WELL_STEPS = 5
+"""Steps, or evaluations, in a row within the limits after which a rule that tripped counts as over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A change of a rule's state."""
+
+    rule: str
+    message: str
+    stops: bool = False
+    """Whether the run is to stop, since the value is beyond ``health.<rule>.stop``."""
+
+
+@dataclass
+class _State:
+    is_ill: bool = False
+    stops: bool = False
+    num_well: int = 0
+
+
+class HealthWatch:
+    """The state of all rules of one run; ``rows`` are the metrics of steps that are done already."""
+
+    def __init__(self, config: Config, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        limits = config.health
+        self._rules = [rule for rule in RULES if rule.name not in limits or limits[rule.name].enabled]
+        self._history, self._config = RunHistory(config), config
+        self._states = {rule.name: _State() for rule in self._rules}
+        for row in rows:
+            self.update({name: value for name, value in row.items() if isinstance(value, int | float)})
+        for state in self._states.values():
+            state.stops = False  # the user goes on with the run, and is told again
+
+    def update(self, metrics: Mapping[str, float | None]) -> list[Finding]:
+        """Add the metrics of a step or an evaluation, and return what has changed with them."""
+        self._history.add(metrics)
+        evaluated = is_evaluation(metrics)
+        return [x for rule in self._rules if rule.of_evaluations is evaluated for x in self._check(rule)]
+
+    def _check(self, rule: HealthRule) -> Iterator[Finding]:
+        value, state = rule.measure(self._history), self._states[rule.name]
+        if value is None:
+            return
+        limits, warn = self._config.health.get(rule.name), rule.limit(self._config)
+        if limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
+            state.is_ill = state.stops = True
+            reason = f"{rule.describe(value)}; health.{rule.name}.stop is {limits.stop:g}"
+            yield Finding(rule=rule.name, message=reason, stops=True)
+        elif rule.is_beyond(value, warn):
+            state.num_well = 0
+            if not state.is_ill:
+                state.is_ill = True
+                yield Finding(rule=rule.name, message=f"warning ({rule.name}): {rule.describe(value)}")
+        elif state.is_ill:
+            state.num_well += 1
+            if state.num_well == WELL_STEPS:
+                state.is_ill, state.num_well = False, 0
+                yield Finding(rule=rule.name, message=f"{rule.name} is over: {rule.says.format(value=value)}")

@@ -1,0 +1,232 @@
+"""Health rules on metrics of runs that are made up: each illness trips its rule and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import ConfigError
+from rlpipe.tracking.health import WELL_STEPS, Finding, HealthWatch
+from rlpipe.tracking.health_rules import RULES, HealthRule
+
+Row = Mapping[str, float | None]
+Change = Callable[[int], Row]
+BY_NAME = {rule.name: rule for rule in RULES}
+NUM_STEPS = 80
+
+
+def make_config(**changes: Any) -> Config:
+    config = Config(**changes)
+    config.replay.max_staleness = 4
+    config.rollout.num_gpus = config.learner.num_gpus = 1
+    return config
+
+
+def well(step: int) -> Row:
+    """Return the metrics of a step of a run that learns."""
+    return {
+        "loss": 0.01,
+        "reward": 0.1 + step * 0.005 + 0.02 * (step % 3),
+        "reward_std": 0.3,
+        "frac_reward_zero_std": 0.3,
+        "entropy": 0.6 - step * 0.004,
+        "grad_norm": 0.5,
+        "bad_steps": 1.0 if step > 40 else 0.0,
+        "clip_ratio/region_mean": 0.05,
+        "kl": 0.1,
+        "sampling/logp_difference/mean": 0.02,
+        "sampling/effective_ratio": 0.97,
+        "sampling/missing_ratio": 0.0,
+        "completions/clipped_ratio": 0.1,
+        "completions/mean_length": 100.0 + step % 7,
+        "groups/failed": step // 20,
+        "staleness/mean": 3.9,
+        "time/step": 10.0,
+        "time/wait": 1.0,
+        "time/train": 6.0,
+        "rewards/accuracies": 0.6,
+        "ebft/alignment": 0.4,
+        "ebft/diversity": 0.05,
+        "ebft/cfm_loss": 4.0,
+    }
+
+
+def found_in(config: Config, rows: Iterable[Row]) -> list[tuple[int, Finding]]:
+    watch = HealthWatch(config)
+    return [(number, finding) for number, row in enumerate(rows) for finding in watch.update(row)]
+
+
+def run_with(change: Change, *, ill_from: int = 0) -> list[Row]:
+    return [{**well(step), **(change(step) if step >= ill_from else {})} for step in range(NUM_STEPS)]
+
+
+ILLNESSES: dict[str, Change] = {
+    "equal_rewards": lambda step: {"frac_reward_zero_std": 1.0},
+    "no_reward": lambda step: {"reward": 0.0, "reward_std": 0.0},
+    "reward_falls": lambda step: {"reward": 0.1 + 0.01 * min(step, 100 - 2 * step)},
+    "entropy_low": lambda step: {"entropy": 0.004},
+    "entropy_high": lambda step: {"entropy": 0.6 + step * 0.05},
+    "gradient_norm": lambda step: {"grad_norm": 25.0},
+    "skipped_updates": lambda step: {"bad_steps": step // 3},
+    "clipping": lambda step: {"clip_ratio/region_mean": 0.45},
+    "kl": lambda step: {"kl": step * 0.1},
+    "logprob_difference": lambda step: {"sampling/logp_difference/mean": 0.8},
+    "effective_samples": lambda step: {"sampling/effective_ratio": 0.1},
+    "missing_logprobs": lambda step: {"sampling/missing_ratio": 0.2},
+    "truncated": lambda step: {"completions/clipped_ratio": 0.95},
+    "length_drift": lambda step: {"completions/mean_length": 100.0 + 5 * step, "reward": 0.1 + 0.005 * step},
+    "wrong_preferences": lambda step: {"rewards/accuracies": 0.4},
+    "failed_groups": lambda step: {"groups/failed": 4 * step},
+    "staleness": lambda step: {"time/wait": 0.0},
+    "learner_waits": lambda step: {"time/wait": 9.0},
+    "engines_wait": lambda step: {"time/train": 9.5},
+    "ebft_alignment": lambda step: {"ebft/alignment": 0.02},
+    "ebft_diversity": lambda step: {"ebft/diversity": 1.3},
+    "ebft_cfm": lambda step: {"ebft/cfm_loss": 300.0},
+}
+
+
+@pytest.mark.parametrize("name", ILLNESSES)
+def test_an_illness_trips_its_rule_alone_and_once(name: str) -> None:
+    found = found_in(make_config(), run_with(ILLNESSES[name]))
+    assert [finding.rule for _, finding in found] == [name]
+    message = found[0][1].message
+    assert message.startswith(f"warning ({name}): ")
+    assert "Likely: " in message
+    assert "Try: " in message
+    assert "nan" not in message
+
+
+def test_a_run_that_learns_trips_nothing() -> None:
+    assert found_in(make_config(), run_with(lambda step: {})) == []
+
+
+def test_metrics_that_are_missing_or_not_finite_trip_nothing() -> None:
+    rows: list[Row] = [dict.fromkeys(well(0), value) for value in (None, float("nan"), float("inf"))] * 30
+    assert found_in(make_config(), [*rows, *({"loss": 0.0} for _ in range(40))]) == []
+
+
+def test_a_rule_is_over_once_its_values_are_well_for_some_steps() -> None:
+    rows = [*run_with(ILLNESSES["gradient_norm"], ill_from=20), *map(well, range(80, 110))]
+    (start, _), (end, over), *others = found_in(make_config(), rows)
+    assert not others
+    assert start == 20 + 2, "the median of five steps"
+    assert end == 80 + 2 + WELL_STEPS - 1
+    assert over.message.startswith("gradient_norm is over: ")
+
+
+def evaluated(values: Iterable[float], name: str, change: Change = lambda step: {}) -> list[Row]:
+    """Return the metrics of a run that is evaluated after every tenth step."""
+    rows: list[Row] = []
+    for number, value in enumerate(values):
+        rows += [{**well(step), **change(step)} for step in range(10 * number, 10 * number + 10)]
+        rows.append({name: value})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows"),
+    [
+        ("held_out_falls", evaluated([0.3, 0.5, 0.52, 0.4, 0.38], "eval/accuracy")),
+        ("held_out_falls", evaluated([1.3, 1.5, 1.52, 1.4, 1.38], "eval/reward")),
+        ("overfitting", evaluated([2.0, 1.5, 1.4, 1.6], "eval/loss")),
+    ],
+)
+def test_what_gets_worse_on_held_out_rows_alone_is_told(rule: str, rows: list[Row]) -> None:
+    assert [finding.rule for _, finding in found_in(make_config(), rows)] == [rule]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        evaluated([0.3, 0.5, 0.42, 0.5, 0.53], "eval/accuracy"),
+        evaluated([2.0, 1.5, 1.4, 1.45, 1.43], "eval/loss"),
+        evaluated([0.5, 0.52, 0.3, 0.1], "eval/accuracy", lambda step: {"reward": 0.4 - 0.001 * step}),
+    ],
+    ids=["noise", "noise of a loss", "everything gets worse"],
+)
+def test_noise_on_held_out_rows_is_not(rows: list[Row]) -> None:
+    assert found_in(make_config(), rows) == []
+
+
+def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None:
+    rows = [{"eval/accuracy": 0.99}, *run_with(ILLNESSES["equal_rewards"])]
+    assert found_in(make_config(), rows) == []
+    config = make_config()
+    config.algorithm.group_size = 1
+    assert found_in(config, rows[1:]) == []
+
+
+def test_processes_that_share_cores_may_wait_for_each_other() -> None:
+    config = make_config()
+    config.rollout.num_gpus = config.learner.num_gpus = 0
+    for name in ("staleness", "learner_waits", "engines_wait"):
+        assert found_in(config, run_with(ILLNESSES[name])) == []
+
+
+def test_gradients_of_supervised_runs_may_be_larger() -> None:
+    config = make_config()
+    config.algorithm.kind = "sft"
+    assert found_in(config, run_with(ILLNESSES["gradient_norm"])) == []
+    assert found_in(config, run_with(lambda step: {"grad_norm": 200.0}))
+
+
+def test_limits_of_the_config_count() -> None:
+    ill = run_with(ILLNESSES["gradient_norm"])
+    assert found_in(make_config(health={"gradient_norm": HealthLimits(warn=30.0)}), ill) == []
+    assert found_in(make_config(health={"gradient_norm": HealthLimits(enabled=False)}), ill) == []
+    assert found_in(make_config(health={"entropy_low": HealthLimits(warn=0.5)}), run_with(lambda step: {}))
+
+
+def test_a_run_is_stopped_once_by_a_limit() -> None:
+    config = make_config(health={"gradient_norm": HealthLimits(stop=20.0)})
+    ((_, finding),) = found_in(config, run_with(ILLNESSES["gradient_norm"]))
+    assert finding.stops
+    assert "health.gradient_norm.stop is 20" in finding.message
+
+
+def test_a_resumed_run_tells_nothing_twice_and_stops_again() -> None:
+    ill = run_with(ILLNESSES["gradient_norm"], ill_from=40)
+    assert HealthWatch(make_config(), ill).update(ill[-1]) == []
+    watch = HealthWatch(make_config(health={"gradient_norm": HealthLimits(stop=20.0)}), ill)
+    assert [finding.stops for finding in watch.update(ill[-1])] == [True]
+
+
+def test_rules_and_options_have_the_same_names() -> None:
+    assert tuple(BY_NAME) == HEALTH_RULES
+    assert {*ILLNESSES, "held_out_falls", "overfitting"} == BY_NAME.keys()
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"health\.entropie: no such rule; the rules are equal_rewards, .*ebft_cfm"):
+        load_config(["experiment=quickstart", "health.entropie.warn=1"])
+    config = load_config(["experiment=quickstart", "health.entropy_low.stop=0.005"])
+    assert config.health == {"entropy_low": HealthLimits(stop=0.005)}
+
+
+def _documented() -> dict[str, list[str]]:
+    page = (Path(__file__).parents[3] / "docs" / "health.md").read_text()
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
+    return {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in rows}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_page_has_the_limit_of_each_rule(rule: HealthRule) -> None:
+    limits = [float(text) for text in re.findall(r"\d+(?:\.\d+)?", _documented()[rule.name][1])]
+    config, synchronous = make_config(), make_config()
+    synchronous.replay = replace(synchronous.replay, max_staleness=0)
+    supervised = make_config()
+    supervised.algorithm.kind = "sft"
+    assert {rule.limit(case) for case in (config, synchronous, supervised)} <= set(limits)
+
+
+def test_the_page_has_every_rule_and_no_other() -> None:
+    assert _documented().keys() == BY_NAME.keys()
