@@ -64,7 +64,7 @@ from rlpipe.run.reporting import Reporter, cut_notice
 from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
 from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.tracking.health import Finding, HealthWatch
+from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged, read_rows
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
@@ -245,11 +245,11 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     return {"tokens_per_second": reporter.tokens_per_second}
 
 
-def keep_findings(batches: ActorHandle, stop: Callable[[RunError], Awaitable[None]]) -> Callable[[Finding], None]:
+def keep_findings(batches: ActorHandle, stop: Callable[[RunError], Awaitable[None]]) -> Callable[[HealthFinding], None]:
     """Return a function that records what health rules find as events, and stops the run if they say so."""
     stopping: list[asyncio.Future[None]] = []
 
-    def keep(finding: Finding) -> None:
+    def keep(finding: HealthFinding) -> None:
         batches.note.remote("health", finding.rule, finding.message)  # the terminal shows events
         if finding.stops:
             reason = Unhealthy(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.tracking.health import Finding, HealthWatch
+from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import CompletionsLog
 from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.progress import Progress
@@ -42,7 +42,7 @@ class Reporter:
 
     def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog, health: HealthWatch) -> None:
         self._tracker, self._progress, self._completions, self._health = tracker, progress, completions, health
-        self.found: Callable[[Finding], None] = lambda finding: progress.message(finding.message)
+        self.found: Callable[[HealthFinding], None] = lambda finding: progress.message(finding.message)
         """Called with what the health rules find."""
         self._total = 0
         self._sync_s = 0.0

@@ -14,7 +14,7 @@ WELL_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class HealthFinding:
     """A change of a rule's state."""
 
     rule: str
@@ -43,13 +43,13 @@ class HealthWatch:
         for state in self._states.values():
             state.stops = False  # the user goes on with the run, and is told again
 
-    def update(self, metrics: Mapping[str, float | None]) -> list[Finding]:
+    def update(self, metrics: Mapping[str, float | None]) -> list[HealthFinding]:
         """Add the metrics of a step or an evaluation, and return what has changed with them."""
         self._history.add(metrics)
         evaluated = is_evaluation(metrics)
         return [x for rule in self._rules if rule.of_evaluations is evaluated for x in self._check(rule)]
 
-    def _check(self, rule: HealthRule) -> Iterator[Finding]:
+    def _check(self, rule: HealthRule) -> Iterator[HealthFinding]:
         value, state = rule.measure(self._history), self._states[rule.name]
         if value is None:
             return
@@ -57,14 +57,14 @@ class HealthWatch:
         if limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
             state.is_ill = state.stops = True
             reason = f"{rule.describe(value)}; health.{rule.name}.stop is {limits.stop:g}"
-            yield Finding(rule=rule.name, message=reason, stops=True)
+            yield HealthFinding(rule=rule.name, message=reason, stops=True)
         elif rule.is_beyond(value, warn):
             state.num_well = 0
             if not state.is_ill:
                 state.is_ill = True
-                yield Finding(rule=rule.name, message=f"warning ({rule.name}): {rule.describe(value)}")
+                yield HealthFinding(rule=rule.name, message=f"warning ({rule.name}): {rule.describe(value)}")
         elif state.is_ill:
             state.num_well += 1
             if state.num_well == WELL_STEPS:
                 state.is_ill, state.num_well = False, 0
-                yield Finding(rule=rule.name, message=f"{rule.name} is over: {rule.says.format(value=value)}")
+                yield HealthFinding(rule=rule.name, message=f"{rule.name} is over: {rule.says.format(value=value)}")

@@ -102,7 +102,7 @@ class HealthRule:
     is_above: bool = True
     """Whether values above the limit are the ill ones; else those below."""
     says: str
-    """What is wrong; ``{value}`` is the measured number."""
+    """A description of the illness, in which ``{value}`` stands for the measured number."""
     causes: str
     mend: str
 

@@ -14,7 +14,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
-from rlpipe.tracking.health import WELL_STEPS, Finding, HealthWatch
+from rlpipe.tracking.health import WELL_STEPS, HealthFinding, HealthWatch
 from rlpipe.tracking.health_rules import RULES, HealthRule
 
 Row = Mapping[str, float | None]
@@ -59,7 +59,7 @@ def well(step: int) -> Row:
     }
 
 
-def found_in(config: Config, rows: Iterable[Row]) -> list[tuple[int, Finding]]:
+def found_in(config: Config, rows: Iterable[Row]) -> list[tuple[int, HealthFinding]]:
     watch = HealthWatch(config)
     return [(number, finding) for number, row in enumerate(rows) for finding in watch.update(row)]
 
