@@ -447,8 +447,9 @@ def check_serving(name: str, reward: RewardConfig) -> Iterator[str]:
 
 
 def check_tracking(tracking: TrackingConfig) -> Iterator[str]:
-    if tracking.wandb and find_spec("wandb") is None:
-        yield "tracking.wandb: wandb is not installed; pip install 'rlpipe[wandb]', or set tracking.wandb=false"
+    for name, package in {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}.items():
+        if getattr(tracking, name) and find_spec(name) is None:
+            yield f"tracking.{name}: it is not installed; pip install {package}, or set tracking.{name}=false"
 
 
 def check_health(health: Mapping[str, HealthLimits]) -> Iterator[str]:

@@ -150,9 +150,9 @@ def weights_and_biases(values: ForeignValues, value: Any) -> Made:
     return OFF if str(value).lower() in ("false", "none") else {"tracking.wandb": True}
 
 
-@about("tracking.wandb_project")
+@about("tracking.project")
 def wandb_project(values: ForeignValues, value: Any) -> Made:
-    return {"tracking.wandb": True, "tracking.wandb_project": str(value)}
+    return {"tracking.wandb": True, "tracking.project": str(value)}
 
 
 TRAINING = (
@@ -307,7 +307,7 @@ TRAINING = (
     SettingRow(tracker, "report_to", "trainer.logger"),
     SettingRow(weights_and_biases, "use_wandb", openrlhf="use_wandb=logger.wandb.key"),
     SettingRow(wandb_project, "wandb_project"),
-    SettingRow(text("tracking.wandb_project"), verl="trainer.project_name", openrlhf="wandb_project"),
+    SettingRow(text("tracking.project"), verl="trainer.project_name", openrlhf="wandb_project"),
     SettingRow(text("name"), "run_name wandb_name wandb_run_id", "trainer.experiment_name", "wandb_run_name"),
     SettingRow(switched("tracking.tensorboard"), "use_tensorboard"),
     SettingRow("tracking.tensorboard is on, in the output folder", openrlhf="use_tensorboard"),

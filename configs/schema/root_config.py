@@ -96,7 +96,9 @@ class TrackingConfig(Freezable):
     ray_metrics: bool = option(True, "Export the metrics to Ray's dashboard and Prometheus.")
     wandb: bool = option(False, "Log to Weights & Biases.")
     wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
-    wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
+    mlflow: bool = option(False, "Log to MLflow, at MLFLOW_TRACKING_URI or in the output folder.")
+    trackio: bool = option(False, "Log to Trackio.")
+    project: str = option("rlpipe", "Project in Weights & Biases and Trackio, and experiment in MLflow.")
     log_completions: int = option(
         8, "Number of groups per step whose texts are written to completions.jsonl.", minimum=0, maximum=1_000_000
     )

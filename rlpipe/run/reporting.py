@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.replay.step_queue import StepReport
+from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import CompletionsLog
 from rlpipe.tracking.phases import PHASES
@@ -93,7 +94,8 @@ class Reporter:
         step = report.step + 1
         self._tracker.log(step, metrics)
         self._progress.update(step, metrics)
-        self._completions.log(step, report.samples)
+        if rows := self._completions.log(step, report.samples):
+            self._tracker.log_completions(CompletionTable.of(step, rows))
         self._check_health(step, metrics)
         if report.samples and now - self._sampled >= SAMPLE_EVERY_S:
             self._sampled = now

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from rlpipe.common.formatting import printable
 from rlpipe.scoring.rewards import Tokenizer, decode_completions
+from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,9 @@ class JsonlTracker:
         values = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._log.append(step, [{"time": round(time.time(), 3), **values}])
 
+    def log_completions(self, table: CompletionTable) -> None:
+        """Do nothing, because ``CompletionsLog`` has written them."""
+
     def close(self) -> None:
         """Do nothing, because every line is in the file already."""
 
@@ -136,13 +140,16 @@ class CompletionsLog:
         self._tokenizer = tokenizer
         self._log = StepLog(path, first_step) if num_groups else None
 
-    def log(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def log(self, step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
+        """Write the rollouts of the first groups, and return their rows."""
         if self._log is None:
-            return
+            return []
+        rows = []
         for group in groups[: self._num_groups]:
             texts = decode_completions(self._tokenizer, group)
-            rows = [_describe(group, rollout, text) for rollout, text in zip(group, texts, strict=True)]
-            self._log.append(step, rows)
+            rows += [_describe(group, rollout, text) for rollout, text in zip(group, texts, strict=True)]
+        self._log.append(step, rows)
+        return rows
 
     def describe(self, group: RolloutGroup) -> str:
         """Return the group's first rollout as a line that is safe to print, whatever the model wrote."""

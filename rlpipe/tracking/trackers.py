@@ -7,28 +7,31 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlpipe.common.formatting import HIDDEN, without_password
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.root_config import TrackingConfig
+from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
 from rlpipe.tracking.jsonl import JsonlTracker
+from rlpipe.tracking.services import MlflowTracker, TrackioTracker, WandbTracker
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 
 logger = logging.getLogger(__name__)
-RUN_ID_FILE = "wandb_run_id.txt"
 
 
 class Tracker(Protocol):
-    """Receiver of a run's metrics."""
+    """Receiver of a run's metrics and of some of its completions."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_completions(self, table: CompletionTable) -> None: ...
 
     def close(self) -> None: ...
 
@@ -47,6 +50,10 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
+    def log_completions(self, table: CompletionTable) -> None:
+        for tracker in self._trackers:
+            tracker.log_completions(table)
+
     def close(self) -> None:
         while self._trackers:
             self._trackers.pop(0).close()
@@ -56,19 +63,25 @@ class BackgroundTracker:
     """Tracker that is opened and fed on a thread of its own, so that one that waits or fails delays no step.
 
     One that can't be opened is off, with a warning. One that raises is tried again at each step: the first failure in
-    a row is a warning, and when it works again, another says how many steps it lacks.
+    a row is a warning, and when it works again, another says how many entries it lacks.
     """
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self._name, self._open = name, open_tracker
-        self._waiting: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
         self._num_lost = 0
         self._thread = threading.Thread(target=self._run, name=f"{name} tracking", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._put(lambda tracker: tracker.log(step, metrics))
+
+    def log_completions(self, table: CompletionTable) -> None:
+        self._put(lambda tracker: tracker.log_completions(table))
+
+    def _put(self, action: Callable[[Tracker], None]) -> None:
         if self._thread.is_alive():
-            self._waiting.put((step, metrics))
+            self._waiting.put(action)
 
     def close(self) -> None:
         """Wait until all steps are tracked, but not longer than ``CLOSE_TIMEOUT_S``."""
@@ -87,8 +100,8 @@ class BackgroundTracker:
         except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
             logger.warning("%s tracking is off: %s", self._name, describe_error(error))
             return
-        while (entry := self._waiting.get()) is not None:
-            self._try(lambda entry=entry: tracker.log(*entry))  # type: ignore[misc]
+        while (action := self._waiting.get()) is not None:
+            self._try(partial(action, tracker))
         self._try(tracker.close)
 
     def _try(self, action: Callable[[], None]) -> None:
@@ -100,7 +113,7 @@ class BackgroundTracker:
             self._num_lost += 1
         else:
             if self._num_lost:
-                logger.warning("%s tracking works again; it lacks %d steps", self._name, self._num_lost)
+                logger.warning("%s tracking works again; it lacks %d entries", self._name, self._num_lost)
             self._num_lost = 0
 
 
@@ -119,10 +132,9 @@ def open_trackers(
 
         return TensorBoardTracker(output / "tensorboard", first_step)
 
-    def open_wandb() -> Tracker:
-
-        return WandbTracker(
-            output, project=config.wandb_project, mode=config.wandb_mode, run_name=run_name, config=resolved_config
+    def open_service(kind: Callable[..., Tracker], **options: str) -> Callable[[], Tracker]:
+        return lambda: kind(
+            output, run_name=run_name, project=config.project, config=without_secrets(resolved_config), **options
         )
 
     def open_ray_metrics() -> Tracker:
@@ -131,47 +143,13 @@ def open_trackers(
 
     optional = {
         "TensorBoard": (config.tensorboard, open_tensorboard),
-        "W&B": (config.wandb, open_wandb),
+        "W&B": (config.wandb, open_service(WandbTracker, mode=config.wandb_mode)),
+        "MLflow": (config.mlflow, open_service(MlflowTracker)),
+        "Trackio": (config.trackio, open_service(TrackioTracker)),
         "Ray metrics": (config.ray_metrics, open_ray_metrics),
     }
     wanted = [BackgroundTracker(name, opener) for name, (is_on, opener) in optional.items() if is_on]
     return Trackers([jsonl, *wanted])
-
-
-class WandbTracker:
-    """Tracker of the W&B run whose id is kept in the output folder, so that a resumed run continues its curves.
-
-    If the mode is offline, upload the files under ``output/wandb`` with ``wandb sync``.
-    """
-
-    def __init__(self, output: Path, *, project: str, mode: str, run_name: str, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        output.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=run_name,
-            id=_run_id(output / RUN_ID_FILE),
-            resume="allow",
-            mode=cast(Literal["online", "offline"], mode),
-            dir=str(output),
-            config=without_secrets(config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # W&B's own step only increases; it would discard steps that a resumed run logs again.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _run_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(uuid4().hex[:8])
-    return path.read_text().strip()
 
 
 def without_secrets(tree: Any, name: str = "") -> Any:
@@ -207,6 +185,13 @@ class TensorBoardTracker:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
+    def log_completions(self, table: CompletionTable) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        summary = text_pb(COMPLETIONS, table.to_markdown())
+        self._writer.add_event(self._event(wall_time=time.time(), step=table.step, summary=summary))
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -234,6 +219,9 @@ class RayMetricsTracker:
             gauge = Gauge(prometheus_name(name), description=f"rlpipe: {name}", tag_keys=("run",))
             self._gauges[name] = gauge.set_default_tags({"run": self._run_name})
         return self._gauges[name]
+
+    def log_completions(self, table: CompletionTable) -> None:
+        """Do nothing, because Prometheus has no texts."""
 
     def close(self) -> None:
         """Do nothing, because Ray drops the gauges with the process."""

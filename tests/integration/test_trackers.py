@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sqlite3
 import time
 import urllib.request
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking import open_trackers
+from rlpipe.tracking.completion_table import CompletionTable
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": "2 + 2 = ?"}],
+        "completion": text,
+        "reward": reward,
+        "rewards": {"exact": reward, "style": None},
+        "advantage": reward - 0.5,
+        "num_tokens": len(text),
+        "status": "completed",
+    }
+    for text, reward in (("4", 1.0), ("<script>alert(1)</script>", 0.0))
+]
+
+
+def track_twice(output: Path, **services: Any) -> None:
+    """Log two steps with completions, the second in a process that resumes."""
+    config = TrackingConfig(tensorboard=False, ray_metrics=False, **services)
+    for step in (1, 2):
+        tracker = open_trackers(
+            config, output=output, run_name="test", first_step=step, resolved_config={"seed": 0, "name": "test"}
+        )
+        tracker.log(step, {"reward": 0.5 * step, "grad_norm": math.nan})
+        tracker.log_completions(CompletionTable.of(step, ROWS))
+        tracker.close()
+        time.sleep(1.1)  # W&B names the folders of offline runs by the second
 
 
 def test_wandb_offline_needs_no_account_and_resumes_the_same_run(
@@ -18,18 +49,46 @@ def test_wandb_offline_needs_no_account_and_resumes_the_same_run(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    config = TrackingConfig(wandb=True, wandb_mode="offline", tensorboard=False, ray_metrics=False)
-    for first_step in (0, 2):
-        tracker = open_trackers(
-            config, output=tmp_path, run_name="test", first_step=first_step, resolved_config={"seed": 0}
-        )
-        tracker.log(first_step, {"reward": 0.5, "grad_norm": math.nan})
-        tracker.close()
-        time.sleep(1.1)  # W&B names the folders of offline runs by the second
+    track_twice(tmp_path, wandb=True, wandb_mode="offline")
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     run_id = (tmp_path / "wandb_run_id.txt").read_text()
     assert len(folders) == 2
     assert all(folder.name.endswith(run_id) and list(folder.glob("*.wandb")) for folder in folders)
+    (first, second) = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("wandb/**/*.table.json")))
+    assert first["columns"] == second["columns"]
+    assert first["columns"][:4] == ["step", "prompt", "completion", "reward"]
+    assert [row[2] for row in first["data"]] == ["4", "<script>alert(1)</script>"]
+
+
+def test_mlflow_has_metrics_parameters_and_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    track_twice(tmp_path, mlflow=True, project="sums")
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "test")
+    assert run.data.params == {"seed": "0", "name": "test"}
+    assert [(entry.step, entry.value) for entry in client.get_metric_history(run.info.run_id, "reward")] == [
+        (1, 0.5),
+        (2, 1.0),
+    ]
+    tables = [entry.path for entry in client.list_artifacts(run.info.run_id, "completions")]
+    assert tables == ["completions/step_000001.json", "completions/step_000002.json"]
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, tables[0])).read_text())
+    assert table["columns"][:4] == ["step", "prompt", "completion", "reward"]
+    assert [row[2] for row in table["data"]] == ["4", "<script>alert(1)</script>"]
+
+
+def test_trackio_has_metrics_and_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    track_twice(tmp_path, trackio=True, project="sums")
+    (database,) = (tmp_path / "trackio").glob("sums*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    logged = [(step, json.loads(metrics)) for step, metrics in rows]
+    assert [(step, metrics["reward"]) for step, metrics in logged if "reward" in metrics] == [(1, 0.5), (2, 1.0)]
+    assert [step for step, metrics in logged if "completions" in metrics] == [1, 2]
 
 
 @pytest.mark.slow

@@ -110,8 +110,8 @@ def test_config_is_frozen() -> None:
 
 def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_NAME", "night")
-    config = load_config([*BASE, "name=${oc.env:RUN_NAME}", "tracking.wandb_project=${name}-project"])
-    assert (config.output, config.tracking.wandb_project) == ("outputs/night", "night-project")
+    config = load_config([*BASE, "name=${oc.env:RUN_NAME}", "tracking.project=${name}-project"])
+    assert (config.output, config.tracking.project) == ("outputs/night", "night-project")
     assert "'nope' not found" in error_of("name=${nope}")
 
 

@@ -14,9 +14,9 @@ from rlpipe.cli import main
 from rlpipe.common.formatting import HIDDEN, without_password
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import FromEnvironment, changed_options, model_of, to_tree, to_yaml
-from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.root_config import Config, TrackingConfig
 from rlpipe.errors import ConfigError
-from rlpipe.tracking.trackers import WandbTracker, without_secrets
+from rlpipe.tracking.trackers import open_trackers, without_secrets
 
 SECRET = "sk-3f9a77"
 REFERENCE = "${oc.env:JUDGE_KEY}"
@@ -130,8 +130,10 @@ def test_passwords_of_urls_are_hidden(text: str, shown: str) -> None:
     assert without_password(text) == shown
 
 
-def test_wandb_gets_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_get_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr("wandb.init", lambda **options: given.update(options) or MagicMock())
-    WandbTracker(tmp_path, project="p", mode="offline", run_name="r", config={"kwargs": {"api_key": SECRET}})
+    tracking = TrackingConfig(tensorboard=False, ray_metrics=False, wandb=True, wandb_mode="offline")
+    config = {"kwargs": {"api_key": SECRET}}
+    open_trackers(tracking, output=tmp_path, run_name="r", first_step=0, resolved_config=config).close()
     assert given["config"] == {"kwargs": {"api_key": HIDDEN}}

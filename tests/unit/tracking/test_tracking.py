@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import threading
@@ -16,9 +17,11 @@ from disk_cases import largest_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking import open_trackers
+from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, StepLog, num_steps_logged, read_rows, rows_of_step
 from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
@@ -168,7 +171,7 @@ def test_failing_tracker_is_tried_again_with_one_warning(caplog: pytest.LogCaptu
     assert (bad.steps, bad.closed) == ([1, 2, 3], True)
     assert [record.getMessage() for record in caplog.records] == [
         "bad tracking fails, the run continues: ConnectionError: no network",
-        "bad tracking works again; it lacks 2 steps",
+        "bad tracking works again; it lacks 2 entries",
     ]
 
 
@@ -213,6 +216,21 @@ def test_tensorboard_has_the_same_names_and_steps(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [event.value for event in events.Scalars("completions/mean_length")] == [6.0, 7.0]
     tracker.close()
+
+
+def test_tensorboard_has_the_completions_as_text(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path, 0)
+    log = CompletionsLog(tmp_path / "c.jsonl", num_groups=1, tokenizer=CharacterTokenizer(), first_step=0)
+    rows = log.log(3, [make_group(8, "4", "<b>|`*\n[x](javascript:alert(1))")])
+    tracker.log_completions(CompletionTable.of(3, rows))
+    tracker.close()
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Tensors("completions")
+    assert event.step == 3
+    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])
+    assert shown.count("<tr>") == 3
+    assert "javascript:alert" in html.unescape(shown)
+    assert "<b>" not in shown
+    assert "href" not in shown
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:

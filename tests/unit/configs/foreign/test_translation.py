@@ -233,7 +233,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "learner.optimizer.lr": 3e-6,
         "learner.optimizer.weight_decay": 0.01,
         "tracking.wandb": True,
-        "tracking.wandb_project": "tiny_grpo",
+        "tracking.project": "tiny_grpo",
         "name": "lora",
     },
     "verl/grpo_arrays.sh": {

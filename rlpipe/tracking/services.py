@@ -1,0 +1,129 @@
+"""Trackers of Weights & Biases, MLflow and Trackio; the id of their run is kept in the output, so that it goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+from uuid import uuid4
+
+from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
+
+WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_run_id.txt", "mlflow_run_id.txt"
+LONGEST_PARAMETER = 500
+"""Characters of a parameter's value, of which MLflow takes no more."""
+PARAMETERS_AT_ONCE = 100
+
+
+class WandbTracker:
+    """Tracker of a run of Weights & Biases.
+
+    If the mode is offline, upload the files under ``output/wandb`` with ``wandb sync``.
+    """
+
+    def __init__(self, output: Path, *, run_name: str, project: str, config: Mapping[str, Any], mode: str) -> None:
+        import wandb
+
+        output.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=run_name,
+            id=_kept_id(output / WANDB_ID_FILE, lambda: uuid4().hex[:8]),
+            resume="allow",
+            mode=cast(Literal["online", "offline"], mode),
+            dir=str(output),
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # W&B's own step only increases; it would discard steps that a resumed run logs again.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_completions(self, table: CompletionTable) -> None:
+        import wandb
+
+        shown = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
+        self._run.log({"step": table.step, COMPLETIONS: shown})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """Tracker of a run of MLflow, at ``MLFLOW_TRACKING_URI`` or in the folder ``mlruns`` of the output.
+
+    The experiment is ``MLFLOW_EXPERIMENT_NAME``, or the project of the config.
+    """
+
+    def __init__(self, output: Path, *, run_name: str, project: str, config: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        from rlpipe.configs.options import leaves  # not above: readers of logs do without OmegaConf
+
+        output.mkdir(parents=True, exist_ok=True)
+        where = os.environ.get("MLFLOW_TRACKING_URI")
+        if not where:
+            where = (output.absolute() / "mlruns").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
+        self._client = MlflowClient(tracking_uri=where)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+
+        def create() -> str:
+            made: str = self._client.create_run(experiment, run_name=run_name).info.run_id
+            values = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in leaves(config)]
+            for start in range(0, len(values), PARAMETERS_AT_ONCE):
+                self._client.log_batch(made, params=values[start : start + PARAMETERS_AT_ONCE])
+            return made
+
+        self._id = _kept_id(output / MLFLOW_ID_FILE, create)
+        self._client.update_run(self._id, status="RUNNING")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        entries = [Metric(name, value, now, step) for name, value in metrics.items() if math.isfinite(value)]
+        self._client.log_batch(self._id, metrics=entries)
+
+    def log_completions(self, table: CompletionTable) -> None:
+        self._client.log_table(self._id, table.to_columns(), f"{COMPLETIONS}/step_{table.step:06}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class TrackioTracker:
+    """Tracker of a run of Trackio, whose files are in ``TRACKIO_DIR``; ``trackio show`` shows them."""
+
+    def __init__(self, output: Path, *, run_name: str, project: str, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        from rlpipe.configs.options import leaves
+
+        self._run = trackio.init(project=project, name=run_name, config=dict(leaves(config)), resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_completions(self, table: CompletionTable) -> None:
+        import trackio
+        from pandas import DataFrame
+
+        self._run.log({COMPLETIONS: trackio.Table(dataframe=DataFrame(table.to_columns()))}, step=table.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept_id(path: Path, create: Callable[[], str]) -> str:
+    if not path.exists():
+        path.write_text(create())
+    return path.read_text().strip()
