@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,19 @@ UNKNOWN_GPU = DeviceTypes(device="a GPU unknown to NVIDIA's library", narrow=fro
 
 def ask_nodes(node_ids: Sequence[str], *, dtype: str, products: Products | None) -> list[ObjectRef]:
     """Start ``node_types`` on each of the nodes, and return references to the results."""
+    return start_on_nodes(node_ids, node_types, dtype, products)
+
+
+def start_on_nodes(node_ids: Sequence[str], function: Callable[..., Any], *args: Any) -> list[ObjectRef]:
+    """Start a function on each of the nodes, as a task without resources, and return references to the results."""
     import ray  # here, because `rlpipe generate` does without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    remote: Any = ray.remote(node_types)
+    remote: Any = ray.remote(function)
     return [
         remote.options(
             num_cpus=0, enable_task_events=False, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)
-        ).remote(dtype, products)
+        ).remote(*args)
         for node in node_ids
     ]
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from rlpipe.commands import data, importing, ledger, policies, preflight, runs
+from rlpipe.commands import data, doctor, importing, ledger, policies, preflight, runs
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
 from rlpipe.errors import Interrupted, RlpipeError, RunError
@@ -118,6 +118,7 @@ def make_parser() -> OneLineParser:
         runs.add_config,
         importing.add_import,
         data.add_commands,
+        doctor.add_doctor,
         preflight.add_plan,
         preflight.add_simulate,
         ledger.add_commands,

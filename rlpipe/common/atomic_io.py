@@ -60,6 +60,18 @@ def held(folder: Path) -> Iterator[bool]:
             yield True
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether another process holds the folder's lock."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def begin_folder(target: Path) -> Path:
     """Create an empty temporary folder next to ``target``, in which its content is written."""
     temporary = writing_path(target)

@@ -106,6 +106,7 @@ class ReplayStore:
         self._entries: dict[int, GroupTicket] = {}
         self._samples: dict[int, list[RolloutGroup]] = {}
         self._num_discarded = ledger.counts().get(GroupState.DISCARDED, 0)
+        self._num_failed = sum(count for _, count in ledger.failures())
         self._read_back()
 
     def resume_state(self, messages: list[str], *, first_step: int = 0) -> ResumeState:
@@ -247,7 +248,9 @@ class ReplayStore:
             self._buffer.discard(group_id)
             self._entries.pop(group_id, None)
         self._num_discarded += len(reasons)
-        return Outcome(discarded=reasons)
+        outcome = Outcome(discarded=reasons)
+        self._num_failed += len(outcome.failures)
+        return outcome
 
     def _is_refilled(self, group: RolloutGroup) -> bool:
         attempt = self._entries[group.group_id].attempt
@@ -274,7 +277,7 @@ class ReplayStore:
             replayed=groups.replayed,
             skip_zero_advantage=self._replay.skip_zero_advantage and step < self._algorithm.num_steps,
         )
-        metrics = {"groups/failed": float(self._num_discarded), **self._group_metrics(groups.fresh)}
+        metrics = {"groups/failed": float(self._num_failed), **self._group_metrics(groups.fresh)}
         for batch in batches:
             batch.metrics = {**batch.metrics, **metrics}
         return batches

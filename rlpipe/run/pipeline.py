@@ -66,6 +66,7 @@ from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged, read_rows
+from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
 from rlpipe.tracking.progress import open_progress, print_summary, summarize_metrics, write_summary
@@ -105,7 +106,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
         print_summary({**ended, "files": {"policy": f"{config.output}/policy"}})
         return ended
     run = prepare_run(config, rewards)
-    with open_output(run):
+    with open_output(run), recorded_outcome(run.output):
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
             metrics = run.output / "metrics.jsonl"

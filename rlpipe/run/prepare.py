@@ -79,7 +79,7 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
 
     Raises ``InputError`` if a reward or the policy can't be used.
     """
-    run_rewards, callables = _collect_rewards(config, rewards)
+    run_rewards, callables = collect_rewards(config, rewards)
     if config.model.prepare is not None and not Path(config.model.path).exists():
         import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
     with _converting(config.model.path):
@@ -152,10 +152,13 @@ def _absolute(path: Any) -> Any:
     return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
 
 
-def _collect_rewards(
+def collect_rewards(
     config: Config, given: Sequence[RewardLike]
 ) -> tuple[dict[str, RewardConfig], dict[str, RewardLike]]:
-    """Return all rewards, of the config and from the caller, and the objects of the caller's; both by name."""
+    """Import and check all rewards, of the config and from the caller; return them, and the caller's objects, by name.
+
+    Raises ``InputError`` if one can't be used.
+    """
     rewards: dict[str, RewardConfig] = {}
     callables: dict[str, RewardLike] = {}
     if config.scoring.on_rollouts_scored is not None:
@@ -285,22 +288,14 @@ def _num_positions(model: ModelConfig) -> int | None:
 
 
 def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePoint:
-    """Return the point from which the run continues, according to ``resume``.
+    """Return the point from which the run continues, as ``read_resume_point`` does, and prepare the folder for it.
 
-    With ``holds_output`` the caller has the output's lock already. Raises ``ConfigError`` if the output can't be
-    written, or if its checkpoint or ledger does not fit the config. After these checks, damaged checkpoints and those
-    newer than the one to resume from are renamed.
+    Damaged checkpoints and those newer than the one to resume from are renamed. With ``holds_output`` the caller has
+    the output's lock already.
     """
     output = Path(config.output).absolute()
     folder = output / "checkpoints"
-    ledger = ledger_path(output, config.name, config.ledger.folder)
-    if (problem := why_not_writable(output)) is not None:
-        raise _unwritable(output, problem)
-    start = ResumePoint() if config.resume == "never" else _read_resume_point(config, folder)
-    if config.resume == "never":
-        _check_is_new(output, ledger)
-    if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine
-        why_unusable(ledger, run_start(config, start))
+    start = read_resume_point(config)
     with _naming(output), _alone(output) if folder.is_dir() and not holds_output else nullcontext():
         aside = set_damaged_aside(folder, newer_than=start.step)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
@@ -311,7 +306,24 @@ def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePo
     return replace(start, messages=messages)
 
 
-def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
+def read_resume_point(config: Config) -> ResumePoint:
+    """Return the point from which the run would continue, according to ``resume``; change nothing.
+
+    Raises ``ConfigError`` if the output can't be written, or if its checkpoint or ledger does not fit the config.
+    """
+    output = Path(config.output).absolute()
+    ledger = ledger_path(output, config.name, config.ledger.folder)
+    if (problem := why_not_writable(output)) is not None:
+        raise _unwritable(output, problem)
+    start = ResumePoint() if config.resume == "never" else _read_checkpoint(config, output / "checkpoints")
+    if config.resume == "never":
+        _check_is_new(output, ledger)
+    if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine
+        why_unusable(ledger, run_start(config, start))
+    return start
+
+
+def _read_checkpoint(config: Config, folder: Path) -> ResumePoint:
     checkpoint = resolve_checkpoint(config.resume, folder)
     if checkpoint is None:
         if broken := damaged(folder):

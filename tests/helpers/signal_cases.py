@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +16,9 @@ from benchmarks.processes import find_processes
 from rlpipe.replay.ledger.audit import audit
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
+
+HANGS_S = 300
+"""A time limit that no run here reaches, even if runs of two other files share the cores."""
 
 
 def steps_done(output: Path) -> int:
@@ -55,6 +60,23 @@ def signals(
         for pid in frozen:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def start_driver(options: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a driver in its own process group, as a terminal does."""
+    command = [sys.executable, "-m", "rlpipe", "train", *options]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+
+def wait_for_step(driver: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
+    deadline = time.monotonic() + HANGS_S
+    while time.monotonic() < deadline:
+        assert driver.poll() is None, "the run ended before it could be stopped"
+        if metrics.exists() and any(f'"step": {step},' in line for line in metrics.read_text().splitlines()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not trained within {HANGS_S} s")
 
 
 def ledger_of(output: Path) -> Ledger:

@@ -72,6 +72,13 @@ def local_ray() -> Iterator[None]:
         preloading.end()
 
 
+@pytest.fixture
+def cluster_environment(local_ray: None) -> dict[str, str]:
+    """Return an environment with which another process can join the tests' cluster."""
+    address = ray.get_runtime_context().gcs_address
+    return {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a policy with two layers of width 64 in fp32.

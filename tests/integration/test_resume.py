@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,38 +14,12 @@ import pytest
 import ray
 import torch
 from run_cases import SIX_STEPS, read_adapter, read_jsonl, run_options, trained_steps
-from signal_cases import signals
+from signal_cases import HANGS_S, signals, start_driver, wait_for_step
 
 from benchmarks.processes import find_processes
 from rlpipe import cli
 
 pytestmark = pytest.mark.ray
-HANGS_S = 300
-"""A time limit that no run here reaches, even if runs of two other files share the cores."""
-
-
-@pytest.fixture
-def cluster_environment(local_ray: None) -> dict[str, str]:
-    """Return an environment with which another process can join the tests' cluster."""
-    address = ray.get_runtime_context().gcs_address
-    return {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
-
-
-def start_driver(options: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a driver in its own process group, as a terminal does."""
-    command = [sys.executable, "-m", "rlpipe", "train", *options]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-
-
-def wait_for_step(driver: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
-    deadline = time.monotonic() + HANGS_S
-    while time.monotonic() < deadline:
-        assert driver.poll() is None, "the run ended before it could be stopped"
-        if metrics.exists() and any(f'"step": {step},' in line for line in metrics.read_text().splitlines()):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not trained within {HANGS_S} s")
 
 
 def actor_names() -> Iterator[str]:

@@ -307,6 +307,14 @@ class Ledger(Database):
         )
         return self.load(row[0] for row in self.rows(query))
 
+    def failures(self) -> list[tuple[str, int]]:
+        """Return why groups could not be sampled or scored, each with their number, the most frequent first."""
+        return self.rows(
+            "SELECT reason, count(*) FROM groups WHERE state = 'DISCARDED' AND step IS NULL AND reason NOT LIKE ?"
+            " GROUP BY reason ORDER BY 2 DESC",
+            f"{NO_VARIANCE}%",
+        )
+
     def open_attempts(self) -> list[int]:
         """Return the attempts due for groups without reward variance that the run did not make before it ended."""
         left: Counter[int] = Counter()

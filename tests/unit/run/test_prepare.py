@@ -179,7 +179,7 @@ def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
 
 
 def test_a_second_run_moves_no_checkpoints_of_the_first(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpipe.run.prepare._read_resume_point", lambda config, folder: ResumePoint())
+    monkeypatch.setattr("rlpipe.run.prepare._read_checkpoint", lambda config, folder: ResumePoint())
     config = load_config([*options, reward("bare")])
     checkpoints = Path(config.output) / "checkpoints"
     (checkpoints / "step_000001").mkdir(parents=True)

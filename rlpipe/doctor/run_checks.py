@@ -1,0 +1,213 @@
+"""Checks of a run's config on this machine: output, rewards, model, data, types and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Literal
+
+import torch
+
+from rlpipe.common.atomic_io import is_held
+from rlpipe.common.formatting import gib, giga
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.data.prompts import open_run_prompts, open_source
+from rlpipe.data.render.processor import load_tokenizer
+from rlpipe.doctor.machine_checks import MAX_CLOCK_S, check_disks, cluster_address, connection_error
+from rlpipe.doctor.observations import Observation, ok, problem, skipped, warning
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.devices import DEVICES, find_device
+from rlpipe.hardware.dtype_speed import cpu_rates
+from rlpipe.hardware.dtypes import AUTO, WIDE
+from rlpipe.plan.dtype_work import engine_products, learner_products
+from rlpipe.plan.report import Report, make_report
+from rlpipe.run.prepare import (
+    Run,
+    check_adapter_targets,
+    check_context,
+    check_reward_columns,
+    collect_rewards,
+    prepare_run,
+    read_resume_point,
+)
+
+STATE_BYTES = 12
+"""Bytes of a trained parameter in a checkpoint: its weight and two moments in float32."""
+SAMPLE_ROWS = 50
+
+
+@dataclass
+class RunChecks:
+    """The checks of one config; later ones use what earlier ones have loaded."""
+
+    config: Config
+    run: Run | None = None
+    report: Report | None = field(default=None, init=False)
+
+    def all(self) -> Mapping[str, Callable[[], Iterator[Observation]]]:
+        return {
+            "output": self.check_output,
+            "hosts": self.check_hosts,
+            "rewards": self.check_rewards,
+            "model": self.check_model,
+            "data": self.check_data,
+            "type": self.check_dtype,
+            "plan": self.check_plan,
+            "disk": self.check_disks,
+        }
+
+    @property
+    def is_made_first(self) -> bool:
+        """Whether the policy does not exist yet, and the run will make it."""
+        model = self.config.model
+        return model.prepare is not None and not Path(model.path).exists()
+
+    def check_output(self) -> Iterator[Observation]:
+        """Check that the output can be written, that no other run writes there, and what the run would resume from."""
+        output = Path(self.config.output).absolute()
+        point = read_resume_point(self.config)
+        if is_held(output):
+            raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
+        yield ok("output", f"{output}, " + ("a new run" if point.checkpoint is None else f"from {point.checkpoint}"))
+
+    def check_hosts(self) -> Iterator[Observation]:
+        """Check that the hosts of a cluster share the output's file system, and agree about the time."""
+        address = cluster_address(self.config)
+        if address is None or connection_error(address) is not None:  # which the check of the network tells
+            return
+        from rlpipe.run.host_probe import probe_hosts  # Ray takes a second
+
+        output = Path(self.config.output).absolute()
+        there = next(path for path in (output, *output.parents) if path.exists())
+        with NamedTemporaryFile(dir=there, prefix=".rlpipe-doctor-") as file:
+            hosts = probe_hosts(self.config.cluster, Path(file.name))
+        for host in hosts:
+            if not host.sees_file:
+                share = "put output on a file system that all hosts share, and the ledger on a disk (ledger.folder)"
+                yield problem("hosts", f"host {host.address} does not see {there}", share)
+            if abs(host.ahead_s) > MAX_CLOCK_S:
+                text = f"the clock of host {host.address} is {host.ahead_s:+.0f} s from this machine's"
+                yield problem("hosts", text, "set both by NTP")
+        if all(host.sees_file and abs(host.ahead_s) <= MAX_CLOCK_S for host in hosts):
+            yield ok("hosts", f"{len(hosts)} hosts see {there}, and their clocks agree")
+
+    def check_rewards(self) -> Iterator[Observation]:
+        rewards, _ = collect_rewards(self.config, [])
+        yield ok("rewards", ", ".join(rewards) or "none, as the run needs none")
+
+    def check_model(self) -> Iterator[Observation]:
+        """Load the tokenizer and the description of the model, but not its weights."""
+        if self.is_made_first:
+            yield skipped("model", f"model.prepare={self.config.model.prepare} makes it when the run starts")
+            return
+        run = prepare_run(self.config)
+        tokenizer = load_tokenizer(run.model)
+        self.run = run
+        if self.config.algorithm.kind == "rl":
+            check_context(run)
+            check_adapter_targets(run)
+        yield ok("model", f"{self.config.model.path}, {len(tokenizer):,} tokens in its vocabulary")
+
+    def check_data(self) -> Iterator[Observation]:
+        """Render the first rows, and check that rewards get the columns that they need."""
+        if self.run is None:
+            yield skipped("data", "it needs the model's tokenizer")
+            return
+        tokenizer = load_tokenizer(self.run.model)
+        held_out = ""
+        if self.config.algorithm.kind == "rl":
+            source, others = open_run_prompts(self.config, self.run.model, tokenizer)
+            check_reward_columns(self.run, [*others[:1], *source.examples()])
+            held_out = f", {len(others)} held out"
+        else:
+            source = open_source(self.config, tokenizer)  # type: ignore[assignment]
+        source.take(min(SAMPLE_ROWS, source.num_rows or SAMPLE_ROWS))
+        left_out = {name: number for name, number in source.skip_counts.items() if name != "held_out" and number}
+        rows = "any number of" if source.num_rows is None else f"{source.num_rows:,}"
+        text = f"{rows} rows{held_out}"
+        if sum(left_out.values()) > SAMPLE_ROWS / 2:
+            reasons = ", ".join(f"{number} {name}" for name, number in left_out.items())
+            yield warning("data", f"{text}; of the first rows, many can't be used ({reasons})", "rlpipe data stats")
+        else:
+            yield ok("data", text)
+
+    def check_dtype(self) -> Iterator[Observation]:
+        """Compare the speed of the type that the config asks for with that of float32, on this machine's CPU."""
+        asked = self.config.model.dtype
+        if asked in (AUTO, WIDE) or _on_gpu(self.config) or self.is_made_first:
+            yield ok("type", f"model.dtype={asked}")
+            return
+        kinds = [learner_products(self.config)]
+        kinds += [engine_products(self.config)] if self.config.algorithm.kind == "rl" else []
+        for made in (made for made in kinds if made is not None):
+            rates = cpu_rates(made, asked)
+            if asked not in rates:
+                yield problem("type", f"this CPU can't multiply in {asked}", "set model.dtype=auto")
+                return
+            if rates[asked] < rates[WIDE]:
+                slow = f"{giga(rates[asked])}FLOP/s in {asked}, {giga(rates[WIDE])}FLOP/s in float32"
+                yield warning("type", f"this CPU is slower in {asked}: {slow}", "set model.dtype=auto")
+                return
+        yield ok("type", f"model.dtype={asked}, which this CPU is fast in")
+
+    def check_plan(self) -> Iterator[Observation]:
+        """Check that engines, learner and rewards fit into the memory of this machine, by the plan."""
+        if self.is_made_first:
+            yield skipped("plan", "it needs the model")
+            return
+        if _on_gpu(self.config) and not torch.cuda.is_available():
+            yield skipped("plan", "this machine has no GPU; rlpipe plan --device NAME plans for another one")
+            return
+        self.report = make_report(self.config, this_device(self.config))
+        needed = 0
+        for section in self.report.sections:
+            needed = section.data.get("num_bytes", needed) if section.name == "machine" else needed
+            if section.data.get("fits") is False:
+                changes = [
+                    change["change"] if isinstance(change, dict) else change for change in _changes(section.data)
+                ]
+                yield problem("plan", f"{section.title}: {section.data['problem']}", " or ".join(changes[:3]))
+        if needed > free_host_bytes():
+            yield warning(
+                "plan",
+                f"the run takes {gib(needed)}, and {gib(free_host_bytes())} are free now",
+                "end other programs first",
+            )
+        elif needed <= host_memory_bytes():
+            yield ok("plan", f"the run takes {gib(needed)} of this machine's {gib(host_memory_bytes())}")
+
+    def check_disks(self) -> Iterator[Observation]:
+        yield from check_disks(Path(self.config.output).absolute(), self._checkpoint_bytes())
+
+    def _checkpoint_bytes(self) -> int | None:
+        """Return the bytes of the checkpoints that a run keeps, with one that is being written; None if not known."""
+        sections = self.report.sections if self.report is not None else ()
+        trained = next((data["num_trained"] for section in sections if "num_trained" in (data := section.data)), None)
+        return None if trained is None else int(trained) * STATE_BYTES * (self.config.checkpoint.keep + 1)
+
+
+def _changes(data: Mapping[str, Any]) -> list[Any]:
+    found = data.get("changes")
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+def _on_gpu(config: Config) -> bool:
+    return bool(config.learner.num_gpus or config.rollout.num_gpus)
+
+
+def this_device(config: Config) -> Device:
+    """Return this machine as a device: as measured if it was, else with assumed rates and its own memory."""
+    kind: Literal["cuda", "cpu"] = "cuda" if _on_gpu(config) else "cpu"
+    host = host_memory_bytes()
+    with suppress(ConfigError):
+        device = find_device()
+        if device.kind == kind:
+            return replace(device, host_memory_bytes=host)
+    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else host
+    assumed = next(iter(DEVICES.values()))
+    return replace(assumed, name="this machine", kind=kind, memory_bytes=memory, host_memory_bytes=host)

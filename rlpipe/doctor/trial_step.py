@@ -1,0 +1,62 @@
+"""Trains one step of a run in a temporary folder: Ray, engines, rewards, learner, weights and checkpoint."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from rlpipe.common.scratch import remove_folder
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.doctor.observations import Observation, ok
+from rlpipe.tracking.jsonl import read_rows, show_beginning
+
+SMALL = (
+    "algorithm.num_steps=1",
+    "algorithm.num_minibatches=1",
+    "algorithm.num_epochs_per_step=1",
+    "data.held_out.size=0",
+    "data.held_out.path=null",
+    "data.held_out.split=null",
+    "data.held_out.correct_by=null",
+    "replay.refill_attempts=0",
+    "resume=never",
+    "ledger.folder=null",
+    "tracking.progress=none",
+    "tracking.tensorboard=false",
+    "tracking.ray_metrics=false",
+    "tracking.wandb=false",
+    "health={}",
+)
+"""Options with which a run is one step without evaluations, trackers or traces of it."""
+
+
+def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iterator[Observation]:
+    """Train one step of as few groups as there are ranks, beside the run's output; raise what the run would raise."""
+    from rlpipe.run.pipeline import train  # Ray takes a second
+
+    output = Path(config.output).absolute()
+    place = next(path for path in output.parents if path.exists())
+    folder = tempfile.mkdtemp(dir=place, prefix=".rlpipe-doctor-")
+    try:
+        groups = f"algorithm.groups_per_step={max(config.learner.num_ranks, 1)}"
+        small = load_config([*overrides, *SMALL, groups, f"output={folder}/run"], file=file)
+        with redirect_stdout(io.StringIO()):
+            summary = train(small)
+        yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(Path(folder) / 'run')}")
+        for row in list(read_rows(Path(folder) / "run" / "completions.jsonl"))[:1]:
+            reward = "none" if row["reward"] is None else f"{row['reward']:.3g}"
+            yield ok("completion", f"{show_beginning(row['completion'])} (reward {reward})")
+    finally:
+        remove_folder(folder)
+
+
+def _times(output: Path) -> str:
+    """Return the times of the parts of the step that was trained, as the end of a sentence."""
+    row = next((row for row in read_rows(output / "metrics.jsonl") if "loss" in row), {})
+    names = {"time/generate": "generating", "time/score": "scoring", "time/train": "training"}
+    parts = [f"{name} {row[key]:.1f} s" for key, name in names.items() if row.get(key) is not None]
+    return f" ({', '.join(parts)})" if parts else ""

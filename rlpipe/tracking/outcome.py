@@ -1,0 +1,61 @@
+"""Records in a run's folder how its latest command ended, which `rlpipe doctor RUN` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rlpipe.common.atomic_io import write_whole
+from rlpipe.errors import Interrupted
+
+OUTCOME_FILE = "outcome.json"
+RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+
+
+@dataclass(kw_only=True, frozen=True)
+class RunOutcome:
+    """How a command ended; its state stays ``running`` if its process was killed."""
+
+    state: str
+    host: str
+    pid: int
+    began_at: float
+    """Seconds since 1970, as is ``ended_at``."""
+    ended_at: float | None = None
+    error: str | None = None
+    """Name of the exception's class."""
+    message: str | None = None
+
+
+@contextmanager
+def recorded_outcome(output: Path) -> Iterator[None]:
+    """Record that a command runs, and how it ends; what can't be written, on a full disk for example, is not."""
+    running = RunOutcome(state=RUNNING, host=socket.gethostname(), pid=os.getpid(), began_at=time.time())
+    _write(output, running)
+    try:
+        yield
+    except BaseException as error:
+        state = INTERRUPTED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED
+        message = " ".join(str(getattr(error, "cause", None) or error).split())
+        _write(output, replace(running, state=state, ended_at=time.time(), error=type(error).__name__, message=message))
+        raise
+    _write(output, replace(running, state=FINISHED, ended_at=time.time()))
+
+
+def _write(output: Path, outcome: RunOutcome) -> None:
+    with suppress(OSError):
+        write_whole(output / OUTCOME_FILE, json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
+
+
+def read_outcome(output: Path) -> RunOutcome | None:
+    """Return how the latest command of a run ended; None if nothing, or nothing readable, was recorded."""
+    try:
+        return RunOutcome(**json.loads((output / OUTCOME_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,182 @@
+"""`rlpipe doctor RUN`: the cause of each dead run is named, with its evidence and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_cases import Run
+
+from rlpipe.cli import main
+from rlpipe.common.atomic_io import held
+from rlpipe.errors import (
+    EngineFailed,
+    HeadLost,
+    Interrupted,
+    LearnerFailed,
+    RewardFailed,
+    RunError,
+    Unhealthy,
+    WaitTimeout,
+    WeightsMismatch,
+)
+from rlpipe.tracking.outcome import OUTCOME_FILE, RunOutcome, read_outcome, recorded_outcome
+
+STEP_S = 2.0
+
+
+def row(step: int, **metrics: float) -> dict[str, float]:
+    return {"step": step, "time": time.time() - 6 + step, "loss": 0.1, "time/step": STEP_S, **metrics}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return the folder of a run of six steps, with a ledger, that has not said how it ended."""
+    folder = tmp_path / "run"
+    made = Run(folder)
+    made.train_all()
+    made.ledger.close()
+    write_metrics(folder, [row(step) for step in range(1, 7)])
+    (folder / "config.yaml").write_text("name: run\nalgorithm: {kind: rl}\n")
+    return folder
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+
+
+def end(folder: Path, error: BaseException | None) -> None:
+    """Record how the run ended, as ``train`` does."""
+    with suppress(type(error) if error is not None else RunError), recorded_outcome(folder):
+        if error is not None:
+            raise error
+
+
+def diagnosis(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], str]:
+    """Return what is said, by subject and status."""
+    assert main(["doctor", "--json", str(folder)]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {(line["subject"], line["status"]): f"{line['text']}; {line['mend']}" for line in found}
+
+
+DEATHS: dict[str, tuple[BaseException, str]] = {
+    "a reward fails": (
+        RewardFailed("8 groups in a row failed, the last one with: sums: ZeroDivisionError"),
+        r"after 6 steps, RewardFailed: 8 groups in a row .*ZeroDivisionError; mend the reward; .*--state DISCARDED",
+    ),
+    "losses are not finite": (
+        LearnerFailed("step 5: the loss or gradient was not finite in 3 steps in a row"),
+        r"LearnerFailed: step 5: .*; if losses are not finite: a lower learner\.optimizer\.lr",
+    ),
+    "engines die": (
+        EngineFailed("engine rollout-0 died 4 times without a finished group"),
+        r"EngineFailed: .*; rlpipe plan shows the memory of an engine",
+    ),
+    "a part hangs": (
+        WaitTimeout("no step has ended for cluster.step_timeout_s=3600 seconds"),
+        r"WaitTimeout: no step .*; raise the named option .*session_latest/logs",
+    ),
+    "the head is lost": (HeadLost("Ray's head has not answered for 45 s"), r"HeadLost: .*; start the cluster again"),
+    "weights differ": (WeightsMismatch("engine rollout-0 serves another digest"), r"WeightsMismatch: .*same versions"),
+    "a health rule": (Unhealthy("health.kl.stop is reached"), r"Unhealthy: health\.kl\.stop .*docs/health\.md"),
+    "a full disk": (
+        RunError("outputs/run can't be written: [Errno 28] No space left on device; the same command continues"),
+        r"RunError: .*No space left on device.*; free space on that disk",
+    ),
+    "a fault of the code": (ZeroDivisionError("division by zero"), r"ZeroDivisionError: division by zero; "),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_the_error_that_ended_a_run_is_said(death: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error, says = DEATHS[death]
+    end(run, error)
+    assert re.search(says, diagnosis(run, capsys)["ending", "PROBLEM"])
+
+
+def test_an_interrupted_run_is_no_problem(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end(run, Interrupted("stopped by SIGTERM"))
+    said = diagnosis(run, capsys)
+    assert re.search(r"after 6 steps: stopped by SIGTERM; the same command continues", said["ending", "warning"])
+    assert not [status for _, status in said if status == "PROBLEM"]
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = RunOutcome(state="running", host="elsewhere", pid=4321, began_at=time.time() - 100)
+    (run / OUTCOME_FILE).write_text(json.dumps(asdict(running)))
+    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    monkeypatch.setattr("rlpipe.doctor.diagnosis.GROUPS", tmp_path)
+    said = diagnosis(run, capsys)["ending", "PROBLEM"]
+    assert re.search(r"process 4321 on elsewhere, which began at .*, was killed or lost its machine", said)
+    assert "the kernel has ended 2 processes of this container for lack of memory" in said
+    assert "dmesg on elsewhere" in said
+    with held(run):
+        assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"]
+        write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
+        assert "6 steps were done" in diagnosis(run, capsys)["ending", "warning"]
+
+
+def test_a_finished_run_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end(run, None)
+    outcome = read_outcome(run)
+    assert outcome is not None
+    assert (outcome.state, outcome.pid) == ("finished", os.getpid())
+    said = diagnosis(run, capsys)
+    assert "the run has finished after 6 steps" in said["ending", "ok"]
+    assert "no rule trips" in said["health", "ok"]
+
+
+def _collapse(folder: Path) -> None:
+    write_metrics(folder, [row(step, entropy=0.5 / step**3) for step in range(1, 30)])
+
+
+def _damage_ledger(folder: Path) -> None:
+    path = folder / "ledger.sqlite"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _damage_checkpoint(folder: Path) -> None:
+    (folder / "checkpoints" / "step_000004").mkdir(parents=True)
+
+
+def _lose_engines(folder: Path) -> None:
+    made = Run(folder)
+    for _ in range(3):
+        made.ledger.note("engine", "rollout-0", "engine rollout-0 died: its process was killed (memory usage)")
+    made.ledger.close()
+
+
+OTHERS: Mapping[str, tuple[Callable[[Path], Any], str, str, str]] = {
+    "the policy collapsed": (_collapse, "health", "warning", r"from step \d+ on, \(entropy_low\): .*Try: "),
+    "the ledger is damaged": (_damage_ledger, "ledger", "PROBLEM", r"ledger\.sqlite"),
+    "a checkpoint is damaged": (_damage_checkpoint, "checkpoints", "PROBLEM", r"step_000004 is damaged"),
+    "engines were lost": (_lose_engines, "events", "warning", r"rollout-0, 3 x: .*memory usage.*rlpipe plan"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_went_wrong_is_said(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plant, subject, status, says = OTHERS[name]
+    end(run, RunError("something"))
+    plant(run)
+    assert re.search(says, diagnosis(run, capsys)[subject, status])
+
+
+def test_other_folders_and_old_records_are_refused_or_passed_over(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    for damaged in ("", "[]", '{"state": 1}', "{" * 100_000):
+        (run / OUTCOME_FILE).write_text(damaged)
+        assert "was not recorded" in diagnosis(run, capsys)["ending", "skipped"]
