@@ -280,7 +280,15 @@ def describe(name: str, result: Mapping[str, Any], load: float) -> None:
 
 
 def summarize(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """Return one workload's keys of the last line; ratios are TRL's seconds over those of the asynchronous run."""
+    """Return one workload's keys of the last line; ratios are TRL's seconds over rlpipe's.
+
+    Those of medians leave out steps that take long now and then. If an asynchronous run trains steps in bursts, between
+    which it waits, only the ratios of means count the waiting.
+    """
+    means = {
+        side: statistics.median(statistics.fmean(warm_part(run["seconds"])) for run in runs)
+        for side, runs in results.items()
+    }
     seconds = {side: statistics.median(warm_median(run["seconds"]) for run in runs) for side, runs in results.items()}
     whole = {side: statistics.median(run["command_seconds"] for run in runs) for side, runs in results.items()}
 
@@ -290,6 +298,8 @@ def summarize(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     return {
         f"{name}_ratio": round(seconds["trl"] / seconds["async"], 3),
         f"{name}_ratio_sync": round(seconds["trl"] / seconds["sync"], 3),
+        f"{name}_mean_ratio": round(means["trl"] / means["async"], 3),
+        f"{name}_mean_ratio_sync": round(means["trl"] / means["sync"], 3),
         f"{name}_wall_ratio": round(whole["trl"] / whole["async"], 3),
         f"{name}_wall_ratio_sync": round(whole["trl"] / whole["sync"], 3),
         f"{name}_accuracy_start": mean("async", "accuracy_start"),

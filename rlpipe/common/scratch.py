@@ -17,19 +17,21 @@ REMOVAL_TIMEOUT_S = 30.0
 class ScratchFolder:
     """A temporary folder of this process, with a lock that ends with the process.
 
-    Folders of the same prefix in the same place whose processes have ended are removed first, once in a process.
+    It is in ``place``, or where the system has temporary files. Folders of the same prefix in the same place whose
+    processes have ended are removed first, once in a process.
     """
 
-    def __init__(self, prefix: str) -> None:
-        remove_abandoned(tempfile.gettempdir(), prefix)
-        self.path, lock = _locked_folder(prefix)
+    def __init__(self, prefix: str, place: Path | None = None) -> None:
+        there = tempfile.gettempdir() if place is None else str(place)
+        remove_abandoned(there, prefix)
+        self.path, lock = _locked_folder(there, prefix)
         self.close = weakref.finalize(self, _end_folder, self.path, lock)
         """Remove the folder with its content, which otherwise happens at the process's end."""
 
 
-def _locked_folder(prefix: str) -> tuple[str, int]:
+def _locked_folder(place: str, prefix: str) -> tuple[str, int]:
     while True:
-        path = tempfile.mkdtemp(prefix=prefix)
+        path = tempfile.mkdtemp(prefix=prefix, dir=place)
         with suppress(FileNotFoundError):  # another process took it for an abandoned one before it was locked
             lock = os.open(path, os.O_RDONLY)
             with suppress(OSError):  # a file system without locks, where nothing is taken for abandoned

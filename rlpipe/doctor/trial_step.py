@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from rlpipe.common.scratch import remove_folder
+from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok
@@ -40,18 +39,19 @@ def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iter
 
     output = Path(config.output).absolute()
     place = next(path for path in output.parents if path.exists())
-    folder = tempfile.mkdtemp(dir=place, prefix=".rlpipe-doctor-")
+    scratch = ScratchFolder(".rlpipe-doctor-", place)
+    folder = Path(scratch.path)
     try:
         groups = f"algorithm.groups_per_step={max(config.learner.num_ranks, 1)}"
         small = load_config([*overrides, *SMALL, groups, f"output={folder}/run"], file=file)
         with redirect_stdout(io.StringIO()):
             summary = train(small)
-        yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(Path(folder) / 'run')}")
-        for row in list(read_rows(Path(folder) / "run" / "completions.jsonl"))[:1]:
+        yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(folder / 'run')}")
+        for row in list(read_rows(folder / "run" / "completions.jsonl"))[:1]:
             reward = "none" if row["reward"] is None else f"{row['reward']:.3g}"
             yield ok("completion", f"{show_beginning(row['completion'])} (reward {reward})")
     finally:
-        remove_folder(folder)
+        scratch.close()
 
 
 def _times(output: Path) -> str:

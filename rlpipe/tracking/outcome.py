@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlpipe.common.atomic_io import write_whole
+from rlpipe.common.formatting import without_password
 from rlpipe.errors import Interrupted
 
 OUTCOME_FILE = "outcome.json"
@@ -42,7 +43,7 @@ def recorded_outcome(output: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         state = INTERRUPTED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED
-        message = " ".join(str(getattr(error, "cause", None) or error).split())
+        message = without_password(" ".join(str(getattr(error, "cause", None) or error).split()))
         _write(output, replace(running, state=state, ended_at=time.time(), error=type(error).__name__, message=message))
         raise
     _write(output, replace(running, state=FINISHED, ended_at=time.time()))

@@ -89,7 +89,11 @@ def test_vs_trl_reports_ratios_and_accuracies() -> None:
     summary = vs_trl.summarize("long", results)
     expected = {"long_ratio": 3.0, "long_ratio_sync": 2.0, "long_accuracy": 0.9, "long_accuracy_trl": 0.6}
     expected |= {"long_wall_ratio": 1.077, "long_wall_ratio_sync": 1.057}
+    expected |= {"long_mean_ratio": 3.0, "long_mean_ratio_sync": 2.0}
     assert {key: summary[key] for key in expected} == expected
+    results["async"] = [{**result(1.0, 0.8), "seconds": [100.0, 5.0, 1.0, 5.0, 1.0, 5.0, 1.0]}]
+    bursts = vs_trl.summarize("long", results)
+    assert (bursts["long_ratio"], bursts["long_mean_ratio"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("workload", vs_trl.WORKLOADS.values(), ids=vs_trl.WORKLOADS)
