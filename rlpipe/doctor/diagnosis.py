@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from rlpipe.common.atomic_io import RESERVE, is_held
 from rlpipe.common.formatting import duration, gib
@@ -19,7 +21,7 @@ from rlpipe.errors import DataError, InputError
 from rlpipe.hardware.cgroup import GROUPS
 from rlpipe.learner.checkpoint_files import damaged, list_checkpoints
 from rlpipe.replay.ledger.query import find_ledger, reading
-from rlpipe.tracking.health import HealthWatch
+from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
 
@@ -63,7 +65,7 @@ def diagnose(run: Path) -> Iterator[Observation]:
     )
 
 
-def _describe_end(run: Path, steps: list[dict[str, object]]) -> Iterator[Observation]:
+def _describe_end(run: Path, steps: list[dict[str, Any]]) -> Iterator[Observation]:
     outcome, done = read_outcome(run), f"{steps[-1]['step']} steps" if steps else "no step"
     if is_held(run):
         yield from _describe_running(steps, done)
@@ -87,13 +89,13 @@ def _mend(outcome: RunOutcome) -> str:
     return known or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
 
 
-def _describe_running(steps: list[dict[str, object]], done: str) -> Iterator[Observation]:
-    times = sorted(float(str(row["time/step"])) for row in steps if row.get("time/step") is not None)
-    since = time.time() - float(str(steps[-1]["time"])) if steps else 0.0
-    if times and since > STUCK * times[len(times) // 2]:
+def _describe_running(steps: list[dict[str, Any]], done: str) -> Iterator[Observation]:
+    times = [row["time/step"] for row in steps if row.get("time/step") is not None]
+    since = time.time() - steps[-1]["time"] if steps else 0.0
+    if times and since > STUCK * median(times):
         yield warning(
             "ending",
-            f"it runs, but {done} were done {duration(since)} ago, and a step takes {duration(times[len(times) // 2])}",
+            f"it runs, but {done} were done {duration(since)} ago, and a step takes {duration(median(times))}",
             "the run itself ends after cluster.step_timeout_s, and then names the part that hangs",
         )
     else:
@@ -155,18 +157,17 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
         yield ok("ledger", f"{num_groups} groups, {sum(number for _, number in failed)} of them failed")
 
 
-def _describe_health(config: Config, rows: list[dict[str, object]]) -> Iterator[Observation]:
-    """Apply the health rules to the run's metrics."""
-    watch, last, said = HealthWatch(config), {}, False
+def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Observation]:
+    """Apply the health rules to the run's metrics, and describe those that are tripped at its end."""
+    watch = HealthWatch(config)
+    since: dict[str, tuple[int, HealthFinding]] = {}
     for row in rows:
         values = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        for finding in watch.update(values):
-            last[finding.rule] = (row["step"], finding.message)
-    for step, message in last.values():
-        if " is over: " not in message:
-            said = True
-            yield warning("health", f"from step {step} on, {message.removeprefix('warning ')}")
-    if not said:
+        since |= {finding.rule: (row["step"], finding) for finding in watch.update(values)}
+    tripped = [(step, finding) for step, finding in since.values() if finding.rule in watch.tripped]
+    for step, finding in tripped:
+        yield warning("health", f"from step {step} on, {finding.message.removeprefix('warning ')}")
+    if not tripped:
         yield ok("health", f"no rule trips on the metrics of {len(rows)} steps and evaluations")
 
 

@@ -43,6 +43,11 @@ class HealthWatch:
         for state in self._states.values():
             state.stops = False  # the user goes on with the run, and is told again
 
+    @property
+    def tripped(self) -> list[str]:
+        """Names of the rules that are tripped now."""
+        return [name for name, state in self._states.items() if state.is_ill]
+
     def update(self, metrics: Mapping[str, float | None]) -> list[HealthFinding]:
         """Add the metrics of a step or an evaluation, and return what has changed with them."""
         self._history.add(metrics)
