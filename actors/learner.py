@@ -28,6 +28,7 @@ from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy, load_policy
+from rlpipe.learner.profiling import StepProfiler, memory_metrics
 from rlpipe.learner.publish import DirectSender, publish_weights
 from rlpipe.learner.step import Learner, LossTarget
 from rlpipe.learner.strategies.sharding import Reduce
@@ -318,6 +319,8 @@ class LearnerLoop:
         self._calls = Calls(self._rank, setup.call_timeout_s)
         self._publisher = make_publisher(self._policy, setup, self._calls)
         self._target = LossTarget(setup.algorithm.stop_loss)
+        profiles, steps = setup.output / "profiles", setup.learner.profile_steps
+        self._profiler = StepProfiler(profiles, steps, rank=self._rank, device=self._policy.device)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
         self._features = self._make_features()
 
@@ -352,7 +355,9 @@ class LearnerLoop:
                 if previous is not None and self._saved_step < step:
                     self._checkpoint(step, previous)
                 return
-            metrics = self._learner.train_step(batch)
+            with self._profiler.step(step + 1):
+                metrics = self._learner.train_step(batch)
+            metrics |= memory_metrics(self._policy.device)
             self._post_messages()
             if self._publication_due(step + 1):
                 self._publisher.publish(step + 1, self._life)

@@ -204,6 +204,7 @@ FREE_ON_RESUME = (
     "learner.logprob_chunk_tokens",
     "learner.fsdp",
     "learner.zero3",
+    "learner.profile_steps",
     "learner.max_bad_steps",
     "learner.max_failures",
     "learner.collective_timeout_s",

@@ -153,6 +153,12 @@ class LearnerConfig(Freezable):
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     zero3: Zero3Config = field(default_factory=Zero3Config)
     chunked: ChunkedConfig = field(default_factory=ChunkedConfig)
+    profile_steps: list[int] = option(
+        [],
+        "Steps, counted from 1, of which traces are written to profiles/ in the output.",
+        minimum=1,
+        maximum=MAX_STEPS,
+    )
     max_bad_steps: int = option(
         3,
         "Consecutive steps with a loss or gradient that is not finite before the run stops.",
