@@ -105,6 +105,11 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def existing_folder(path: Path) -> Path:
+    """Return the path, or the nearest folder above it, that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Return why a folder can't be created or written to, or None if it can."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))

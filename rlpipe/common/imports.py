@@ -45,6 +45,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def one_line(error: BaseException) -> str:
+    """Return an exception's message in one line; of one that crossed Ray, that of its cause."""
+    return " ".join(str(getattr(error, "cause", None) or error).split())
+
+
 def message_of(error: BaseException) -> str:
     """Return an exception's message, safe to print; an empty string if its class, which may be a user's, has none."""
     try:

@@ -162,8 +162,7 @@ def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Obs
     watch = HealthWatch(config)
     since: dict[str, tuple[int, HealthFinding]] = {}
     for row in rows:
-        values = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        since |= {finding.rule: (row["step"], finding) for finding in watch.update(values)}
+        since |= {finding.rule: (row["step"], finding) for finding in watch.update(row)}
     tripped = [(step, finding) for step, finding in since.values() if finding.rule in watch.tripped]
     for step, finding in tripped:
         yield warning("health", f"from step {step} on, {finding.message.removeprefix('warning ')}")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rlpipe.common.atomic_io import existing_folder
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok, problem, warning
@@ -128,8 +129,7 @@ def check_memory() -> Iterator[Observation]:
 
 def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
     """Check the disks of the output, which gets ``num_bytes`` of checkpoints if that is known, and of Ray's files."""
-    there = next(path for path in (output, *output.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing_folder(output)).free
     text = f"{gib(free)} are free for {output}"
     if num_bytes is not None:
         text += f", and its checkpoints take about {gib(num_bytes)}"
@@ -151,7 +151,7 @@ def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
 
 def check_clock(folder: Path) -> Iterator[Observation]:
     """Check that the clock is not before this version's time, and agrees with that of the folder's file system."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = existing_folder(folder)
     if time.gmtime().tm_year < FIRST_YEAR:
         yield problem("clock", f"it says {time.strftime('%Y-%m-%d')}", "set it, for example by NTP")
         return

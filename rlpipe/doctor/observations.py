@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import describe_error, one_line
 from rlpipe.errors import RlpipeError
 
 
@@ -54,6 +54,6 @@ def examine(checks: Mapping[str, Check]) -> Iterator[Observation]:
         try:
             yield from check()
         except RlpipeError as error:
-            yield problem(subject, " ".join(str(getattr(error, "cause", None) or error).split()))
+            yield problem(subject, one_line(error))
         except Exception as error:  # noqa: BLE001 - own rewards and models of others may raise anything
             yield problem(subject, describe_error(error))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlpipe.common.atomic_io import is_held
+from rlpipe.common.atomic_io import existing_folder, is_held
 from rlpipe.common.formatting import gib, giga
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts, open_source
@@ -82,8 +82,7 @@ class RunChecks:
             return
         from rlpipe.run.host_probe import probe_hosts  # Ray takes a second
 
-        output = Path(self.config.output).absolute()
-        there = next(path for path in (output, *output.parents) if path.exists())
+        there = existing_folder(Path(self.config.output).absolute())
         with NamedTemporaryFile(dir=there, prefix=".rlpipe-doctor-") as file:
             hosts = probe_hosts(self.config.cluster, Path(file.name))
         for host in hosts:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from rlpipe.common.atomic_io import existing_folder
 from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
@@ -37,9 +38,7 @@ def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iter
     """Train one step of as few groups as there are ranks, beside the run's output; raise what the run would raise."""
     from rlpipe.run.pipeline import train  # Ray takes a second
 
-    output = Path(config.output).absolute()
-    place = next(path for path in output.parents if path.exists())
-    scratch = ScratchFolder(".rlpipe-doctor-", place)
+    scratch = ScratchFolder(".rlpipe-doctor-", existing_folder(Path(config.output).absolute().parent))
     folder = Path(scratch.path)
     try:
         groups = f"algorithm.groups_per_step={max(config.learner.num_ranks, 1)}"

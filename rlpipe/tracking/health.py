@@ -39,7 +39,7 @@ class HealthWatch:
         self._history, self._config = RunHistory(config), config
         self._states = {rule.name: _State() for rule in self._rules}
         for row in rows:
-            self.update({name: value for name, value in row.items() if isinstance(value, int | float)})
+            self.update(row)
         for state in self._states.values():
             state.stops = False  # the user goes on with the run, and is told again
 
@@ -48,7 +48,7 @@ class HealthWatch:
         """Names of the rules that are tripped now."""
         return [name for name, state in self._states.items() if state.is_ill]
 
-    def update(self, metrics: Mapping[str, float | None]) -> list[HealthFinding]:
+    def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
         """Add the metrics of a step or an evaluation, and return what has changed with them."""
         self._history.add(metrics)
         evaluated = is_evaluation(metrics)

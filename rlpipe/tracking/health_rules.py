@@ -34,9 +34,10 @@ class RunHistory:
     best_reward: float = -math.inf
     """Highest mean reward of as many steps as are recent."""
 
-    def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of a step, or of an evaluation; those that are not numbers are left out."""
-        values = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        values = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if is_evaluation(values):
             self.evaluations.append((values, self.progress()))
         for name, value in values.items():

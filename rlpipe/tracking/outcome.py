@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlpipe.common.atomic_io import write_whole
 from rlpipe.common.formatting import without_password
+from rlpipe.common.imports import one_line
 from rlpipe.errors import Interrupted
 
 OUTCOME_FILE = "outcome.json"
@@ -43,7 +44,7 @@ def recorded_outcome(output: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         state = INTERRUPTED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED
-        message = without_password(" ".join(str(getattr(error, "cause", None) or error).split()))
+        message = without_password(one_line(error))
         _write(output, replace(running, state=state, ended_at=time.time(), error=type(error).__name__, message=message))
         raise
     _write(output, replace(running, state=FINISHED, ended_at=time.time()))
