@@ -252,8 +252,12 @@ class StepInputs:
 
     logits: Tensor  # [K, 2], with gradient
     labels: Tensor  # [K] int64, 0 or 1
+    solution_ids: Tensor  # [K] int64, in [0, S), of the solution that a step belongs to; steps are in order
     num_steps: int
     """Steps of the update, on all ranks."""
+
+
+NUM_SOLUTIONS = "count/solutions"
 
 
 def step_loss(inputs: StepInputs) -> LossOutput:
@@ -264,5 +268,24 @@ def step_loss(inputs: StepInputs) -> LossOutput:
     metrics = MetricSums(num_tokens=torch.tensor(len(losses), device=losses.device))
     metrics.add_total("loss", loss)
     metrics.add_mean("rewards/mean", good)
-    metrics.add_mean("rewards/accuracies", (inputs.logits.argmax(1) == inputs.labels).float())
+    found = inputs.logits.argmax(1)
+    metrics.add_mean("rewards/accuracies", (found == inputs.labels).float())
+    judged = _first_errors(found, inputs.solution_ids) == _first_errors(inputs.labels, inputs.solution_ids)
+    metrics.add_total("rewards/first_errors", judged.sum())
+    metrics.add_total(NUM_SOLUTIONS, judged.new_tensor(len(judged), dtype=torch.int64))
     return LossOutput(loss=loss, metrics=metrics)
+
+
+def solution_means(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a process reward model with a share of its solutions in place of their number."""
+    found = dict(values)
+    found["rewards/first_errors"] /= max(found.pop(NUM_SOLUTIONS), 1)
+    return found
+
+
+def _first_errors(labels: Tensor, solution_ids: Tensor) -> Tensor:
+    """Return the index ``[S]`` of each solution's first step labelled 0, or K if it has none, of K steps in order."""
+    num_steps = len(labels)
+    steps = torch.arange(num_steps, device=labels.device).masked_fill(labels == 1, num_steps)
+    num_solutions = int(solution_ids[-1]) + 1 if num_steps else 0
+    return steps.new_full((num_solutions,), num_steps).scatter_reduce(0, solution_ids, steps, "amin")

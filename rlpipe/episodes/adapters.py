@@ -45,7 +45,8 @@ def from_gymnasium(
 
     The policy sees the text that ``render_mode="ansi"`` renders, or else the observation. It answers with an action: a
     number for a discrete space, JSON for others. A row may have a ``seed``, and further options of ``make`` in a column
-    ``make``. Raises ``ConfigError`` if gymnasium is not installed.
+    ``make``. Subclasses, which may change rewards, find gymnasium's environment in ``env``. Raises ``ConfigError`` if
+    gymnasium is not installed.
     """
     try:
         import gymnasium
@@ -54,26 +55,26 @@ def from_gymnasium(
 
     class GymnasiumEnvironment(Environment):
         def reset(self, row: Mapping[str, Any], seed: int) -> str:
-            self._made = gymnasium.make(name, **{**options, **row.get("make", {})})
-            observation, _ = self._made.reset(seed=row.get("seed", seed))
+            self.env = gymnasium.make(name, **{**options, **row.get("make", {})})
+            observation, _ = self.env.reset(seed=row.get("seed", seed))
             return self._show(observation)
 
         def step(self, action: str) -> Step:
             try:
-                taken = (read or read_action)(action, self._made.action_space)
+                taken = (read or read_action)(action, self.env.action_space)
             except ValueError as error:
-                return Step(f"{error}; actions are {self._made.action_space}")
-            observation, reward, is_terminal, is_truncated, _ = self._made.step(taken)
+                return Step(f"{error}; actions are {self.env.action_space}")
+            observation, reward, is_terminal, is_truncated, _ = self.env.step(taken)
             return Step(self._show(observation), reward=float(reward), done=is_terminal or is_truncated)
 
         def _show(self, observation: Any) -> str:
             if show is not None:
-                return show(self._made, observation)
-            return str(self._made.render()) if self._made.render_mode == "ansi" else str(observation)
+                return show(self.env, observation)
+            return str(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
 
         def close(self) -> None:
-            if hasattr(self, "_made"):
-                self._made.close()
+            if hasattr(self, "env"):
+                self.env.close()
 
     return GymnasiumEnvironment
 
@@ -109,22 +110,22 @@ def from_trl(factory: Callable[[], Any]) -> type[Environment]:
 
     class TrlEnvironment(Environment):
         def __init__(self) -> None:
-            self._made = factory()
+            self.env = factory()
 
         async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
             prompt = row.get("prompt", [{"role": "user", "content": ""}])
             *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            added = await call_anywhere(self._made.reset, **row)
+            added = await call_anywhere(self.env.reset, **row)
             return [*before, last if added is None else {**last, "content": last["content"] + added}]
 
         async def final_reward(self) -> float:
-            get_reward = getattr(self._made, "get_reward", None)
+            get_reward = getattr(self.env, "get_reward", None)
             return 0.0 if get_reward is None else float(await call_anywhere(get_reward))
 
         def tools(self) -> list[FunctionTool]:
-            names = [name for name, _ in inspect.getmembers(type(self._made), predicate=inspect.isfunction)]
+            names = [name for name, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction)]
             return [
-                FunctionTool(getattr(self._made, name))
+                FunctionTool(getattr(self.env, name))
                 for name in names
                 if name not in TRL_METHODS and not name.startswith("_")
             ]

@@ -182,6 +182,7 @@ class LabelledSteps(PackedRows):
         steps = StepInputs(
             logits=self._policy.scorer.head_outputs(inputs.row),
             labels=inputs.advantages.long(),
+            solution_ids=inputs.sequence_ids,
             num_steps=mini_batch.num_loss_tokens,
         )
         return self.with_token_counts(step_loss(steps), inputs)

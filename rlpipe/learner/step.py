@@ -15,7 +15,7 @@ from torch import Tensor
 from rlpipe.algorithms.corrections import with_effective_ratio
 from rlpipe.algorithms.losses import EntropyBonus, KlCoefficient
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.preferences import labelled_means
+from rlpipe.algorithms.preferences import labelled_means, solution_means
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
@@ -269,6 +269,8 @@ class Learner:
             values["tokens/shared_ratio"] = values[SHARED] / (values[RUN] + values.pop(SHARED))
         if not self._algorithm.preference.takes_pairs and self._algorithm.kind == "preference":
             values = labelled_means(values)
+        if self._algorithm.kind == "process_reward_model":
+            values = solution_means(values)
         return values | {name: value / num_updates for name, value in values.items() if name in LOSSES}
 
 

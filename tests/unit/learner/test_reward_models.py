@@ -197,7 +197,9 @@ def test_a_process_reward_model_learns_labels_that_its_export_reads_at_the_steps
         learner.train_step(replace(batch, step=step))
     after = learner.evaluate(batch.mini_batches)
     assert after["eval/loss"] < before["eval/loss"]
-    assert after["eval/rewards/accuracies"] == 1.0
+    assert before["eval/rewards/first_errors"] <= before["eval/rewards/accuracies"] < 1
+    assert after["eval/rewards/accuracies"] == after["eval/rewards/first_errors"] == 1.0
+    assert not any(name.startswith("eval/count") for name in after)
     export_policy(learner.policy, tmp_path)
     model = AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
     losses, values = [], []
