@@ -97,14 +97,17 @@ class GroupIndex:
         with self.reading() as connection:
             names = [name for (name,) in connection.execute("SELECT name FROM functions ORDER BY place")]
             columns = "".join(f", function_{place}" for place in range(len(names)))
-            query = f"SELECT group_id, statuses{columns} FROM entries WHERE statuses IS NOT NULL AND group_id IN"
+            query = (
+                f"SELECT group_id, statuses, prompt{columns} FROM entries WHERE statuses IS NOT NULL AND group_id IN"
+            )
             rows = connection.execute(f"{query} ({', '.join(map(str, group_ids))})").fetchall()
         return {
             number: {
                 "functions": dict(zip(names, values, strict=True)),
+                "key": str(prompt),  # JavaScript has no integers of 64 bits
                 "statuses": [status for status, bit in STATUS_BITS.items() if statuses & bit],
             }
-            for number, statuses, *values in rows
+            for number, statuses, prompt, *values in rows
         }
 
     def update(self, ledger: Ledger, identity: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> None:

@@ -76,12 +76,12 @@ class MetricSeries:
         series = self._series.get(name)
         return None if series is None else next((x for x in reversed(series.values) if math.isfinite(x)), None)
 
-    def get(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def get(self, names: Iterable[str], most_points: int = MOST_POINTS) -> dict[str, dict[str, Any]]:
         """Return ``steps`` and ``values`` of those metrics that the run has, and how many steps each point stands for.
 
         Not all are equally dense: evaluations are rare.
         """
-        return {name: _thinned(self._series[name]) for name in names if name in self._series}
+        return {name: _thinned(self._series[name], most_points) for name in names if name in self._series}
 
     def step_at(self, moment: float) -> int:
         """Return the step during which something happened at a moment, in seconds since 1970."""
@@ -92,8 +92,8 @@ class MetricSeries:
         return series.steps[min(place, len(series.steps) - 1)]
 
 
-def _thinned(series: _Series) -> dict[str, Any]:
-    size = math.ceil(len(series.steps) / MOST_POINTS)
+def _thinned(series: _Series, most_points: int) -> dict[str, Any]:
+    size = math.ceil(len(series.steps) / most_points)
     if size <= 1:
         return {"steps": [*series.steps], "values": [*map(_finite, series.values)], "stands_for": size}
     steps, values = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -191,18 +191,20 @@ class ViewedRun:
         index = self.needed_index()
         with self.ledger() as ledger:
             page = _newest(ledger, query, size) if query.is_plain else find_page(index, query, size)
-            rows = {row.group_id: row for row in read_groups(ledger, page.group_ids)}
-        with_prompts = {row.group_id: row for row in LoggedTexts(self.folder).with_prompts([*rows.values()])}
-        means = index.means(page.group_ids)
         return {
-            "rows": [
-                _short(with_prompts[number], means.get(number, {})) for number in page.group_ids if number in rows
-            ],
+            "rows": self.rows_of(page.group_ids),
             "after": None if page.after is None else f"{page.after[0]!r}|{page.after[1]}",
             "count": page.count,
             "num_groups": index.num_groups,
             "num_indexed": index.num_indexed,
         }
+
+    def rows_of(self, group_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what the table shows of groups, in the order of their ids here."""
+        with self.ledger() as ledger:
+            found = LoggedTexts(self.folder).with_prompts(read_groups(ledger, group_ids))
+        rows, means = {row.group_id: row for row in found}, self.needed_index().means(group_ids)
+        return [_short(rows[number], means.get(number, {})) for number in group_ids if number in rows]
 
     def needed_index(self) -> GroupIndex:
         """Return the index of the groups; raise ``DataError`` if the run has no ledger."""

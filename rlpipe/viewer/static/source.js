@@ -105,7 +105,8 @@ function sharedPrompts(query) {
     const pair = { key, prompt: rows[0].prompt, left: summarize(rows), right: summarize(right.get(key)) };
     if (!same || pair.left.newest > pair.left.oldest) found.push(pair);
   }
-  return found;
+  const change = ({ left: one, right: other }) => Math.abs((other.reward ?? 0) - (one.reward ?? 0));
+  return found.sort((one, other) => change(other) - change(one));
 }
 
 function answersOf(query, side) {
