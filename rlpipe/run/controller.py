@@ -82,9 +82,8 @@ class Controller:
     ) -> None:
         self._workers, self._replay, self._weights = workers, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
-        self._sampling, self._seed = config.rollout.sampling, config.seed
+        self._sampling, self._seed, self._output = config.rollout.sampling, config.seed, Path(config.output)
         self._evaluate_every, self._last_evaluated = config.data.held_out.every_steps, first_step - 1
-        self._output = Path(config.output)
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
         self._first_step, self._num_steps = first_step, config.algorithm.num_steps
         self._resume_state, self._next_group_id = resume_state, resume_state.next_group_id

@@ -133,7 +133,7 @@ export class Chart {
     for (const mark of this.marks.filter(({ step }) => step >= min && step <= max)) {
       const left = this.plot.valToPos(mark.step, "x");
       over.append(make("button", {
-        class: `mark ${mark.kind}`, style: { left: `${left}px` }, "aria-label": `step ${mark.step}, ${mark.kind}: ${mark.message}`,
+        class: `mark ${mark.kind}`, tabindex: "-1", style: { left: `${left}px` }, "aria-label": `step ${mark.step}, ${mark.kind}: ${mark.message}`,
         onmousedown: (event) => event.stopPropagation(), onclick: () => this.onmark(mark),
         onmouseenter: (event) => showTooltip([`step ${mark.step} · ${mark.kind}`, mark.message], event.clientX, event.clientY), onmouseleave: hideTooltip,
       }));

@@ -26,7 +26,7 @@ export async function overviewView(body, context) {
   const state = { charts: new Map(), smoothing: Number(sessionStorage.getItem(SMOOTHING)) || 0, more: (context.query.more ?? "").split(",").filter(Boolean) };
   const strip = make("div", { class: "strip" });
   const grid = make("div", { class: "charts" });
-  const health = make("section", { class: "card health", "aria-label": "Doctor" }, make("h3", {}, "Doctor"), make("p", { class: "muted" }, "…"));
+  const health = make("section", { class: "card doctor", "aria-label": "Doctor" }, make("h3", {}, "Doctor"), make("p", { class: "muted" }, "…"));
   const names = new Set();
   const datalist = make("datalist", { id: "metric-names" });
   const search = make("input", { type: "search", list: "metric-names", placeholder: "any other metric (press /)", "aria-label": "Add a chart of a metric", onchange: () => addMetric() });
