@@ -64,6 +64,11 @@ class StepServer(ABC):
         """Record a rank's heartbeat and the step that it is in."""
         self._beats[rank] = (time.monotonic(), step)
 
+    async def heartbeats(self) -> dict[int, tuple[float, int]]:
+        """Return by rank the seconds since its last heartbeat, and the step that it was in."""
+        now = time.monotonic()
+        return {rank: (now - heartbeat, step) for rank, (heartbeat, step) in sorted(self._beats.items())}
+
     async def note(self, kind: str, subject: str, message: str) -> None:
         """Record an event, which the controller shows."""
         self._keep_event(kind, subject, message)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from rlpipe.commands import data, doctor, importing, ledger, policies, preflight, runs
+from rlpipe.commands import data, doctor, importing, ledger, policies, preflight, runs, viewing
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
 from rlpipe.errors import Interrupted, RlpipeError, RunError
@@ -122,6 +122,7 @@ def make_parser() -> OneLineParser:
         preflight.add_plan,
         preflight.add_simulate,
         ledger.add_commands,
+        viewing.add_view,
         policies.add_generate,
         runs.add_episode,
         policies.add_export,

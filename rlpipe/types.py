@@ -5,6 +5,7 @@ Shapes: T tokens of one rollout, P tokens of its prompt, N packed tokens of a mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -212,6 +213,20 @@ class Rollout:
     def newest_version(self) -> int:
         """Newest policy version that drew one of its tokens, or ``NO_VERSION`` if none was drawn."""
         return int(self.policy_versions[self.loss_mask].max(initial=NO_VERSION))
+
+    @property
+    def num_tokens_by_version(self) -> dict[int, int]:
+        """Number of drawn tokens by the policy version that drew them."""
+        versions, counts = np.unique(self.policy_versions[self.loss_mask], return_counts=True)
+        return dict(zip(versions.tolist(), counts.tolist(), strict=True))
+
+    @property
+    def shared_advantage(self) -> float | None:
+        """Advantage that all tokens have in the ledger; None without one, or if it is not finite."""
+        if self.advantages is None or not len(self.advantages):
+            return None
+        value = float(self.advantages[-1])
+        return value if math.isfinite(value) else None
 
 
 @dataclass(kw_only=True, slots=True)

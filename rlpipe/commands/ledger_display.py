@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
-
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -31,21 +29,18 @@ from rlpipe.replay.ledger.query import (
     find_steps,
     has_ended,
     reading,
+    stored_model,
     to_tree,
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
-from rlpipe.tracking.jsonl import rows_of_step
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts
 from rlpipe.tracking.view import Column, one_line, print_table, show_count, show_number, show_start, show_time
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
 POLL_S = 0.5
-MODEL_OPTIONS = ("path", "tokenizer", "revision", "trust_remote_code")
 PATIENCE = 4
 """Failed reads in a row before a message: a ledger that is being replaced by a copy is missing for a moment."""
 Subject = Literal["groups", "steps", "events"]
-COMPLETIONS = "completions.jsonl"
-FOLDERS_UP = 3
-"""Levels from a checkpoint's ledger up to the run's folder, and one more."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -205,7 +200,7 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         if not found:
             raise DataError(f"{ledger.path} has no group {group_id}; its groups are 0 to {ledger.next_group_id() - 1}")
         groups = list(ledger.load([group_id]))
-        model = _model(ledger)
+        model = stored_model(ledger)
     texts, problem = _decode(groups, model, trusted)
     logged = LoggedTexts(run).rollouts(found[0]) if found[0].is_dropped else []
     if logged:
@@ -215,15 +210,6 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
     else:
         print("\n".join(_describe(found[0], groups, texts, problem)))
-
-
-def _model(ledger: Ledger) -> ModelConfig | None:
-    """Return the model of the run's config, or None if there is no config."""
-    config = ledger.get("config")
-    if config is None:
-        return None
-    with ledger.decoding("the model in config"):
-        return ModelConfig(**{name: config["model"][name] for name in MODEL_OPTIONS})
 
 
 def _decode(
@@ -243,19 +229,6 @@ def _decode(
         return [None] * len(completions), str(error)
 
 
-def _versions(rollout: Rollout) -> dict[int, int]:
-    """Return the number of drawn tokens per policy version."""
-    versions, counts = np.unique(rollout.policy_versions[rollout.loss_mask], return_counts=True)
-    return dict(zip(versions.tolist(), counts.tolist(), strict=True))
-
-
-def _advantage(rollout: Rollout) -> float | None:
-    if rollout.advantages is None or not len(rollout.advantages):
-        return None
-    value = float(rollout.advantages[-1])
-    return value if math.isfinite(value) else None
-
-
 def _rollout_tree(rollout: Rollout, text: str | None) -> dict[str, Any]:
     return {
         "sample_index": rollout.sample_index,
@@ -263,8 +236,8 @@ def _rollout_tree(rollout: Rollout, text: str | None) -> dict[str, Any]:
         "completion_ids": rollout.completion_ids.tolist(),
         "rewards": rollout.rewards,
         "reward": rollout.reward,
-        "advantage": _advantage(rollout),
-        "versions": _versions(rollout),
+        "advantage": rollout.shared_advantage,
+        "versions": rollout.num_tokens_by_version,
         "status": rollout.status.value,
         "finish_reason": rollout.finish_reason,
     }
@@ -275,7 +248,7 @@ def _describe(
 ) -> Iterator[str]:
     yield from _describe_record(row)
     if not groups:
-        yield _why_no_tokens(row)
+        yield row.why_no_tokens
         return
     for name, value in groups[0].logged.items():
         yield f"{name} {value:.6g}"
@@ -307,7 +280,7 @@ def _logged_lines(row: GroupRow, logged: Sequence[dict[str, Any]], as_json: bool
         yield json.dumps({**to_tree(replace(row, prompt=prompt)), "rollouts": logged}, ensure_ascii=False)
         return
     yield from _describe_record(replace(row, prompt=prompt))
-    yield f"{_why_no_tokens(row)}; its texts are from {COMPLETIONS}"
+    yield f"{row.why_no_tokens}; its texts are from {COMPLETIONS_FILE}"
     if prompt:
         yield from _describe_prompt(prompt)
     for rollout in logged:
@@ -320,14 +293,6 @@ def _logged_lines(row: GroupRow, logged: Sequence[dict[str, Any]], as_json: bool
         yield printable(rollout["completion"])
 
 
-def _why_no_tokens(row: GroupRow) -> str:
-    if row.state == "DISCARDED":
-        return "the tokens of discarded groups are not kept"
-    if row.is_dropped:
-        return "its tokens were dropped (ledger.keep_steps)"
-    return "it has no tokens yet"
-
-
 def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:
     if isinstance(prompt, str):
         yield f"\nprompt\n{printable(prompt)}"
@@ -338,36 +303,13 @@ def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:
 
 def _outcome(rollout: Rollout) -> str:
     rewards = ", ".join(f"{name} {show_number(value) or 'none'}" for name, value in rollout.rewards.items())
-    versions = ", ".join(f"{count} tokens of version {version}" for version, count in _versions(rollout).items())
+    versions = ", ".join(
+        f"{count} tokens of version {version}" for version, count in rollout.num_tokens_by_version.items()
+    )
     parts = [
         f"reward {show_number(rollout.reward) or 'none'}" + (f" ({rewards})" if rewards else ""),
-        f"advantage {show_number(_advantage(rollout)) or 'none'}",
+        f"advantage {show_number(rollout.shared_advantage) or 'none'}",
         versions or "no tokens",
         f"{rollout.status.value} ({rollout.finish_reason})",
     ]
     return "; ".join(parts)
-
-
-class LoggedTexts:
-    """Reader of the logged rollouts of a run, given its folder, a checkpoint or a ledger."""
-
-    def __init__(self, run: Path) -> None:
-        folders = [run.absolute(), *run.absolute().parents[:FOLDERS_UP]]
-        self._file = next((file for folder in folders if (file := folder / COMPLETIONS).is_file()), None)
-        self._steps: dict[int, list[dict[str, Any]]] = {}
-
-    def rollouts(self, row: GroupRow) -> list[dict[str, Any]]:
-        """Return the logged rollouts of a group, in their order; empty if its step has logged others."""
-        if self._file is None or row.step is None:
-            return []
-        step = row.step + 1  # the log counts steps from 1
-        if step not in self._steps:
-            self._steps = {step: rows_of_step(self._file, step)}
-        return [rollout for rollout in self._steps[step] if rollout.get("group_id") == row.group_id]
-
-    def with_prompts(self, rows: Sequence[GroupRow]) -> list[GroupRow]:
-        """Return the rows, those whose tokens are dropped with their logged prompts."""
-        dropped = {row.group_id: row for row in rows if row.is_dropped}
-        by_step = sorted(dropped.values(), key=lambda row: row.step or 0)  # a step is read once
-        prompts = {row.group_id: logged[0].get("prompt") for row in by_step if (logged := self.rollouts(row))}
-        return [replace(row, prompt=prompts[row.group_id]) if row.group_id in prompts else row for row in rows]

@@ -137,6 +137,14 @@ class Fleet:
         """Return the last version that the engine is known to serve."""
         return self._engines[name].version
 
+    def silence_s(self, name: str) -> float:
+        """Return the seconds since the engine last answered, or changed its state."""
+        return self._clock() - self._engines[name].heard_at
+
+    def last_death(self, name: str) -> str:
+        """Return why the engine last died; empty if it never did."""
+        return self._engines[name].reason
+
     def failures_in_row(self, name: str) -> int:
         """Return how often the engine has died since it last finished a group."""
         return self._engines[name].failures_in_row

@@ -28,6 +28,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ from rlpipe.run.reporting import Reporter
 from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
 from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
+from rlpipe.tracking.part_states import PartState
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import GroupRequest, Prompt
 
@@ -80,7 +82,7 @@ class Controller:
     ) -> None:
         self._workers, self._replay, self._weights = workers, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
-        self._sampling, self._seed = config.rollout.sampling, config.seed
+        self._sampling, self._seed, self._output = config.rollout.sampling, config.seed, Path(config.output)
         self._evaluate_every, self._last_evaluated = config.data.held_out.every_steps, first_step - 1
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
         self._first_step, self._num_steps = first_step, config.algorithm.num_steps
@@ -135,6 +137,7 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._monitor.follow())]
             endless.append(tasks.create_task(watch_hosts(self._reporter.message)))
+            endless.append(tasks.create_task(self._monitor.record_parts(self._output, self._parts)))
             starting = tasks.create_task(self._workers.start(self._cluster.start_timeout_s))
             if self._shares_gpus:
                 await self._until_started(starting)
@@ -382,6 +385,9 @@ class Controller:
             self._reporter.trained(report)
         else:
             self._reporter.compared(report)
+
+    def _parts(self) -> list[PartState]:
+        return [*self._pool.parts(), *self._scoring.parts()]
 
     # Watching -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import EngineFailed, EngineNotStarted, EnvironmentFailed, InputError
 from rlpipe.rollout.routing import Fleet, Router
 from rlpipe.run.cluster import until_ready
+from rlpipe.tracking.part_states import PartState
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import GroupRequest
 
@@ -96,6 +97,21 @@ class EnginePool:
     def describe(self) -> dict[str, Any]:
         """Return every engine's state and outstanding tokens, for error messages."""
         return {"engines": self._fleet.describe(), "outstanding_tokens": self._router.outstanding}
+
+    def parts(self) -> list[PartState]:
+        """Return the state, version and groups of every engine."""
+        return [
+            PartState(
+                kind="engine",
+                name=name,
+                state="retired" if name in self._retired else self._fleet.state(name).value,
+                version=None if self._fleet.version(name) < 0 else self._fleet.version(name),
+                queue=len(self._router.groups_of(name)),
+                heard_s=round(self._fleet.silence_s(name), 1),
+                note=f"last died because {reason}" if (reason := self._fleet.last_death(name)) else "",
+            )
+            for name in self._engines
+        ]
 
     def dispatch(self, requests: Sequence[GroupRequest]) -> None:
         """Send each request to the serving engine with the fewest outstanding tokens."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,11 +21,13 @@ from ray.exceptions import RpcError
 
 from rlpipe.actors.ray_internals import Host, query_head
 from rlpipe.actors.remote import await_remote
+from rlpipe.actors.step_server import SILENT_AFTER_S as SILENT_RANK_S
 from rlpipe.actors.step_server import RunUpdates
 from rlpipe.common.formatting import printable
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import HeadLost, WaitTimeout
 from rlpipe.replay.step_queue import StepReport
+from rlpipe.tracking.part_states import PartState, write_parts
 
 PROBE_S = 1.0
 """Interval between two connection attempts to a host, and the limit of each, in seconds."""
@@ -200,6 +203,8 @@ async def _probe(watch: HostWatch, node: str, host: Host) -> None:
         watch.heard(node)
 
 
+RECORD_S = 5.0
+"""Interval between two records of the parts' states, in seconds."""
 POLL_S = 10.0
 """Seconds after which a request for news is repeated; news itself arrives without delay."""
 
@@ -256,6 +261,23 @@ class RunMonitor:
                 raise WaitTimeout(
                     f"no step has ended for cluster.step_timeout_s={limit:g} seconds: {state | describe()}"
                 )
+
+    async def record_parts(self, output: Path, describe: Callable[[], Iterable[PartState]] = tuple) -> None:
+        """Write the states of the ranks, and of the parts that ``describe`` returns, to the output until cancelled."""
+        while True:
+            beats: dict[int, tuple[float, int]] = await self.ask(self._batches.heartbeats.remote(), "the heartbeats")
+            ranks = [
+                PartState(
+                    kind="rank",
+                    name=f"rank {rank}",
+                    state="silent" if silence_s > SILENT_RANK_S else "in a step",
+                    step=step,
+                    heard_s=round(silence_s, 1),
+                )
+                for rank, (silence_s, step) in beats.items()
+            ]
+            write_parts(output, [*describe(), *ranks])
+            await asyncio.sleep(RECORD_S)
 
     async def stop_learner(self) -> None:
         """Make the learner write a checkpoint and end after its current step."""

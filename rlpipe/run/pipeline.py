@@ -229,7 +229,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
             reporter.found = keep_findings(batches, stop)
             async with asyncio.TaskGroup() as tasks:
-                watching = (follower.follow(), follower.watch(), watch_hosts(reporter.message))
+                watching = [follower.follow(), follower.watch(), follower.record_parts(run.output)]
+                watching.append(watch_hosts(reporter.message))
                 endless = [tasks.create_task(watch) for watch in watching]
                 with stop_on_signals(stop):
                     await start_learner(config, setup)

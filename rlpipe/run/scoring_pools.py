@@ -27,6 +27,7 @@ from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.sandbox.sandbox import OVERHEAD_S
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.scoring.validation import describe_exception
+from rlpipe.tracking.part_states import PartState
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class ScoringPool(ABC):
     def __init__(self, rewards: Mapping[str, RewardConfig], size: int) -> None:
         self._rewards, self._size = rewards, size
         self._timeout_s = sum(map(longest_call_s, rewards.values()))
+
+    def parts(self, queue: int) -> list[PartState]:
+        """Return the state of the pool, in which ``queue`` groups are being scored or wait."""
+        return [PartState(kind="scorer", name=", ".join(self._rewards), state=_scoring(queue), queue=queue)]
 
     @abstractmethod
     async def start(self) -> None:
@@ -107,7 +112,10 @@ class ScorerPool(ScoringPool):
         self._memory = memory
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
         self._starting: list[tuple[_Process, ObjectRef]] = []
-        for place in (f"{name}-{index}" for index in range(size)):
+        self._working: set[str] = set()
+        """Places of the processes that have a call."""
+        self._places = [f"{name}-{index}" for index in range(size)]
+        for place in self._places:
             actor, ready = spawn(place, place)
             process = _Process(place=place, name=place, actor=actor)
             self._starting.append((process, ready))
@@ -117,12 +125,20 @@ class ScorerPool(ScoringPool):
         starting, self._starting = self._starting, []
         await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
 
+    def parts(self, queue: int) -> list[PartState]:
+        """Return the state of the pool, and of each of its processes."""
+        busy = {place: _scoring(place in self._working) for place in self._places}
+        states = busy | {process.place: "starting" for process, _ in self._starting}
+        processes = [PartState(kind="scorer", name=place, state=state) for place, state in states.items()]
+        return [*super().parts(queue), *processes]
+
     async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
         await until_ready(process.name, ready, lambda: self._replace(process), self._start_timeout_s)
         self._idle.put_nowait(process)
 
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         process = await self._idle.get()
+        self._working.add(process.place)
         limit = self._timeout_s * len(indices)
         reason = None
         try:
@@ -142,6 +158,7 @@ class ScorerPool(ScoringPool):
         finally:
             if reason is not None:
                 await self._restart(process, reason)
+            self._working.remove(process.place)
             self._idle.put_nowait(process)
         return reason
 
@@ -157,6 +174,10 @@ class ScorerPool(ScoringPool):
         process.name = f"{process.place}.{process.num_restarts}"
         process.actor, ready = self._spawn(process.name, process.place)
         return process.name, ready
+
+
+def _scoring(is_busy: object) -> str:
+    return "scoring" if is_busy else "idle"
 
 
 def longest_call_s(reward: RewardConfig) -> float:
@@ -294,6 +315,12 @@ class ScoringDispatch:
         self._num_generating = num_generating
         self._batch_size = 1 if streaming else groups_per_step
         self._held: list[tuple[ObjectRef, GroupIds, asyncio.Future[None]]] = []
+        self._queues = [0] * len(pools)
+        """Groups that each pool has to score."""
+
+    def parts(self) -> list[PartState]:
+        """Return the states of all pools and their processes."""
+        return [part for pool, queue in zip(self._pools, self._queues, strict=True) for part in pool.parts(queue)]
 
     async def collected(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
         """Record and score the groups that an engine has finished."""
@@ -308,9 +335,18 @@ class ScoringDispatch:
     async def score(self, groups: ObjectRef, group_ids: GroupIds, kept: Awaitable[None] | None = None) -> None:
         """Score groups in all pools, and pass the scores on once ``kept``, which stores the groups' tokens, is done."""
         try:
-            scores = await asyncio.gather(*(pool.score(groups, group_ids) for pool in self._pools))
+            scores = await asyncio.gather(
+                *(self._score_in(place, groups, group_ids) for place in range(len(self._pools)))
+            )
         except RayTaskError as error:
             raise root_cause(error, "scoring failed") from None
         if kept is not None:
             await kept
         await self._scored(groups, group_ids, scores)
+
+    async def _score_in(self, place: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores]:
+        self._queues[place] += len(group_ids)
+        try:
+            return await self._pools[place].score(groups, group_ids)
+        finally:
+            self._queues[place] -= len(group_ids)

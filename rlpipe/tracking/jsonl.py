@@ -9,16 +9,21 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlpipe.common.formatting import printable
+from rlpipe.replay.ledger.query import GroupRow
 from rlpipe.scoring.rewards import Tokenizer, decode_completions
 from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
+COMPLETIONS_FILE = "completions.jsonl"
+FOLDERS_UP = 3
+"""Levels from a checkpoint's ledger up to the run's folder, and one more."""
 
 
 class StepLog:
@@ -103,6 +108,18 @@ def _rows_from(file: BinaryIO, place: int) -> Iterator[dict[str, Any]]:
     for line in file:
         if (row := _parse(line)) is not None:
             yield row
+
+
+def rows_after(path: Path, offset: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """Return up to ``limit`` objects of the whole lines after an offset, and the offset of what follows them."""
+    rows: list[dict[str, Any]] = []
+    with path.open("rb") as file:
+        file.seek(offset)
+        while len(rows) < limit and (line := file.readline()).endswith(b"\n"):
+            offset += len(line)
+            if (row := _parse(line)) is not None:
+                rows.append(row)
+    return rows, offset
 
 
 def num_steps_logged(path: Path, num_steps: int) -> int:
@@ -192,3 +209,28 @@ def _advantage(rollout: Rollout) -> float | None:
     if rollout.advantages is None or not rollout.num_loss_tokens:
         return None
     return float(rollout.advantages[rollout.loss_mask].mean())
+
+
+class LoggedTexts:
+    """Reader of the logged rollouts of a run, given its folder, a checkpoint or a ledger."""
+
+    def __init__(self, run: Path) -> None:
+        folders = [run.absolute(), *run.absolute().parents[:FOLDERS_UP]]
+        self._file = next((file for folder in folders if (file := folder / COMPLETIONS_FILE).is_file()), None)
+        self._steps: dict[int, list[dict[str, Any]]] = {}
+
+    def rollouts(self, row: GroupRow) -> list[dict[str, Any]]:
+        """Return the logged rollouts of a group, in their order; empty if its step has logged others."""
+        if self._file is None or row.step is None:
+            return []
+        step = row.step + 1  # the log counts steps from 1
+        if step not in self._steps:
+            self._steps = {step: rows_of_step(self._file, step)}
+        return [rollout for rollout in self._steps[step] if rollout.get("group_id") == row.group_id]
+
+    def with_prompts(self, rows: Sequence[GroupRow]) -> list[GroupRow]:
+        """Return the rows, those whose tokens are dropped with their logged prompts."""
+        dropped = {row.group_id: row for row in rows if row.is_dropped}
+        by_step = sorted(dropped.values(), key=lambda row: row.step or 0)  # a step is read once
+        prompts = {row.group_id: logged[0].get("prompt") for row in by_step if (logged := self.rollouts(row))}
+        return [replace(row, prompt=prompts[row.group_id]) if row.group_id in prompts else row for row in rows]

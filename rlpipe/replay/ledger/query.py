@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import DataError, LedgerDamaged, LedgerError
 from rlpipe.replay.ledger.database import NAME, SCHEMA, SETTINGS, stored_prompt
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger, LedgerEvent
@@ -84,6 +85,18 @@ def reading(path: Path, *, check: bool = True) -> Iterator[Ledger]:
         raise DataError(str(error)) from error
 
 
+MODEL_OPTIONS = ("path", "tokenizer", "revision", "trust_remote_code")
+
+
+def stored_model(ledger: Ledger) -> ModelConfig | None:
+    """Return the model of the run's config, or None if there is no config."""
+    config = ledger.get("config")
+    if config is None:
+        return None
+    with ledger.decoding("the model in config"):
+        return ModelConfig(**{name: config["model"][name] for name in MODEL_OPTIONS})
+
+
 SORT_KEYS = {
     "id": "group_id",
     "step": "step",
@@ -145,6 +158,14 @@ class GroupRow:
         """Whether the group's tokens were stored once, and are dropped now."""
         return self.prompt is None and self.generated_at is not None
 
+    @property
+    def why_no_tokens(self) -> str:
+        if self.state == "DISCARDED":
+            return "the tokens of discarded groups are not kept"
+        if self.is_dropped:
+            return "its tokens were dropped (ledger.keep_steps)"
+        return "it has no tokens yet"
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepRow:
@@ -194,6 +215,11 @@ def find_groups(
     condition, values = wanted.condition()
     order = f"{SORT_KEYS[sort]} {'ASC' if ascending else 'DESC'}"
     return _read_groups(ledger, condition, values, f"({SORT_KEYS[sort]}) IS NULL, {order}, group_id DESC", limit)
+
+
+def read_groups(ledger: Ledger, group_ids: Iterable[int]) -> list[GroupRow]:
+    """Return the groups with these ids that the ledger has, in the order of their ids."""
+    return _read_groups(ledger, f"group_id IN ({', '.join(map(str, group_ids))})", [], "group_id")
 
 
 def _read_groups(
@@ -286,8 +312,7 @@ class Feed:
             self._file = file
             self._skip_groups(ledger)
         found = dict(self._open_groups(ledger))
-        new = ", ".join(str(group_id) for group_id in found if group_id not in self._shown)
-        groups = _read_groups(ledger, f"group_id IN ({new})", [], "group_id")
+        groups = read_groups(ledger, [group_id for group_id in found if group_id not in self._shown])
         steps, events = find_steps(ledger, after=self._newest_step), ledger.events(self._last_event)
         self._newest_group = max([self._newest_group, *found.values()])
         self._newest_step = max([self._newest_step, *(step.ended_at for step in steps)])

@@ -245,3 +245,19 @@ def test_an_engine_that_dies_again_and_again_is_retired_and_without_any_the_run_
     assert "engine b died 2 times without finishing a group (cluster.max_engine_failures=1); the last time: " in str(
         scene.given_up[0]
     )
+
+
+def test_the_states_of_engines_are_recorded_with_their_work() -> None:
+    async def act(scene: Scene) -> None:
+        scene.pool.dispatch([request(0), request(1), request(2)])
+        first, second = scene.pool.parts()
+        assert (first.kind, first.name, first.state, first.version, first.queue) == ("engine", "a", "healthy", 0, 2)
+        assert (second.queue, second.note) == (1, "")
+        assert first.heard_s is not None
+        assert first.heard_s < 5
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        await scene.until(lambda: scene.pool.parts()[0].note != "")
+        assert scene.pool.parts()[1].queue == 3  # those of the dead engine have moved
+        assert scene.pool.parts()[0].note.startswith("last died because")
+
+    play(lambda: Scene("a", "b"), act)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.rollout import Receipt
-from rlpipe.run.scoring_pools import ScoringDispatch
+from rlpipe.configs.schema.rollout_config import RewardConfig
+from rlpipe.run.scoring_pools import ScoringDispatch, ScoringPool
 
 
 class Stations:
@@ -85,5 +86,35 @@ def test_a_ledger_that_fails_ends_the_flow() -> None:
         with pytest.raises(OSError, match="no space left"):
             await stations.collect("a", 0)
         assert "scored a" not in stations.calls
+
+    asyncio.run(scenario())
+
+
+def test_the_queue_of_a_pool_is_what_it_has_to_score() -> None:
+    class Slow(ScoringPool):
+        def __init__(self) -> None:
+            super().__init__({"right": RewardConfig(path="none")}, size=1)
+            self.goes_on = asyncio.Event()
+
+        async def start(self) -> None: ...
+
+        async def _call(self, groups: Any, indices: Any) -> list[Any]:
+            await self.goes_on.wait()
+            return []
+
+    async def scenario() -> None:
+        pool = Slow()
+        stations = Stations()
+        stations.receipt.set()
+        stations.flow = ScoringDispatch(
+            [pool], generated=stations.generated, scored=stations.scored, num_generating=lambda: 0
+        )
+        assert [(part.name, part.state, part.queue) for part in stations.flow.parts()] == [("right", "idle", 0)]
+        task = stations.collect("a", 0, 1)
+        await settle()
+        assert [(part.state, part.queue) for part in stations.flow.parts()] == [("scoring", 2)]
+        pool.goes_on.set()
+        await task
+        assert [(part.state, part.queue) for part in stations.flow.parts()] == [("idle", 0)]
 
     asyncio.run(scenario())

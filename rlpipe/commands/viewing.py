@@ -1,0 +1,87 @@
+"""``rlpipe view``: a local page on runs, while they go on and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlpipe.commands.arguments import Commands, add_command, add_trust_argument, at_least
+from rlpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from rlpipe.viewer.viewed_run import ViewedRun
+
+EXAMPLES = """\
+examples:
+  rlpipe view outputs/run                        # one run
+  rlpipe view outputs/first outputs/second       # two runs, over each other
+  rlpipe view outputs                            # all runs in a folder
+  rlpipe view outputs/run --export run.html      # one file to send to someone
+
+For runs on another machine: start it there with --port 8400, run ssh -N -L 8400:127.0.0.1:8400 MACHINE here, and open
+the address that it has printed.
+"""
+HOST = "127.0.0.1"
+LAST_PORT = 65535
+
+
+def add_view(commands: Commands) -> None:
+    parser = add_command(commands, "view", run_view, "show runs on a local page in the browser", epilog=EXAMPLES)
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the output folder of a run, a checkpoint, a ledger, or a folder of runs"
+    )
+    parser.add_argument(
+        "--port", type=at_least(int, 0), default=0, metavar="N", help="port of the page (0: a free one)"
+    )
+    parser.add_argument("--export", metavar="FILE", help="write the page as one HTML file, and end")
+    add_trust_argument(parser)
+
+
+def run_view(arguments: argparse.Namespace) -> None:
+    from rlpipe.viewer.run_folders import distinct_names, find_runs
+    from rlpipe.viewer.viewed_run import ViewedRun
+
+    folders = find_runs([Path(run) for run in arguments.runs])
+    runs = [
+        ViewedRun(folder, name, trusted=arguments.trust_remote_code)
+        for folder, name in zip(folders, distinct_names(folders), strict=True)
+    ]
+    if arguments.export is not None:
+        from rlpipe.viewer.exported_page import write_page
+
+        size, left_out = write_page(runs, Path(arguments.export))
+        print(f"{arguments.export}: {size / 2**20:.1f} MiB")
+        for line in left_out:
+            print(f"  {line}")
+        return
+    with suppress(KeyboardInterrupt):  # the usual way to end it
+        serve(runs, arguments.port)
+
+
+def serve(runs: list[ViewedRun], port: int) -> None:
+    """Serve the page until the process is interrupted; raise ``InputError`` if the port is taken."""
+    import uvicorn
+
+    from rlpipe.viewer.web_app import Refresher, make_app
+
+    if port > LAST_PORT:
+        raise InputError(f"--port {port}: the last port is {LAST_PORT}")
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as error:
+        raise InputError(f"--port {port} can't be used ({error.strerror}): give another one, or 0") from None
+    token = secrets.token_urlsafe(24)
+    refresher = Refresher(runs)
+    refresher.start()
+    print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)
+    config = uvicorn.Config(
+        make_app(runs, token), log_level="warning", lifespan="off", ws="none", server_header=False, proxy_headers=False
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        refresher.stop()

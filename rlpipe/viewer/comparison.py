@@ -1,0 +1,77 @@
+"""Comparison of what two runs, or two policy versions of one run, wrote to the same prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.viewer.viewed_run import ViewedRun
+
+MOST_PROMPTS = 200
+MOST_GROUPS = 50
+LONGEST_START = 160
+
+
+@dataclass(kw_only=True, frozen=True)
+class Side:
+    """A run, and the span of the versions that drew its groups; a bound that is None is open."""
+
+    run: ViewedRun
+    least: int | None = None
+    most: int | None = None
+
+    def condition(self, table: str) -> tuple[str, list[int]]:
+        bounds = {f"{table}.version >= ?": self.least, f"{table}.version <= ?": self.most}
+        used = {test: value for test, value in bounds.items() if value is not None}
+        return " AND ".join([f"{table}.prompt IS NOT NULL", *used]), [*used.values()]
+
+
+def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, Any]]:
+    """Return the prompts that both sides have groups of, with the means of their rewards, the largest change first.
+
+    For one run without versions, they are the prompts that more than one version has answered.
+    """
+    is_one = left == right
+    with left.run.needed_index().reading() as connection:
+        connection.execute("ATTACH ? AS other", (f"{right.run.needed_index().path.absolute().as_uri()}?mode=ro",))
+        groups = []
+        for schema, side in (("main", left), ("other", right)):
+            test, values = side.condition("entries")
+            groups.append(
+                (
+                    "SELECT prompt, count(*) AS number, avg(reward) AS reward, min(version) AS oldest,"
+                    f" max(version) AS newest FROM {schema}.entries AS entries WHERE {test} GROUP BY prompt",
+                    values,
+                )
+            )
+        condition = "a.newest > a.oldest" if is_one else "1"
+        rows = connection.execute(
+            f"SELECT a.prompt, substr(prompts.text, 1, {LONGEST_START}), a.number, a.reward, a.oldest, a.newest,"
+            " b.number, b.reward, b.oldest, b.newest"
+            f" FROM ({groups[0][0]}) AS a JOIN ({groups[1][0]}) AS b USING (prompt) JOIN main.prompts USING (prompt)"
+            f" WHERE {condition} AND (? = '' OR instr(lower(prompts.text), lower(?)))"
+            f" ORDER BY abs(coalesce(b.reward - a.reward, 0)) DESC, a.newest - a.oldest DESC LIMIT {MOST_PROMPTS}",
+            (*groups[0][1], *groups[1][1], text, text),
+        ).fetchall()
+    names = ("number", "reward", "oldest", "newest")
+    return [
+        {
+            "key": str(row[0]),  # numbers of 64 bits are too long for JavaScript
+            "prompt": row[1],
+            "left": dict(zip(names, row[2:6], strict=True)),
+            "right": dict(zip(names, row[6:], strict=True)),
+        }
+        for row in rows
+    ]
+
+
+def groups_of_prompt(side: Side, key: int) -> list[dict[str, Any]]:
+    """Return the groups of a prompt on one side, the newest version first."""
+    test, values = side.condition("entries")
+    with side.run.needed_index().reading() as connection:
+        rows = connection.execute(
+            f"SELECT group_id, step, version, reward, state FROM entries WHERE {test} AND prompt = ?"
+            f" ORDER BY version DESC, group_id DESC LIMIT {MOST_GROUPS}",
+            (*values, key),
+        ).fetchall()
+    return [dict(zip(("group_id", "step", "version", "reward", "state"), row, strict=True)) for row in rows]

@@ -1,0 +1,164 @@
+"""The viewer as one HTML file, to send to someone: its programs and styles, and as much of the runs as fits."""
+
+from __future__ import annotations
+
+import re
+import time
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rlpipe.common.atomic_io import write_whole
+from rlpipe.errors import DataError, InputError
+from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
+from rlpipe.viewer.group_detail import image_kind
+from rlpipe.viewer.group_query import GroupQuery
+from rlpipe.viewer.viewed_run import ViewedRun
+from rlpipe.viewer.web_app import static_files, to_json
+
+MOST_BYTES = 6 * 2**20
+"""Size of all groups' completions and images, after which further ones are left out."""
+MOST_POINTS = 1000
+MOST_TOKENS = 1000
+NUM_NEWEST, NUM_EXTREME = 300, 100
+"""Groups of a run in the table: the newest, and those with the highest and the lowest rewards."""
+NUM_READ, NUM_EXTREME_READ = 24, 8
+"""Groups of a run with their completions, likewise."""
+NUM_COMPARED = 12
+"""Prompts whose answers can be compared."""
+MODULE_IMPORT = re.compile(r'^import (\{[^;]*?\}) from "\./(\w+\.js)";\n', re.MULTILINE)
+MODULE_EXPORT = re.compile(r"^export (?:async function|function|class|const) (\w+)", re.MULTILINE)
+
+
+def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]:
+    """Write the page; return its size in bytes, and what was left out, which the page says, too."""
+    trees, left_out = [], ["this is a copy: it does not follow a run that goes on"]
+    left = MOST_BYTES
+    for run in runs:
+        run.refresh()
+        tree, used, lines = _describe_run(run, left // max(len(runs) - len(trees), 1), _compared(runs, run))
+        left -= used
+        trees.append(tree)
+        left_out += [f"{run.name}: {line}" for line in lines]
+    title = f"exported {time.strftime('%Y-%m-%d %H:%M')}; parts of the runs were left out"
+    page = make_page({"title": title, "left_out": left_out, "runs": trees})
+    try:
+        write_whole(target, page)
+    except OSError as error:
+        raise InputError(f"--export {target} can't be written ({error.strerror}): give a file in a folder") from None
+    return len(page.encode()), left_out
+
+
+def _compared(runs: Sequence[ViewedRun], run: ViewedRun) -> list[int]:
+    """Return the groups of a run that answer prompts which other runs, or other versions, have answered, too."""
+    found: dict[int, None] = {}
+    for other in runs:
+        left, right = Side(run=run), Side(run=other)
+        with suppress(DataError):
+            for prompt in shared_prompts(left, right)[:NUM_COMPARED]:
+                groups = [group["group_id"] for group in groups_of_prompt(left, int(prompt["key"]))]
+                found |= dict.fromkeys([groups[0], groups[-1]])
+    return list(found)
+
+
+def _describe_run(run: ViewedRun, most_bytes: int, compared: Sequence[int]) -> tuple[dict[str, Any], int, list[str]]:
+    """Return what the page holds of a run, the bytes of its groups, and what was left out."""
+    series = run.series.get(run.series.names, most_points=MOST_POINTS)
+    tree: dict[str, Any] = {"summary": run.summary(), "series": series, "groups": {}, "images": {}}
+    tree |= {"diagnosis": run.diagnosis(), "parts": run.parts()}
+    lines = []
+    if any(found["stands_for"] > 1 for found in series.values()):
+        lines.append(f"curves have at most {MOST_POINTS} points, means of several steps")
+    if run.index is None:
+        return tree, 0, [*lines, "it has no ledger, which keeps the groups"]
+    extremes = [GroupQuery(sort="reward", descending=descending) for descending in (True, False)]
+    newest = run.groups(GroupQuery(), NUM_NEWEST)
+    pages = [run.groups(query, NUM_EXTREME)["rows"] for query in extremes]
+    rows = {row["group_id"]: row for page in [newest["rows"], *pages] for row in page}
+    wanted = [*(row["group_id"] for row in newest["rows"][:NUM_READ]), *compared]
+    wanted += [row["group_id"] for page in pages for row in page[:NUM_EXTREME_READ]]
+    missing = [group_id for group_id in dict.fromkeys(wanted) if group_id not in rows]
+    rows |= {row["group_id"]: row for row in run.rows_of(missing)}
+    used = _add_groups(tree, run, [group_id for group_id in dict.fromkeys(wanted) if group_id in rows], most_bytes)
+    events = run.events()
+    tree |= {
+        "rows": sorted(rows.values(), key=lambda row: -row["group_id"]),
+        "choices": run.choices(),
+        "events": events,
+    }
+    if len(rows) < run.index.num_groups:
+        lines.append(f"the table has {len(rows):,} of {run.index.num_groups:,} groups: new, best, worst, and compared")
+    lines.append(f"{len(tree['groups'])} groups have their completions, up to {MOST_TOKENS} tokens of each")
+    if events["before"] is not None:
+        lines.append(f"only the newest {len(events['events'])} events")
+    return tree, used, lines
+
+
+def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], most_bytes: int) -> int:
+    """Add groups in full, with their images, as long as there is room; return the bytes that they take."""
+    used = 0
+    for group_id in group_ids:
+        group = run.group(group_id, most_tokens=MOST_TOKENS)
+        images = [run.image(group_id, number) for number in range(group.get("num_images", 0))]
+        size = len(to_json(group)) + sum(len(image) * 4 // 3 for image in images)
+        if used + size > most_bytes:
+            continue
+        used += size
+        tree["groups"][str(group_id)] = group
+        for number, image in enumerate(images):
+            tree["images"][f"{group_id}/{number}"] = f"data:{image_kind(image)};base64,{b64encode(image).decode()}"
+    return used
+
+
+def make_page(content: dict[str, Any]) -> str:
+    """Return the page with its content, under a policy that lets only the programs written here run."""
+    files = {path: text.decode() for path, text in static_files().items()}
+    styles = [files["vendor/uPlot.min.css"], files["base.css"], files["views.css"]]
+    scripts = [files["vendor/uPlot.iife.min.js"], join_modules(files, "app.js")]
+    assert not any("</script" in script or "</style" in style for script in scripts for style in styles)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_digest, scripts))}; style-src {' '.join(map(_digest, styles))};"
+        " img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    data = to_json(content).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    head, body = files["index.html"].split("</head>")
+    head = re.sub(r"<(link rel=\"stylesheet\"|script) .*\n", "", head)
+    head = head.replace(
+        '<meta charset="utf-8">',
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+    )
+    styled = "".join(f"<style>{style}</style>\n" for style in styles)
+    ending = (
+        f'<script type="application/json" id="exported">{data}</script>\n<script>{scripts[0]}</script>\n'
+        f'<script type="module">{scripts[1]}</script>\n</body>'
+    )
+    return f"{head}{styled}</head>{body.replace('</body>', ending)}"
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def join_modules(files: dict[str, str], first: str) -> str:
+    """Return a module and all that it imports as one: each a function that returns its exports, after what it needs."""
+    joined: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        for _, needed in MODULE_IMPORT.findall(files[name]):
+            if needed not in joined:
+                add(needed)
+        body = MODULE_IMPORT.sub(lambda found: f"const {found[1]} = {_module(found[2])};\n", files[name])
+        names = ", ".join(MODULE_EXPORT.findall(body))
+        body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+        is_first = name == first
+        joined[name] = body if is_first else f"const {_module(name)} = (() => {{\n{body}\nreturn {{ {names} }};\n}})();"
+
+    add(first)
+    return "\n".join(joined.values())
+
+
+def _module(name: str) -> str:
+    return f"module_{name.removesuffix('.js')}"

@@ -1,0 +1,137 @@
+"""One group in full, as values for JSON: its prompt, and each rollout with its tokens, rewards and episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlpipe.data.render.messages import content_text
+from rlpipe.data.row_view import TextPiece, split_row
+from rlpipe.replay.ledger.query import GroupRow, to_tree
+from rlpipe.types import EpisodeTrace, Rollout, RolloutGroup
+
+MOST_TOKENS = 2000
+"""Tokens of a sequence that are sent at first."""
+IMAGE_KINDS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+"""Types of images by their first bytes; others are sent as bytes without a type."""
+
+
+def image_kind(content: bytes) -> str:
+    return next((kind for start, kind in IMAGE_KINDS.items() if content.startswith(start)), "application/octet-stream")
+
+
+def describe_group(
+    row: GroupRow, group: RolloutGroup | None, tokenizer: Any, *, most_tokens: int = MOST_TOKENS
+) -> dict[str, Any]:
+    """Return a group; without a ``tokenizer``, its tokens are shown as numbers."""
+    tree = {**to_tree(row), "messages": messages_of(row.prompt)}
+    if group is None:
+        return tree
+    return {
+        **tree,
+        "logged": group.logged,
+        "num_images": len(group.prompt.images),
+        "rollouts": [_describe_rollout(rollout, tokenizer, most_tokens) for rollout in group],
+    }
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """Return a prompt as messages; a plain text is one without a role."""
+    if prompt is None:
+        return []
+    if isinstance(prompt, str):
+        return [{"role": "", "text": prompt}]
+    return [_describe_message(message) for message in prompt]
+
+
+def _describe_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return {
+        "role": str(message.get("role", "")),
+        "text": content_text(message.get("content")),
+        **({"name": str(message["name"])} if message.get("name") else {}),
+        **({"reasoning": str(reasoning)} if reasoning else {}),
+        **({"calls": [*map(_describe_call, message["tool_calls"])]} if message.get("tool_calls") else {}),
+        **({"call_id": str(message["tool_call_id"])} if message.get("tool_call_id") else {}),
+    }
+
+
+def _describe_call(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else {"name": "", "arguments": call}
+    arguments = function.get("arguments")
+    return {"id": str(call.get("id", "")), "name": str(function.get("name", "")), "arguments": arguments}
+
+
+def _describe_rollout(rollout: Rollout, tokenizer: Any, most_tokens: int) -> dict[str, Any]:
+    return {
+        "sample_index": rollout.sample_index,
+        "status": rollout.status.value,
+        "finish_reason": rollout.finish_reason,
+        "rewards": rollout.rewards,
+        "reward": rollout.reward,
+        "advantage": rollout.shared_advantage,
+        "is_greedy": rollout.is_greedy,
+        "num_tokens": rollout.num_loss_tokens,
+        "versions": rollout.num_tokens_by_version,
+        "sequences": [_describe_sequence(sequence, tokenizer, most_tokens) for sequence in rollout.sequences],
+        **({} if rollout.episode is None else {"episode": _describe_episode(rollout.episode)}),
+    }
+
+
+def _describe_episode(episode: EpisodeTrace) -> dict[str, Any]:
+    return {
+        "messages": messages_of(episode.messages),
+        "reward": episode.reward,
+        "turn_rewards": [*episode.turn_rewards],
+        "end": episode.end,
+    }
+
+
+def _describe_sequence(rollout: Rollout, tokenizer: Any, most_tokens: int) -> dict[str, Any]:
+    """Return the pieces of a sequence from its first drawn token on, with the values of each piece's first token."""
+    drawn = np.flatnonzero(rollout.loss_mask)
+    first = int(drawn[0]) if len(drawn) else len(rollout.token_ids)
+    last = min(first + most_tokens, len(rollout.token_ids))
+    part = slice(first, last)
+    if tokenizer is None:
+        pieces = [(1, str(number)) for number in rollout.token_ids[part].tolist()]
+    else:
+        images = tuple(image.moved(-first) for image in rollout.images if first <= image.place < last)
+        split = split_row(rollout.token_ids[part], rollout.loss_mask[part], tokenizer, images)
+        pieces = [(_length(piece), _text(piece)) for piece in split]
+    places = first + np.cumsum([0, *(length for length, _ in pieces[:-1])], dtype=int)[: len(pieces)]
+    return {
+        "pieces": [text for _, text in pieces],
+        "logprobs": np.round(rollout.logprobs[places].astype(float), 4).tolist(),
+        "versions": rollout.policy_versions[places].tolist(),
+        "mask": rollout.loss_mask[places].astype(int).tolist(),
+        "num_left": len(rollout.token_ids) - last,
+    }
+
+
+def _length(piece: TextPiece) -> int:
+    """Return the number of a piece's tokens; of equal ones that are joined, a piece has one."""
+    return len(piece.token_ids) if piece.image is not None else len(piece.token_ids) * piece.repeats
+
+
+def _text(piece: TextPiece) -> str:
+    return f"{piece.text} × {piece.repeats}" if piece.repeats > 1 and piece.image is None else piece.text
+
+
+def describe_logged(row: GroupRow, logged: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a group whose tokens are dropped, from the log of completions."""
+    rollouts: list[dict[str, Any]] = [
+        {
+            **{name: entry.get(name) for name in ("sample_index", "status", "finish_reason", "rewards", "reward")},
+            "advantage": entry.get("advantage"),
+            "is_greedy": bool(entry.get("is_greedy")),
+            "num_tokens": entry.get("num_tokens"),
+            "versions": {},
+            "sequences": [],
+            "text": str(entry.get("completion", "")),
+        }
+        for entry in logged
+    ]
+    return {**to_tree(row), "messages": messages_of(logged[0].get("prompt")), "rollouts": rollouts}

@@ -1,0 +1,292 @@
+"""The viewer's own index of a run's groups, which filters and sorts millions of rows that the ledger has no index for.
+
+The ledger keeps rewards by name, outcomes and prompts in one JSON text a group. What the table of groups is filtered
+by is copied from there, in batches, to a SQLite file of the viewer; the ledger itself is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlpipe.data.render.messages import content_text
+from rlpipe.replay.ledger.database import DECODING_ERRORS, stored_prompt
+from rlpipe.replay.ledger.run_ledger import Ledger
+from rlpipe.tracking.jsonl import rows_after
+from rlpipe.types import NO_VERSION, RolloutStatus
+
+BATCH = 2000
+"""Groups that one transaction adds."""
+MAX_FUNCTIONS = 32
+"""Reward functions that have a column."""
+STATUS_BITS = {status.value: 1 << place for place, status in enumerate(RolloutStatus)}
+MAPPED_BYTES = 2**30
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS functions (place INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS reasons (reason INTEGER PRIMARY KEY, text TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS entries (
+    group_id INTEGER PRIMARY KEY, step INTEGER, state TEXT, reason INTEGER, reward REAL, reward_std REAL,
+    best_reward REAL, length REAL, staleness INTEGER, version INTEGER, num_rollouts INTEGER, statuses INTEGER,
+    prompt INTEGER);
+CREATE INDEX IF NOT EXISTS entries_by_prompt ON entries (prompt, version);
+CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, text TEXT);
+CREATE VIRTUAL TABLE IF NOT EXISTS prompt_parts USING fts5(
+    text, content='prompts', content_rowid='prompt', tokenize='trigram');
+"""
+COPIED = "group_id, step, state, reason, reward, reward_std, best_reward, length, staleness, version, num_rollouts"
+SOURCE = f"""
+SELECT group_id, step, state, reason, reward, reward_std, best_reward, num_loss_tokens * 1.0 / nullif(num_rollouts, 0),
+    step - nullif(oldest_version, {NO_VERSION}), nullif(oldest_version, {NO_VERSION}), num_rollouts
+FROM groups WHERE group_id >= ? ORDER BY group_id LIMIT {10 * BATCH}
+"""
+OPEN = "('ADMITTED', 'GENERATED', 'SCORED')"
+"""States of groups that can still change in more than their state."""
+
+
+def prompt_text(prompt: str | Sequence[dict[str, Any]]) -> str:
+    """Return a prompt as one text, in which it is searched for."""
+    parts = [prompt] if isinstance(prompt, str) else [content_text(message.get("content")) for message in prompt]
+    return "\n".join(parts).encode(errors="backslashreplace").decode()  # SQLite stores no lone surrogates
+
+
+def prompt_key(text: str) -> int:
+    """Return a number that stands for a prompt's text in every run."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+class GroupIndex:
+    """Index in the file ``path`` of the groups in a run's ledger, and of the prompts in its ``completions`` log.
+
+    Several processes may keep the same file up to date. A file of another ledger, or one that is damaged, is replaced.
+    """
+
+    def __init__(self, path: Path, completions: Path) -> None:
+        self.path, self._completions = path, completions
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._make()
+        except sqlite3.DatabaseError:
+            path.unlink(missing_ok=True)
+            self._make()
+        self.num_indexed = self.num_groups = 0
+        """Groups whose records are in the index, and groups in the ledger."""
+
+    def _make(self) -> None:
+        with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(SCHEMA)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection for queries; the index may grow meanwhile."""
+        address = f"{self.path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True, isolation_level=None)) as connection:
+            connection.execute(f"PRAGMA mmap_size = {MAPPED_BYTES}")
+            yield connection
+
+    def means(self, group_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Return the mean of each reward function, and the outcomes, of those groups whose records are indexed."""
+        with self.reading() as connection:
+            names = [name for (name,) in connection.execute("SELECT name FROM functions ORDER BY place")]
+            columns = "".join(f", function_{place}" for place in range(len(names)))
+            query = (
+                f"SELECT group_id, statuses, prompt{columns} FROM entries WHERE statuses IS NOT NULL AND group_id IN"
+            )
+            rows = connection.execute(f"{query} ({', '.join(map(str, group_ids))})").fetchall()
+        return {
+            number: {
+                "functions": dict(zip(names, values, strict=True)),
+                "key": str(prompt),  # JavaScript has no integers of 64 bits
+                "statuses": [status for status, bit in STATUS_BITS.items() if statuses & bit],
+            }
+            for number, statuses, prompt, *values in rows
+        }
+
+    def update(self, ledger: Ledger, identity: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> None:
+        """Add what is new in the ledger, whose file has this ``identity``; return early once ``stopped``."""
+        with closing(sqlite3.connect(self.path, isolation_level=None, timeout=60)) as connection:
+            connection.execute("PRAGMA synchronous = OFF")
+            _IndexUpdate(self, connection, ledger, self._completions, stopped).update(json.dumps([*identity]))
+
+
+class _IndexUpdate:
+    """One pass over a ledger that adds to the index."""
+
+    def __init__(
+        self,
+        index: GroupIndex,
+        connection: sqlite3.Connection,
+        ledger: Ledger,
+        completions: Path,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._index, self._connection, self._ledger = index, connection, ledger
+        self._completions, self._stopped = completions, stopped
+        self._functions: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
+
+    def update(self, identity: str) -> None:
+        """Copy the columns of all groups first, then read their records, then the log of completions."""
+        if self._get("identity") != identity:
+            self._begin(identity)
+        self._functions = {name: place for place, name in self._connection.execute("SELECT * FROM functions")}
+        self._reasons = {text: reason for reason, text in self._connection.execute("SELECT * FROM reasons")}
+        self._index.num_groups = self._ledger.next_group_id()
+        self._copy_columns()
+        self._read_records()
+        self._read_completions()
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return found[0] if found else default
+
+    def _set(self, **values: Any) -> None:
+        self._connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        with self._connection:
+            yield
+
+    def _begin(self, identity: str) -> None:
+        """Forget the groups of another ledger, or of one that a copy has replaced."""
+        with self._transaction():
+            self._connection.execute("DELETE FROM entries")
+            self._connection.execute("DELETE FROM meta")
+            self._set(identity=identity)
+
+    def _copy_columns(self) -> None:
+        """Copy the columns of groups that are new, or could have changed since the last look."""
+        checkpoint, last = self._ledger.checkpoint_step, self._ledger.rows("SELECT max(step) FROM groups")[0][0]
+        first_open = self._ledger.rows(f"SELECT min(group_id) FROM groups WHERE state IN {OPEN}")[0][0]
+        known_step = self._get("last_step")
+        life = self._ledger.get("life")
+        start = int(self._get("first_open", 0)) if self._get("life") == life else 0  # a resumed run may release groups
+        if known_step is not None:  # groups of the last step change once more, when the run ends
+            query = "SELECT min(group_id) FROM groups WHERE step >= ?"
+            start = min(start, self._ledger.rows(query, known_step)[0][0] or start)
+        while not self._stopped():
+            rows = self._ledger.rows(SOURCE, start)
+            with self._transaction():
+                updates = ", ".join(f"{name} = excluded.{name}" for name in COPIED.split(", ")[1:])
+                self._connection.executemany(
+                    f"INSERT INTO entries ({COPIED}) VALUES ({', '.join('?' * 11)})"
+                    f" ON CONFLICT (group_id) DO UPDATE SET {updates}",
+                    [(*row[:3], self._reason(row[3]), *row[4:]) for row in rows],
+                )
+            if len(rows) < 10 * BATCH:
+                break
+            start = rows[-1][0] + 1
+        else:
+            return
+        with self._transaction():
+            self._connection.execute(
+                "UPDATE entries SET state = 'TRAINED' WHERE state = 'ASSIGNED' AND step < ?", (checkpoint,)
+            )
+            following = self._index.num_groups if first_open is None else first_open
+            self._set(first_open=following, last_step=last, life=life)
+
+    def _reason(self, text: str | None) -> int | None:
+        if text is None:
+            return None
+        if text not in self._reasons:
+            self._connection.execute("INSERT OR IGNORE INTO reasons (text) VALUES (?)", (text,))
+            query = "SELECT reason FROM reasons WHERE text = ?"
+            self._reasons[text] = self._connection.execute(query, (text,)).fetchone()[0]
+        return self._reasons[text]
+
+    def _read_records(self) -> None:
+        """Read the records of groups that had no rewards yet at the last look."""
+        unscored = self._ledger.rows("SELECT min(group_id) FROM groups WHERE state IN ('ADMITTED', 'GENERATED')")[0][0]
+        settled = self._index.num_groups if unscored is None else unscored
+        start = self._index.num_indexed = int(self._get("first_unscored", 0))
+        while not self._stopped():
+            query = "SELECT group_id, record FROM payloads WHERE group_id >= ? ORDER BY group_id LIMIT ?"
+            rows = self._ledger.rows(query, start, BATCH)
+            following = rows[-1][0] + 1 if len(rows) == BATCH else settled
+            with self._transaction():
+                for group_id, record in rows:
+                    self._add_record(group_id, record)
+                self._set(first_unscored=min(following, settled))
+            self._index.num_indexed = following
+            if len(rows) < BATCH:
+                self._index.num_indexed = self._index.num_groups
+                return
+            start = following
+
+    def _add_record(self, group_id: int, text: str) -> None:
+        try:
+            record = json.loads(text)
+            self._add(group_id, stored_prompt(record), record["rollouts"])
+        except DECODING_ERRORS:  # the view of this group says what is wrong with it
+            return
+
+    def _read_completions(self) -> None:
+        """Add what the log of completions has of groups whose records were dropped before they were read."""
+        offset, inode = (int(self._get(key, 0)) for key in ("log_offset", "log_inode"))
+        if not self._completions.is_file():
+            return
+        file = self._completions.stat()
+        if file.st_ino != inode or file.st_size < offset:
+            offset = 0
+        while not self._stopped():
+            rows, offset = rows_after(self._completions, offset, BATCH)
+            with self._transaction():
+                missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
+                for group_id, rollouts in groupby(rows, lambda row: row.get("group_id")):
+                    if self._connection.execute(missing, (group_id,)).fetchone():
+                        entries = [*rollouts]
+                        self._add(group_id, entries[0]["prompt"], entries)
+                self._set(log_offset=offset, log_inode=file.st_ino)
+            if len(rows) < BATCH:
+                return
+
+    def _add(self, group_id: int, prompt: Any, rollouts: Sequence[dict[str, Any]]) -> None:
+        """Add a group's prompt, its outcomes, and the mean of each reward."""
+        text = prompt_text(prompt)
+        key = prompt_key(text)
+        added = self._connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", (key, text))
+        if added.rowcount:
+            self._connection.execute("INSERT INTO prompt_parts (rowid, text) VALUES (?, ?)", (key, text))
+        statuses = 0
+        for rollout in rollouts:
+            statuses |= STATUS_BITS.get(rollout["status"], 0)
+        values = {"prompt": key, "statuses": statuses, **self._means(rollouts)}
+        changes = ", ".join(f"{name} = ?" for name in values)
+        self._connection.execute(f"UPDATE entries SET {changes} WHERE group_id = ?", (*values.values(), group_id))
+
+    def _means(self, rollouts: Iterable[dict[str, Any]]) -> dict[str, float]:
+        """Return the mean of each reward function, by the column that it has in the index."""
+        by_name: dict[str, list[float]] = {}
+        for rollout in rollouts:
+            for name, value in rollout["rewards"].items():
+                if value is not None:
+                    by_name.setdefault(name, []).append(float(value))
+        return {
+            f"function_{place}": fmean(values)
+            for name, values in by_name.items()
+            if (place := self._function(name)) is not None
+        }
+
+    def _function(self, name: str) -> int | None:
+        """Return the column's number of a reward function, which is added if the index has room for it."""
+        if name not in self._functions:
+            found = self._connection.execute("SELECT place FROM functions WHERE name = ?", (name,)).fetchone()
+            if found is None:
+                place = self._connection.execute("SELECT count(*) FROM functions").fetchone()[0]
+                if place >= MAX_FUNCTIONS:
+                    return None
+                self._connection.execute("INSERT INTO functions VALUES (?, ?)", (place, name))
+                self._connection.execute(f"ALTER TABLE entries ADD COLUMN function_{place} REAL")
+                found = (place,)
+            self._functions[name] = found[0]
+        return self._functions[name]

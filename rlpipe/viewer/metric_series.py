@@ -1,0 +1,108 @@
+"""Metrics of a run as one series a metric, read on from where the last look ended."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlpipe.tracking.jsonl import rows_after
+
+BATCH = 500
+MOST_POINTS = 6000
+"""Points of a series that are sent; of more, means of neighbours are."""
+
+
+@dataclass(slots=True)
+class _Series:
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+class MetricSeries:
+    """The series of a ``metrics.jsonl``, which a run may append to, or cut when it is resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._series: dict[str, _Series] = {}
+        self._offset, self._inode = 0, -1
+        self.num_rows = self.last_step = 0
+        self._last_row: dict[str, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for name in self._series if name != "time")
+
+    @property
+    def last_time(self) -> float | None:
+        """Seconds since 1970 of the newest row."""
+        return self._last_row.get("time")
+
+    def update(self) -> None:
+        """Read the rows that are new; all of them if the file was cut or replaced."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._forget()
+            self._inode = status.st_ino
+        while True:
+            rows, self._offset = rows_after(self._path, self._offset, BATCH)
+            for row in rows:
+                self._add(row)
+            if len(rows) < BATCH:
+                return
+
+    def _add(self, row: dict[str, Any]) -> None:
+        step = row["step"]
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float):
+                series = self._series.setdefault(name, _Series())
+                series.steps.append(step)
+                series.values.append(value)
+        self.num_rows += 1
+        self.last_step, self._last_row = max(self.last_step, step), row
+
+    def latest(self, name: str) -> float | None:
+        """Return the newest value of a metric that is a number."""
+        series = self._series.get(name)
+        return None if series is None else next((x for x in reversed(series.values) if math.isfinite(x)), None)
+
+    def get(self, names: Iterable[str], most_points: int = MOST_POINTS) -> dict[str, dict[str, Any]]:
+        """Return ``steps`` and ``values`` of those metrics that the run has, and how many steps each point stands for.
+
+        Not all are equally dense: evaluations are rare.
+        """
+        return {name: _thinned(self._series[name], most_points) for name in names if name in self._series}
+
+    def step_at(self, moment: float) -> int:
+        """Return the step during which something happened at a moment, in seconds since 1970."""
+        series = self._series.get("time")
+        if series is None:
+            return 0
+        place = bisect.bisect_left(series.values, moment)
+        return series.steps[min(place, len(series.steps) - 1)]
+
+
+def _thinned(series: _Series, most_points: int) -> dict[str, Any]:
+    size = math.ceil(len(series.steps) / most_points)
+    if size <= 1:
+        return {"steps": [*series.steps], "values": [*map(_finite, series.values)], "stands_for": size}
+    steps, values = [], []
+    for start in range(0, len(series.steps), size):
+        part = [x for x in series.values[start : start + size] if math.isfinite(x)]
+        steps.append(series.steps[min(start + size, len(series.steps)) - 1])
+        values.append(sum(part) / len(part) if part else None)
+    return {"steps": steps, "values": values, "stands_for": size}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

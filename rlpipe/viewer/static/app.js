@@ -1,0 +1,129 @@
+// The frame of the page: which view is shown, of which runs, and when it is drawn anew.
+
+import { choose, fill, labelled, make, notice, pill } from "./dom.js";
+import { count, STATE_KINDS } from "./format.js";
+import { ask, exported } from "./source.js";
+import { themeButton } from "./theme.js";
+import { overviewView } from "./overview.js";
+import { groupsView } from "./groups.js";
+import { groupView } from "./group.js";
+import { eventsView } from "./events.js";
+import { partsView } from "./parts.js";
+import { compareView } from "./compare.js";
+
+const POLL_MS = 2000;
+const VIEWS = { overview: overviewView, groups: groupsView, group: groupView, events: eventsView, parts: partsView, compare: compareView };
+const TABS = [["overview", "Overview"], ["groups", "Groups"], ["events", "Events"], ["parts", "Parts"], ["compare", "Compare"]];
+const MOST_OVERLAID = 8;
+
+const context = { runs: [], run: 0, shown: [0], query: {}, view: "overview", go, link, ask: (name, query = {}) => ask(name, { run: context.run, ...query }) };
+let current = null;
+let generation = 0;
+
+function readAddress() {
+  const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const query = Object.fromEntries(new URLSearchParams(search));
+  context.view = path in VIEWS ? path : "overview";
+  context.query = query;
+  context.run = Math.min(Math.max(Number(query.run) || 0, 0), context.runs.length - 1);
+  const shown = (query.shown ?? "").split(",").filter(Boolean).map(Number).filter((place) => place in context.runs);
+  const all = context.runs.map((_, place) => place).slice(0, MOST_OVERLAID);
+  context.shown = shown.length ? shown : all;
+}
+
+// The address of a view; what stays the same from view to view is added.
+function link(view, query = {}) {
+  const kept = { run: context.run || "", shown: context.query.shown, ...query };
+  const used = Object.entries(kept).filter(([, value]) => value !== "" && value !== undefined && value !== null);
+  return `#/${view}${used.length ? `?${new URLSearchParams(used)}` : ""}`;
+}
+
+function go(view, query = {}, { replace = false } = {}) {
+  const target = link(view, query);
+  if (!replace) { location.hash = target; return; }
+  history.replaceState(null, "", target);
+  readAddress();
+}
+
+function header() {
+  const run = context.runs[context.run];
+  const tabs = TABS.map(([view, title]) => {
+    const here = context.view === view || (view === "groups" && context.view === "group");
+    return make("a", { href: link(view), "aria-current": here ? "page" : null }, title);
+  });
+  const several = context.runs.length > 1;
+  const chooser = several && labelled("Run", choose("run", context.runs.map(({ name }, place) => [String(place), name]), String(context.run),
+    (event) => go(context.view === "group" ? "groups" : context.view, { run: event.target.value })));
+  const toggle = document.getElementById("theme") ?? themeButton(() => current?.redraw?.());
+  return [
+    make("a", { class: "brand", href: link("overview") }, make("b", {}, "rlpipe"), " view"),
+    make("nav", { "aria-label": "Views" }, tabs),
+    make("div", { class: "which" }, chooser || make("span", { class: "run-name", title: run.path }, run.name),
+      pill(run.state, STATE_KINDS[run.state] ?? ""), make("span", { class: "muted" }, progress(run)), toggle),
+  ];
+}
+
+function progress(run) {
+  return run.num_steps ? `step ${count(run.step)} of ${count(run.num_steps)}` : `step ${count(run.step)}`;
+}
+
+async function show() {
+  const own = ++generation;
+  readAddress();
+  fill(document.getElementById("top"), header());
+  document.title = `${context.runs[context.run].name} · rlpipe view`;
+  current?.close?.();
+  const main = document.getElementById("main");
+  const body = make("div", { class: `view ${context.view}` });
+  try {
+    const made = await VIEWS[context.view](body, context);
+    if (own !== generation) { made?.close?.(); return; }
+    current = made;
+    fill(main, exported && exportNotice(), body);
+    current?.shown?.();
+    main.dataset.view = context.view;
+  } catch (error) {
+    current = null;
+    fill(main, exported && exportNotice(), notice(error.message, "bad"));
+    main.dataset.view = `${context.view} failed`;
+  }
+}
+
+function exportNotice() {
+  return make("details", { class: "notice", id: "left-out" }, make("summary", {}, exported.title),
+    make("ul", {}, exported.left_out.map((line) => make("li", {}, line))));
+}
+
+let failures = 0;
+
+async function poll() {
+  try {
+    const runs = await ask("runs");
+    failures = 0;
+    const before = context.runs;
+    context.runs = runs;
+    const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state);
+    if (changed && !document.hidden) {
+      if (!document.activeElement?.closest("#top select")) fill(document.getElementById("top"), header());
+      await current?.update?.();
+    }
+    document.getElementById("gone")?.remove();
+  } catch {
+    failures += 1;
+    if (failures === 2) document.body.prepend(make("p", { class: "notice bad", id: "gone", role: "alert" }, "rlpipe view has ended, or can't be reached: what is shown may be old"));
+  }
+}
+
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.matches("input, textarea, select");
+  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
+    const search = document.querySelector("input[type=search]");
+    if (search) { event.preventDefault(); search.focus(); search.select(); }
+  } else if (event.key === "Escape" && typing) event.target.blur();
+});
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.getElementById("main").focus(); });
+addEventListener("hashchange", show);
+
+context.runs = await ask("runs");
+await show();
+if (!exported) setInterval(poll, POLL_MS);

@@ -1,0 +1,166 @@
+// One chart of metrics over steps, by uPlot: zoomed and pointed at together with all others, smoothed, with events on top.
+
+import { colour, hideTooltip, make, showTooltip } from "./dom.js";
+import { number } from "./format.js";
+
+const HEIGHT = 190;
+const MOST_MARKS = 40;
+const COLOURS = ["series-0", "series-1", "series-2", "series-3", "series-4", "series-5", "series-6", "series-7"];
+
+export function seriesColour(place) {
+  return colour(COLOURS[place % COLOURS.length]);
+}
+
+// The exponential moving mean of a series, corrected for its start, as TensorBoard draws it.
+export function smooth(values, weight) {
+  let mean = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = mean * weight + value * (1 - weight);
+    total = total * weight + (1 - weight);
+    return mean / total;
+  });
+}
+
+function withAlpha(hex, alpha) {
+  return `${hex}${Math.round(alpha * 255).toString(16).padStart(2, "0")}`;
+}
+
+function axes() {
+  const stroke = () => colour("muted");
+  const grid = { stroke: () => colour("grid"), width: 1 };
+  const ticks = { stroke: () => colour("grid"), size: 4 };
+  const font = "11px system-ui, sans-serif";
+  return [
+    { stroke, grid: { show: false }, ticks, font, size: 28, values: (_, splits) => splits.map((step) => Number.isInteger(step) ? step.toLocaleString("en") : "") },
+    { stroke, grid, ticks, font, size: 52, values: (_, splits) => splits.map(number) },
+  ];
+}
+
+// `lines` are {label, steps, values, place}; `place` is the number of its colour.
+export class Chart {
+  constructor(title, { stacked = false, note = "" } = {}) {
+    this.stacked = stacked;
+    this.plot = null;
+    this.lines = [];
+    this.body = make("div", { class: "plot" });
+    this.legend = make("div", { class: "legend" });
+    this.element = make("section", { class: "card chart", "aria-label": title, "data-title": title },
+      make("h3", {}, title, note && make("small", {}, note)), this.body, this.legend);
+    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.body);
+  }
+
+  size() {
+    return { width: Math.max(this.body.clientWidth, 120), height: HEIGHT };
+  }
+
+  update(lines, { smoothing = 0, marks = [], onmark = () => {} } = {}) {
+    const zoom = this.plot && this.zoomed() ? this.plot.scales.x : null;
+    this.lines = lines;
+    this.marks = marks.slice(0, MOST_MARKS);
+    this.onmark = onmark;
+    this.plot?.destroy();
+    const drawn = this.stacked ? this.stack(lines) : this.overlay(lines, smoothing);
+    const options = {
+      ...this.size(), series: [{ label: "step" }, ...drawn.series], bands: drawn.bands, axes: axes(), legend: { show: false },
+      scales: { x: { time: false }, y: { range: (_, low, high) => padded(low, high, this.stacked) } },
+      cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, points: { size: 6 } },
+      hooks: { draw: [() => this.placeMarks()], setCursor: [() => this.showValues()], setScale: [() => this.element.toggleAttribute("data-zoomed", this.zoomed())] },
+    };
+    this.plot = new uPlot(options, drawn.data, this.body);
+    if (zoom) this.plot.setScale("x", { min: zoom.min, max: zoom.max });
+    this.showValues();
+  }
+
+  zoomed() {
+    const steps = this.plot?.data[0];
+    const { min, max } = this.plot?.scales.x ?? {};
+    return Boolean(steps?.length) && (min > steps[0] || max < steps[steps.length - 1]);
+  }
+
+  reset() {
+    const steps = this.plot?.data[0];
+    if (steps?.length) this.plot.setScale("x", { min: steps[0], max: steps[steps.length - 1] });
+  }
+
+  overlay(lines, smoothing) {
+    const tables = [];
+    const series = [];
+    for (const { label, steps, values, place } of lines) {
+      const stroke = seriesColour(place);
+      const few = steps.length < 40;
+      const columns = smoothing ? [values, smooth(values, smoothing)] : [values];
+      tables.push([steps, ...columns]);
+      if (smoothing) series.push({ label: "", stroke: withAlpha(stroke, 0.28), width: 1, points: { show: false }, spanGaps: true });
+      series.push({ label, stroke, width: 2, points: { show: few && !smoothing, size: 5, fill: stroke }, spanGaps: true });
+    }
+    return { data: tables.length ? uPlot.join(tables.map(ordered)) : [[]], series, bands: [] };
+  }
+
+  // Areas on top of each other: each line is drawn at its own value plus those of the lines before it.
+  stack(lines) {
+    const joined = lines.length ? uPlot.join(lines.map(({ steps, values }) => ordered([steps, values]))) : [[]];
+    const data = [joined[0]];
+    const sums = new Array(joined[0].length).fill(0);
+    for (const column of joined.slice(1)) {
+      column.forEach((value, index) => { sums[index] += value ?? 0; });
+      data.push([...sums]);
+    }
+    const series = lines.map(({ label, place }, index) => {
+      const stroke = seriesColour(place);
+      return { label, stroke, fill: index === 0 ? withAlpha(stroke, 0.45) : undefined, width: 1, points: { show: false } };
+    });
+    const bands = lines.slice(1).map(({ place }, index) => ({ series: [index + 2, index + 1], fill: withAlpha(seriesColour(place), 0.45) }));
+    return { data, series, bands };
+  }
+
+  // The names of the lines, with their values at the pointer, or else their newest ones.
+  showValues() {
+    const index = this.plot?.cursor.idx;
+    const step = index === null || index === undefined ? null : this.plot.data[0][index];
+    const entries = this.lines.map(({ label, steps, values, place }) => {
+      const at = step === null ? values.length - 1 : nearest(steps, step);
+      return make("span", { class: "key" }, make("i", { style: { backgroundColor: seriesColour(place) } }), `${label} `, make("b", {}, number(values[at])));
+    });
+    this.legend.replaceChildren(...entries, step === null ? "" : make("span", { class: "at" }, `step ${step.toLocaleString("en")}`));
+  }
+
+  placeMarks() {
+    const { over } = this.plot;
+    over.querySelectorAll(".mark").forEach((mark) => mark.remove());
+    const { min, max } = this.plot.scales.x;
+    for (const mark of this.marks.filter(({ step }) => step >= min && step <= max)) {
+      const left = this.plot.valToPos(mark.step, "x");
+      over.append(make("button", {
+        class: `mark ${mark.kind}`, tabindex: "-1", style: { left: `${left}px` }, "aria-label": `step ${mark.step}, ${mark.kind}: ${mark.message}`,
+        onmousedown: (event) => event.stopPropagation(), onclick: () => this.onmark(mark),
+        onmouseenter: (event) => showTooltip([`step ${mark.step} · ${mark.kind}`, mark.message], event.clientX, event.clientY), onmouseleave: hideTooltip,
+      }));
+    }
+  }
+
+  destroy() {
+    this.plot?.destroy();
+  }
+}
+
+// Steps in order, each once with its newest value: a resumed run may have logged an evaluation twice.
+function ordered([steps, ...columns]) {
+  if (steps.every((step, index) => !index || steps[index - 1] < step)) return [steps, ...columns];
+  const places = new Map(steps.map((step, index) => [step, index]));
+  const kept = [...places.keys()].sort((one, other) => one - other);
+  return [kept, ...columns.map((column) => kept.map((step) => column[places.get(step)]))];
+}
+
+function padded(low, high, fromZero) {
+  if (low === null || high === null) return [0, 1];
+  const room = (high - low || Math.abs(high) || 1) * 0.08;
+  return [fromZero ? 0 : low - room, high + room];
+}
+
+function nearest(steps, step) {
+  let best = 0;
+  steps.forEach((one, index) => { if (one <= step) best = index; });
+  return best;
+}

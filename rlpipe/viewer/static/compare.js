@@ -1,0 +1,98 @@
+// What two runs, or two versions of one run's policy, wrote to the same prompt.
+
+import { choose, fill, labelled, make, notice, pill } from "./dom.js";
+import { count, number, NONE, STATE_KINDS } from "./format.js";
+import { promptCard, rolloutCard } from "./group.js";
+import { ask } from "./source.js";
+
+const SIDES = ["left", "right"];
+
+export async function compareView(body, context) {
+  const query = { left: String(context.run), right: String(context.runs.length > 1 && !context.run ? 1 : context.run === 0 ? 0 : 0), ...context.query };
+  if (context.runs.length > 1 && context.query.right === undefined && context.run) query.right = "0";
+  const list = make("div", { class: "card table" });
+  const pair = make("div", { class: "pair" });
+  fill(body, controls(), list, pair);
+
+  function controls() {
+    const runs = context.runs.map(({ name }, place) => [String(place), name]);
+    const bound = (name, text) => make("input", { name, inputmode: "numeric", size: 5, placeholder: text, value: query[name] ?? "", "aria-label": name.replace("_", " version ") });
+    const side = (name, title) => make("fieldset", {}, make("legend", {}, title), context.runs.length > 1 && choose(name, runs, query[name]), labelled("versions", bound(`${name}_min`, "from")), bound(`${name}_max`, "to"));
+    const form = make("form", { class: "filters card", role: "search", onsubmit: (event) => { event.preventDefault(); apply(); }, onchange: () => apply() },
+      make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }), side("left", "Left"), side("right", "Right"), make("button", { type: "submit" }, "Compare"));
+    function apply() {
+      for (const [name, value] of new FormData(form)) query[name] = value;
+      delete query.key;
+      remember();
+      load();
+    }
+    return form;
+  }
+
+  function remember() {
+    const { run, shown, ...own } = query;
+    context.go("compare", own, { replace: true });
+  }
+
+  function parameters() {
+    return Object.fromEntries(["text", ...SIDES.flatMap((side) => [side, `${side}_min`, `${side}_max`])].map((name) => [name, query[name]]));
+  }
+
+  async function load() {
+    fill(pair);
+    try {
+      const prompts = await ask("prompts", parameters());
+      drawList(prompts);
+      const key = query.key ?? prompts[0]?.key;
+      if (key !== undefined) await showPair(key);
+    } catch (error) { fill(list, notice(error.message, "bad")); }
+  }
+
+  function drawList(prompts) {
+    if (!prompts.length) { fill(list, notice("no prompt that both sides have answered; a prompt comes again in the next epoch, or in a run over the same data")); return; }
+    const head = ["Prompt", "Left reward", "Right reward", "Change", "Left versions", "Right versions"];
+    const rows = prompts.map((prompt) => make("tr", { tabindex: "0", "data-key": prompt.key, onclick: () => showPair(prompt.key), onkeydown: (event) => { if (event.key === "Enter") showPair(prompt.key); else step(event); } },
+      make("td", {}, make("span", { class: "prompt" }, prompt.prompt)), make("td", { class: "number" }, number(prompt.left.reward)), make("td", { class: "number" }, number(prompt.right.reward)), make("td", { class: "number" }, change(prompt)), make("td", {}, versions(prompt.left)), make("td", {}, versions(prompt.right))));
+    fill(list, make("table", { class: "prompts" }, make("thead", {}, make("tr", {}, head.map((title, place) => make("th", { scope: "col", class: place > 0 && place < 4 ? "number" : "" }, title)))), make("tbody", {}, rows)));
+  }
+
+  function step(event) {
+    const next = { ArrowDown: event.currentTarget.nextElementSibling, ArrowUp: event.currentTarget.previousElementSibling }[event.key];
+    if (next) { next.focus(); event.preventDefault(); }
+  }
+
+  async function showPair(key) {
+    query.key = key;
+    remember();
+    list.querySelectorAll("tr").forEach((row) => row.classList.toggle("chosen", row.dataset.key === key));
+    const answers = await ask("answers", { ...parameters(), key });
+    const chosen = { left: answers.left[answers.left.length - 1], right: answers.right[0] };
+    if (query.left !== query.right) [chosen.left] = answers.left;
+    const columns = SIDES.map((side) => make("div", { class: "side", "data-side": side }));
+    fill(pair, columns);
+    await Promise.all(SIDES.map((side, place) => showSide(columns[place], side, answers[side], chosen[side])));
+  }
+
+  async function showSide(column, side, groups, chosen) {
+    if (!chosen) { fill(column, notice("no group")); return; }
+    const run = Number(query[side]) || 0;
+    const select = choose(`${side}-group`, groups.map((group) => [String(group.group_id), `version ${count(group.version)} · step ${count(group.step)} · group ${count(group.group_id)}`]), String(chosen.group_id),
+      (event) => showSide(column, side, groups, groups.find((group) => String(group.group_id) === event.target.value)));
+    const group = await ask("group", { run, id: chosen.group_id });
+    fill(column, make("div", { class: "toolbar" }, make("b", {}, context.runs[run].name), labelled("written by", select), make("span", {}, "reward ", make("b", {}, number(group.reward))), pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? "")),
+      promptCard(group, run), group.why_no_tokens && notice(group.why_no_tokens), (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: "logprob", oldest: 0, more: () => context.go("group", { id: group.group_id, run }) })));
+  }
+
+  await load();
+  return {};
+}
+
+function change({ left, right }) {
+  if (left.reward === null || right.reward === null) return NONE;
+  const value = right.reward - left.reward;
+  return make("b", { class: value > 0 ? "plus" : value < 0 ? "minus" : "" }, `${value > 0 ? "+" : ""}${number(value)}`);
+}
+
+function versions({ number: groups, oldest, newest }) {
+  return `${oldest === newest ? count(oldest) : `${count(oldest)}–${count(newest)}`} (${count(groups)} ${groups === 1 ? "group" : "groups"})`;
+}

@@ -1,0 +1,56 @@
+// Elements are made here, and nowhere from text: whatever a model wrote becomes a text node, never markup.
+
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(element.style, value);
+    else if (name in element && typeof value !== "string") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child !== null && child !== undefined && child !== false) element.append(child);
+  }
+  return element;
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function labelled(text, control) {
+  return make("label", { class: "field" }, make("span", {}, text), control);
+}
+
+export function choose(name, choices, value, onchange) {
+  const options = choices.map(([key, text]) => make("option", { value: key, selected: key === value }, text));
+  return make("select", { name, onchange }, options);
+}
+
+export function pill(text, kind) {
+  return make("span", { class: `pill ${kind}` }, text);
+}
+
+export function notice(text, kind = "") {
+  return make("p", { class: `notice ${kind}`, role: kind === "bad" ? "alert" : "status" }, text);
+}
+
+export function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+const tooltip = () => document.getElementById("tooltip");
+
+export function showTooltip(lines, x, y) {
+  const box = fill(tooltip(), lines.map((line) => make("div", {}, line)));
+  box.hidden = false;
+  const { width, height } = box.getBoundingClientRect();
+  box.style.left = `${Math.min(x + 12, innerWidth - width - 8)}px`;
+  box.style.top = `${y + 16 + height > innerHeight ? y - height - 10 : y + 16}px`;
+}
+
+export function hideTooltip() {
+  tooltip().hidden = true;
+}

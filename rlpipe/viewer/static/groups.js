@@ -1,0 +1,129 @@
+// The table of groups: filtered, sorted and paged by the server.
+
+import { choose, fill, labelled, make, notice, pill } from "./dom.js";
+import { count, number, NONE, STATE_KINDS } from "./format.js";
+
+const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
+const PAUSE_MS = 200;
+
+function columnsFor(functions) {
+  const means = functions.length > 1 ? functions : [];
+  return [
+    ["id", "Group", (row) => count(row.group_id)], ["step", "Step", (row) => count(row.step)],
+    [null, "State", (row) => pill(row.state.toLowerCase(), STATE_KINDS[row.state] ?? "")], [null, "Prompt", (row) => make("span", { class: "prompt" }, row.prompt ?? (row.reason ? row.reason : NONE))],
+    ["reward", "Reward", (row) => rewardCell(row.reward)], ["std", "Std", (row) => number(row.reward_std)], ["best", "Best", (row) => number(row.best_reward)],
+    ...means.map((name) => [`reward:${name}`, name, (row) => number(row.functions?.[name])]),
+    ["length", "Length", (row) => number(row.length)], [null, "Outcomes", (row) => (row.statuses ?? []).map((status) => pill(status, STATE_KINDS[status] ?? ""))],
+    ["version", "Version", (row) => count(row.version)], ["staleness", "Stale", (row) => count(row.staleness)], [null, "Engine", (row) => row.engine ?? NONE],
+  ];
+}
+
+function rewardCell(reward) {
+  return make("b", { class: reward > 0 ? "plus" : "" }, number(reward));
+}
+
+export async function groupsView(body, context) {
+  const choices = await context.ask("choices");
+  const columns = columnsFor(choices.functions);
+  const query = { sort: "id", order: "desc", ...context.query };
+  const places = [];
+  let page = null;
+  let asked = 0;
+  const table = make("table", { class: "groups" });
+  const status = make("p", { class: "muted", role: "status", "aria-live": "polite" });
+  const indexing = make("div", { class: "indexing", hidden: true });
+  const older = make("button", { onclick: () => turn(true) }, "Next page");
+  const newer = make("button", { onclick: () => turn(false) }, "Previous page");
+  fill(body, filters(), indexing, make("div", { class: "pager" }, status, newer, older), make("div", { class: "card table" }, table));
+
+  function filters() {
+    let timer = 0;
+    const changed = () => { clearTimeout(timer); timer = setTimeout(apply, PAUSE_MS); };
+    const bound = (name) => make("input", { name, inputmode: "decimal", size: 5, value: query[name] ?? "", "aria-label": name.replace("_min", " at least").replace("_max", " at most"), placeholder: name.endsWith("min") ? "min" : "max" });
+    const range = (name, title) => make("fieldset", {}, make("legend", {}, title), bound(`${name}_min`), bound(`${name}_max`));
+    const any = (values) => [["", "any"], ...values.map((value) => [value, value.length > 60 ? `${value.slice(0, 60)}…` : value])];
+    const functions = choices.functions.length > 0 && make("fieldset", {}, make("legend", {}, "Reward function"), choose("function", any(choices.functions), query.function ?? ""), bound("function_min"), bound("function_max"));
+    const form = make("form", { class: "filters card", role: "search", oninput: changed, onsubmit: (event) => { event.preventDefault(); apply(); } },
+      make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }),
+      RANGES.map(([name, title]) => range(name, title)), functions,
+      labelled("State", choose("state", any(choices.states), query.state ?? "")), labelled("Outcome", choose("status", any(choices.statuses), query.status ?? "")),
+      choices.reasons.length > 0 && labelled("Reason", choose("reason", any(choices.reasons), query.reason ?? "")),
+      make("button", { type: "reset", onclick: () => context.go("groups") }, "Clear"));
+    function apply() {
+      for (const [name, value] of new FormData(form)) query[name] = value;
+      places.length = 0;
+      remember();
+      load();
+    }
+    return form;
+  }
+
+  function remember() {
+    const { after, ...kept } = query;
+    context.go("groups", { ...kept, sort: kept.sort === "id" ? "" : kept.sort, order: kept.order === "desc" ? "" : kept.order, run: context.run || "" }, { replace: true });
+  }
+
+  function sortBy(key) {
+    query.order = query.sort === key && query.order === "desc" ? "asc" : "desc";
+    query.sort = key;
+    places.length = 0;
+    remember();
+    load(key);
+  }
+
+  function turn(forwards) {
+    if (forwards) places.push(page.after);
+    else places.pop();
+    load();
+  }
+
+  async function load(sorted = null) {
+    const own = ++asked;
+    try {
+      const found = await context.ask("groups", { ...query, after: places[places.length - 1] });
+      if (own !== asked) return;
+      page = found;
+      draw(sorted);
+    } catch (error) {
+      if (own === asked) fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
+    }
+  }
+
+  function draw(sorted) {
+    const focused = document.activeElement?.closest?.("tr[data-group]")?.dataset.group;
+    const head = columns.map(([key, title]) => {
+      const order = query.sort === key ? (query.order === "desc" ? "descending" : "ascending") : "none";
+      return make("th", { scope: "col", "aria-sort": key ? order : null, class: key ? "number" : "" },
+        key ? make("button", { onclick: () => sortBy(key), "data-sort": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
+    });
+    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, "aria-label": `group ${row.group_id}` },
+      columns.map(([key, , cell]) => make("td", { class: key ? "number" : "" }, cell(row)))));
+    const empty = make("tr", {}, make("td", { colspan: columns.length }, notice("no group matches")));
+    fill(table, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows.length ? rows : empty));
+    if (focused) table.querySelector(`tr[data-group="${focused}"]`)?.focus();
+    if (sorted) table.querySelector(`button[data-sort="${CSS.escape(sorted)}"]`)?.focus();
+    const many = page.count >= 100000 && page.count < page.num_groups ? "over " : "";
+    status.textContent = `${many}${count(page.count)} of ${count(page.num_groups)} groups${places.length ? `, page ${places.length + 1}` : ""}`;
+    older.disabled = page.after === null;
+    newer.disabled = places.length === 0;
+    indexing.hidden = page.num_indexed >= page.num_groups;
+    if (!indexing.hidden) fill(indexing, make("progress", { value: page.num_indexed, max: page.num_groups }), `rewards by function, outcomes and prompts are known of the first ${count(page.num_indexed)} of ${count(page.num_groups)} groups; the rest is being read`);
+    table.dataset.asked = String(asked);
+  }
+
+  function open(row) {
+    if (!getSelection().toString()) context.go("group", { id: row.group_id });
+  }
+
+  function move(event) {
+    const row = event.currentTarget;
+    const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Home: row.parentElement.firstElementChild, End: row.parentElement.lastElementChild }[event.key];
+    if (event.key === "Enter") context.go("group", { id: row.dataset.group });
+    else if (next) { row.tabIndex = -1; next.tabIndex = 0; next.focus(); event.preventDefault(); }
+    else if (event.key === "ArrowRight" && !older.disabled) turn(true);
+    else if (event.key === "ArrowLeft" && !newer.disabled) turn(false);
+  }
+
+  await load();
+  return { update: () => load() };
+}

@@ -1,0 +1,53 @@
+// Tokens of a completion, coloured by one of their values.
+
+import { hideTooltip, make, showTooltip } from "./dom.js";
+import { number } from "./format.js";
+
+const DEEPEST = -6;
+export const COLOURINGS = [["logprob", "log-prob"], ["advantage", "advantage"], ["version", "policy version"], ["mask", "loss mask"], ["none", "nothing"]];
+
+// The strength of a tint, from 0 to 1, and which of the tints it is.
+function tint(how, sequence, index, rollout, oldest) {
+  if (how === "mask") return sequence.mask[index] ? ["trained", 1] : null;
+  if (!sequence.mask[index]) return null;
+  if (how === "logprob") return ["unlikely", Math.min(sequence.logprobs[index] / DEEPEST, 1)];
+  if (how === "advantage") return rollout.advantage === null ? null : [rollout.advantage >= 0 ? "positive" : "negative", Math.min(Math.abs(rollout.advantage) / 2, 1)];
+  return how === "version" ? [`series-${Math.max(sequence.versions[index] - oldest, 0) % 8}`, 0.7] : null;
+}
+
+function describe(sequence, index, rollout) {
+  const drawn = sequence.mask[index];
+  return [
+    JSON.stringify(sequence.pieces[index]),
+    ...(drawn ? [`log-prob ${number(sequence.logprobs[index])} (probability ${number(Math.exp(sequence.logprobs[index]))})`, `policy version ${sequence.versions[index]}`, `advantage ${number(rollout.advantage)}`] : ["not drawn by the policy, not trained"]),
+  ];
+}
+
+export function tokenText(sequence, rollout, how, oldest = 0) {
+  const spans = sequence.pieces.map((text, index) => {
+    const shade = tint(how, sequence, index, rollout, oldest);
+    const element = make("span", { class: `token${shade ? ` tint ${shade[0]}` : ""}${how === "mask" && !sequence.mask[index] ? " unmasked" : ""}`, "data-at": index }, text);
+    if (shade) element.style.setProperty("--strength", `${Math.round(shade[1] * 38)}%`);
+    return element;
+  });
+  return make("div", { class: "tokens", tabindex: "0", "aria-label": "completion",
+    onmousemove: (event) => {
+      const at = event.target.dataset?.at;
+      if (at === undefined) hideTooltip();
+      else showTooltip(describe(sequence, Number(at), rollout), event.clientX, event.clientY);
+    }, onmouseleave: hideTooltip }, spans);
+}
+
+export function legendOf(how, group) {
+  const key = (kind, strength, text) => {
+    const swatch = make("span", { class: `token tint ${kind}` }, " a ");
+    swatch.style.setProperty("--strength", `${strength}%`);
+    return make("span", { class: "key" }, swatch, ` ${text}`);
+  };
+  if (how === "logprob") return [key("unlikely", 0, "log-prob 0"), key("unlikely", 19, "-3"), key("unlikely", 38, "-6 and below")];
+  if (how === "advantage") return [key("positive", 30, "written again more often"), key("negative", 30, "less often"), "one number for each completion, as in the ledger"];
+  if (how === "mask") return [key("trained", 38, "trained"), "pale: not drawn by the policy"];
+  if (how !== "version") return [];
+  const versions = [...new Set(group.rollouts.flatMap((rollout) => Object.keys(rollout.versions).map(Number)))].sort((one, other) => one - other);
+  return versions.map((version) => key(`series-${(version - versions[0]) % 8}`, 27, `version ${version}`));
+}

@@ -1,0 +1,306 @@
+"""A run that is viewed: what its folder holds, read anew whenever its files change."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlpipe.doctor.diagnosis import diagnose
+from rlpipe.errors import DataError, InputError, LedgerError, ModelError
+from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
+from rlpipe.replay.ledger.run_ledger import Ledger
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts
+from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
+from rlpipe.tracking.part_states import PARTS_FILE, read_parts
+from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged
+from rlpipe.viewer.group_index import GroupIndex, prompt_text
+from rlpipe.viewer.group_query import GroupPage, GroupQuery, find_choices, find_page
+from rlpipe.viewer.metric_series import MetricSeries
+from rlpipe.viewer.run_folders import METRICS_FILE, index_path
+from rlpipe.viewer.run_tokenizer import open_tokenizer
+
+FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE)
+QUIET_S = 120.0
+"""Seconds without a change of any file after which a run without a record of its end counts as ended."""
+DIAGNOSIS_S = 20.0
+"""Shortest time between two diagnoses of a run that goes on."""
+
+
+class NotInRun(DataError):
+    """A group, an image or a run that is asked for, and does not exist."""
+
+
+class ViewedRun:
+    """A run's folder, or the path of a ledger; raises ``DataError`` for what can't be read."""
+
+    def __init__(self, path: Path, name: str, *, trusted: bool = False) -> None:
+        self.path, self.name, self._trusted = path, name, trusted
+        self.folder = path if path.is_dir() else path.parent
+        self.series = MetricSeries(self.folder / METRICS_FILE)
+        self.index: GroupIndex | None = None
+        self.why_no_ledger = ""
+        self._ledger_path: Path | None = None
+        self._seen: tuple[Any, ...] = ()
+        self.revision = 0
+        """Number that grows whenever a file of the run has changed."""
+        self._changed_at = 0.0
+        self._diagnosis: tuple[int, float, list[dict[str, str]]] = (-1, 0.0, [])
+
+    # Files --------------------------------------------------------------------------------------------------------
+
+    def refresh(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Read what is new in the run's files, if any has changed."""
+        if self._ledger_path is None:
+            self._find_ledger()
+        seen = tuple(map(_state, self._files()))
+        if seen == self._seen:
+            return
+        self.series.update()
+        self._changed_at = max((state[1] / 1e9 for state in seen if state is not None), default=0.0)
+        if self._ledger_path is not None and self.index is not None:
+            file = self._ledger_path.stat()
+            with self.ledger() as ledger:
+                self.index.update(ledger, (file.st_dev, file.st_ino), stopped)
+        self._seen = () if stopped() else seen
+        self.revision += 1
+
+    def _find_ledger(self) -> None:
+        try:
+            self._ledger_path = find_ledger(self.path)
+            self.index = GroupIndex(index_path(self._ledger_path), self.folder / COMPLETIONS_FILE)
+        except DataError as error:
+            self.why_no_ledger = str(error)
+
+    def _files(self) -> list[Path]:
+        ledger = self._ledger_path
+        beside = [] if ledger is None else [ledger, ledger.with_name(ledger.name + "-wal")]
+        return [*beside, *(self.folder / name for name in FILES)]
+
+    @contextmanager
+    def ledger(self) -> Iterator[Ledger]:
+        """Yield the ledger; each query sees the newest state, and no transaction is held in between."""
+        if self._ledger_path is None:
+            raise DataError(self.why_no_ledger or f"{self.path} has no ledger")
+        try:
+            with closing(Ledger(self._ledger_path, read_only=True, at_rest=True)) as ledger:
+                yield ledger
+        except LedgerError as error:
+            raise DataError(str(error)) from error
+
+    # The run as a whole -------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's name, state and size."""
+        outcome = read_outcome(self.folder)
+        index = self.index
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "revision": self.revision,
+            "state": self._state(outcome),
+            "error": "" if outcome is None or outcome.message is None else f"{outcome.error}: {outcome.message}",
+            "began_at": None if outcome is None else outcome.began_at,
+            "ended_at": None if outcome is None else outcome.ended_at,
+            "step": self.series.last_step,
+            "num_steps": self._num_steps,
+            "reward": self.series.latest("reward"),
+            "accuracy": self.series.latest("eval/accuracy"),
+            "tokens_per_second": self.series.latest("tokens_per_second"),
+            "num_groups": 0 if index is None else index.num_groups,
+            "num_indexed": 0 if index is None else index.num_indexed,
+            "why_no_ledger": self.why_no_ledger if index is None else "",
+        }
+
+    def _state(self, outcome: RunOutcome | None) -> str:
+        if outcome is None:
+            return RUNNING if time.time() - self._changed_at < QUIET_S else "ended"
+        if outcome.state != RUNNING:
+            return outcome.state
+        if outcome.host == socket.gethostname():
+            return RUNNING if Path(f"/proc/{outcome.pid}").exists() else "killed"
+        return RUNNING if time.time() - self._changed_at < QUIET_S else "silent"
+
+    @cached_property
+    def _num_steps(self) -> int | None:
+        with suppress(DataError, LookupError, TypeError), self.ledger() as ledger:
+            return int(ledger.get("config")["algorithm"]["num_steps"])
+        return None
+
+    def diagnosis(self) -> list[dict[str, str]]:
+        """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
+        revision, made_at, lines = self._diagnosis
+        if revision != self.revision and time.monotonic() - made_at > DIAGNOSIS_S:
+            try:
+                lines = [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
+            except InputError as error:
+                lines = [{"subject": "run", "status": "skipped", "text": str(error), "mend": ""}]
+            self._diagnosis = (self.revision, time.monotonic(), lines)
+        return lines
+
+    def parts(self) -> dict[str, Any]:
+        """Return the parts' states, and when they were seen last, the groups by state, and the work of each engine."""
+        seen_at, parts = read_parts(self.folder) or (None, [])
+        found: dict[str, Any] = {"time": seen_at, "now": time.time(), "parts": [asdict(part) for part in parts]}
+        if self.index is None:
+            return found
+        with self.ledger() as ledger:
+            engines = ledger.rows(
+                "SELECT engine, count(*), max(oldest_version), avg(generate_s), max(generated_at) FROM groups"
+                " WHERE engine IS NOT NULL GROUP BY engine ORDER BY engine"
+            )
+            states = ledger.counts()
+        names = ("engine", "groups", "version", "seconds", "last")
+        return found | {"states": states, "engines": [dict(zip(names, row, strict=True)) for row in engines]}
+
+    def events(self, *, before: int | None = None, kind: str = "", limit: int = 200) -> dict[str, Any]:
+        """Return the newest events before one, the kinds of events, and why groups were discarded."""
+        with self.ledger() as ledger:
+            rows = ledger.rows(
+                "SELECT id, time, kind, subject, message FROM events WHERE id < ? AND (? = '' OR kind = ?)"
+                " ORDER BY id DESC LIMIT ?",
+                2**62 if before is None else before,
+                kind,
+                kind,
+                limit + 1,
+            )
+            kinds = ledger.rows("SELECT kind, count(*) FROM events GROUP BY kind ORDER BY 2 DESC")
+            discards = ledger.rows(
+                "SELECT reason, count(*), min(coalesce(scored_at, generated_at, admitted_at)),"
+                " max(coalesce(scored_at, generated_at, admitted_at)) FROM groups WHERE state = 'DISCARDED'"
+                " GROUP BY reason ORDER BY 2 DESC LIMIT 50"
+            )
+        names = ("id", "time", "kind", "subject", "message")
+        events = [dict(zip(names, row, strict=True)) | {"step": self.series.step_at(row[1])} for row in rows[:limit]]
+        return {
+            "events": events,
+            "before": rows[limit - 1][0] if len(rows) > limit else None,
+            "kinds": dict(kinds),
+            "discards": [dict(zip(("reason", "count", "first", "last"), row, strict=True)) for row in discards],
+        }
+
+    # Groups -------------------------------------------------------------------------------------------------------
+
+    def groups(self, query: GroupQuery, size: int) -> dict[str, Any]:
+        """Return a page of the table of groups."""
+        index = self.needed_index()
+        with self.ledger() as ledger:
+            page = _newest(ledger, query, size) if query.is_plain else find_page(index, query, size)
+        return {
+            "rows": self.rows_of(page.group_ids),
+            "after": None if page.after is None else f"{page.after[0]!r}|{page.after[1]}",
+            "count": page.count,
+            "num_groups": index.num_groups,
+            "num_indexed": index.num_indexed,
+        }
+
+    def rows_of(self, group_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what the table shows of groups, in the order of their ids here."""
+        with self.ledger() as ledger:
+            found = LoggedTexts(self.folder).with_prompts(read_groups(ledger, group_ids))
+        rows, means = {row.group_id: row for row in found}, self.needed_index().means(group_ids)
+        return [_short(rows[number], means.get(number, {})) for number in group_ids if number in rows]
+
+    def needed_index(self) -> GroupIndex:
+        """Return the index of the groups; raise ``DataError`` if the run has no ledger."""
+        if self.index is None:
+            raise DataError(self.why_no_ledger or f"{self.path} has no ledger")
+        return self.index
+
+    def choices(self) -> dict[str, list[str]]:
+        """Return the values that the table's filters offer."""
+        return find_choices(self.needed_index())
+
+    def group(self, group_id: int, *, most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+        """Return one group in full; raise ``DataError`` if it is not in the ledger."""
+        with self.ledger() as ledger:
+            found = read_groups(ledger, [group_id])
+            if not found:
+                raise NotInRun(f"{self.name} has no group {group_id}")
+            group = next(iter(ledger.load([group_id])), None)
+        row = found[0]
+        step = {} if row.step is None else self._step_differences(row.step)
+        if group is None:
+            logged = LoggedTexts(self.folder).rollouts(row)
+            tree = describe_logged(row, logged) if logged else describe_group(row, None, None)
+            note = row.why_no_tokens + (f"; its texts are from {COMPLETIONS_FILE}" if logged else "")
+            return {**tree, "why_no_tokens": note, "of_step": step}
+        tokenizer, problem = self._tokenizer
+        return {
+            **describe_group(row, group, tokenizer, most_tokens=most_tokens),
+            "tokenizer_problem": problem,
+            "of_step": step,
+        }
+
+    def _step_differences(self, step: int) -> dict[str, float]:
+        """Return how far the learner's log-probs were from the engine's in a step; the ledger has none by token."""
+        names = ("sampling/logp_difference/mean", "sampling/logp_difference/max")
+        found = self.series.get(names)
+        values = {
+            name: dict(zip(series["steps"], series["values"], strict=True)).get(step + 1)
+            for name, series in found.items()
+        }
+        return {name.rpartition("/")[2]: value for name, value in values.items() if value is not None}
+
+    @cached_property
+    def _tokenizer(self) -> tuple[Any, str]:
+        """The tokenizer, or None and the reason why it can't be loaded."""
+        try:
+            with self.ledger() as ledger:
+                model = stored_model(ledger)
+            if model is None:
+                return None, "the ledger holds no config"
+            return open_tokenizer(model, self.folder, trusted=self._trusted), ""
+        except (ModelError, DataError) as error:
+            return None, str(error)
+
+    def image(self, group_id: int, number: int) -> bytes:
+        """Return an image of a group's prompt, encoded as it was stored."""
+        with self.ledger() as ledger:
+            group = next(iter(ledger.load([group_id])), None)
+        if group is None or not 0 <= number < len(group.prompt.images):
+            raise NotInRun(f"group {group_id} has no image {number}")
+        return group.prompt.images[number].content
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _newest(ledger: Ledger, query: GroupQuery, size: int) -> GroupPage:
+    """Return a page of all groups by their ids, straight from the ledger, which has that order."""
+    sign, order, start = ("<", "DESC", 2**62) if query.descending else (">", "ASC", -1)
+    start = start if query.after is None else query.after[1]
+    rows = ledger.rows(
+        f"SELECT group_id FROM groups WHERE group_id {sign} ? ORDER BY group_id {order} LIMIT ?", start, size + 1
+    )
+    ids = [row[0] for row in rows]
+    after = (float(ids[size - 1]), ids[size - 1]) if len(ids) > size else None
+    return GroupPage(group_ids=ids[:size], after=after, count=ledger.next_group_id())
+
+
+LONGEST_START = 160
+SHOWN = ("group_id", "step", "state", "reason", "reward", "reward_std", "best_reward", "num_rollouts", "engine")
+
+
+def _short(row: GroupRow, indexed: dict[str, Any]) -> dict[str, Any]:
+    """Return what the table shows of a group."""
+    last = row.prompt if row.prompt is None or isinstance(row.prompt, str) else row.prompt[-1:]
+    drawn = row.num_loss_tokens
+    return {
+        **{name: getattr(row, name) for name in SHOWN},
+        "length": None if drawn is None or not row.num_rollouts else drawn / row.num_rollouts,
+        "version": None if row.oldest_version == -1 else row.oldest_version,
+        "staleness": row.staleness,
+        "prompt": None if last is None else prompt_text(last)[:LONGEST_START],
+        **indexed,
+    }

@@ -1,0 +1,278 @@
+"""The web application of `rlpipe view`: a token, one host, and answers that no model's text can turn into a program."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rlpipe.errors import InputError
+from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
+from rlpipe.viewer.group_detail import MOST_TOKENS, image_kind
+from rlpipe.viewer.group_query import BOUNDS, FUNCTION, PAGE, GroupQuery
+from rlpipe.viewer.viewed_run import NotInRun, ViewedRun
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""Names that a browser may ask for, whatever the port, so that it can be forwarded; any other is refused."""
+REFRESH_S = 1.0
+LARGEST_PAGE = 500
+KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Guard:
+    """ASGI application that lets only requests with the token at the start of their path, and a local host, through.
+
+    The token is part of the path, not a cookie, which a browser would send to every other port of this machine, too.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refuse(scope)
+        if refusal is not None:
+            await refusal(scope, receive, _with_headers(send))
+            return
+        prefix = f"/{self._token}"
+        inner = {**scope, "path": scope["path"].removeprefix(prefix), "raw_path": b""}
+        await self._app(inner, receive, _with_headers(send))
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if name.lower() not in HOSTS:
+            return PlainTextResponse(f"this page is only for {', '.join(HOSTS)}\n", 403)
+        token = scope["path"].split("/")[1]
+        if not hmac.compare_digest(token.encode(errors="replace"), self._token.encode()):
+            return PlainTextResponse("wrong token: open the address that `rlpipe view` has printed\n", 401)
+        return None
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+            message = {**message, "headers": [*message["headers"], *added]}
+        await send(message)
+
+    return sending
+
+
+def to_json(value: Any) -> str:
+    """Return JSON in ASCII, with null for what is not finite, which JavaScript can't read."""
+    try:
+        return json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        return json.dumps(_finite(value), default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(child) for name, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def static_files() -> dict[str, bytes]:
+    """Return the content of the page's files by their paths; nothing else of the machine is ever sent as a file."""
+    found: dict[str, bytes] = {}
+
+    def add(folder: Traversable, prefix: str) -> None:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                add(entry, f"{prefix}{entry.name}/")
+            elif entry.name.rpartition(".")[2] in KINDS:
+                found[f"{prefix}{entry.name}"] = entry.read_bytes()
+
+    add(files("rlpipe.viewer").joinpath("static"), "")
+    return found
+
+
+class Pages:
+    """The answers of the page's requests, for a list of runs."""
+
+    def __init__(self, runs: Sequence[ViewedRun]) -> None:
+        self._runs, self._static = runs, static_files()
+
+    def answers(self) -> dict[str, Callable[[QueryParams], Any]]:
+        """Return the functions that answer, by the names that follow ``api/``."""
+        return {
+            "runs": lambda asked: [run.summary() for run in self._runs],
+            "series": self._series,
+            "names": lambda asked: self._run(asked).series.names,
+            "diagnosis": lambda asked: self._run(asked).diagnosis(),
+            "groups": self._groups,
+            "choices": lambda asked: self._run(asked).choices(),
+            "group": self._group,
+            "events": self._events,
+            "parts": lambda asked: self._run(asked).parts(),
+            "prompts": lambda asked: shared_prompts(*self._sides(asked), asked.get("text", "")),
+            "answers": self._answers,
+        }
+
+    def _run(self, asked: QueryParams, name: str = "run") -> ViewedRun:
+        number = _integer(asked, name) or 0
+        if not 0 <= number < len(self._runs):
+            raise NotInRun(f"there is no run {number}")
+        return self._runs[number]
+
+    def _series(self, asked: QueryParams) -> Any:
+        return self._run(asked).series.get(asked.getlist("name"))
+
+    def _groups(self, asked: QueryParams) -> Any:
+        size = min(_integer(asked, "size") or PAGE, LARGEST_PAGE)
+        return self._run(asked).groups(make_query(asked), size)
+
+    def _group(self, asked: QueryParams) -> Any:
+        return self._run(asked).group(_integer(asked, "id") or 0, most_tokens=_integer(asked, "tokens") or MOST_TOKENS)
+
+    def _events(self, asked: QueryParams) -> Any:
+        return self._run(asked).events(before=_integer(asked, "before"), kind=asked.get("kind", ""))
+
+    def _sides(self, asked: QueryParams) -> tuple[Side, Side]:
+        left, right = (
+            Side(run=self._run(asked, name), least=_integer(asked, f"{name}_min"), most=_integer(asked, f"{name}_max"))
+            for name in ("left", "right")
+        )
+        return left, right
+
+    def _answers(self, asked: QueryParams) -> Any:
+        key = _integer(asked, "key") or 0
+        left, right = self._sides(asked)
+        return {"left": groups_of_prompt(left, key), "right": groups_of_prompt(right, key)}
+
+    def file(self, request: Request) -> Response:
+        path = request.path_params["path"] or "index.html"
+        content = self._static.get(path)
+        if content is None:
+            return PlainTextResponse(f"there is no page {path[:100]!r}\n", 404)
+        return Response(content, media_type=KINDS[path.rpartition(".")[2]])
+
+    def image(self, request: Request) -> Response:
+        asked = request.query_params
+        return _guarded(lambda: self._image(asked))
+
+    def _image(self, asked: QueryParams) -> Response:
+        content = self._run(asked).image(_integer(asked, "id") or 0, _integer(asked, "number") or 0)
+        return Response(content, media_type=image_kind(content))
+
+
+def _guarded(answer: Callable[[], Response]) -> Response:
+    """Return an answer, or what is wrong with the question."""
+    try:
+        return answer()
+    except NotInRun as error:
+        return PlainTextResponse(f"{error}\n", 404)
+    except InputError as error:
+        return PlainTextResponse(f"{error}\n", 400)
+
+
+def _integer(asked: QueryParams, name: str) -> int | None:
+    text = asked.get(name, "")
+    try:
+        value = int(text) if text else None
+    except ValueError:
+        value = 2**63
+    if value is not None and not -(2**63) <= value < 2**63:
+        raise InputError(f"{name}={text[:40]!r} is not an integer")
+    return value
+
+
+def _number(asked: QueryParams, name: str) -> float | None:
+    text = asked.get(name, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise InputError(f"{name}={text[:40]!r} is not a number") from None
+
+
+def make_query(asked: QueryParams) -> GroupQuery:
+    """Return the selection of groups that a request asks for; raise ``InputError`` if it makes no sense."""
+    named = [(name, name) for name in BOUNDS]
+    if function := asked.get("function", ""):
+        named.append((f"{FUNCTION}{function}", "function"))
+    bounds = [(name, _number(asked, f"{short}_min"), _number(asked, f"{short}_max")) for name, short in named]
+    key, _, group_id = asked.get("after", "").partition("|")
+    try:
+        after = (float(key), int(group_id)) if key else None
+    except ValueError:
+        raise InputError(f"after={key[:40]!r} is not the place of a page") from None
+    return GroupQuery(
+        sort=asked.get("sort", "id"),
+        descending=asked.get("order", "desc") != "asc",
+        after=after,
+        bounds=tuple(bound for bound in bounds if bound[1:] != (None, None)),
+        state=asked.get("state", ""),
+        status=asked.get("status", ""),
+        reason=asked.get("reason", ""),
+        text=asked.get("text", ""),
+    )
+
+
+def make_app(runs: Sequence[ViewedRun], token: str) -> ASGIApp:
+    """Return the application, whose addresses begin with ``/TOKEN/``."""
+    pages = Pages(runs)
+
+    def route(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
+        def respond(request: Request) -> Response:
+            asked = request.query_params
+            return _guarded(lambda: Response(to_json(answer(asked)), media_type="application/json"))
+
+        return respond
+
+    routes = [Route(f"/api/{name}", route(answer), methods=["GET"]) for name, answer in pages.answers().items()]
+    routes.append(Route("/api/image", pages.image, methods=["GET"]))
+    routes.append(Route("/{path:path}", pages.file, methods=["GET"]))
+    return Guard(Starlette(routes=routes), token)
+
+
+class Refresher(threading.Thread):
+    """Thread that reads what is new in the runs' files."""
+
+    def __init__(self, runs: Sequence[ViewedRun]) -> None:
+        super().__init__(daemon=True, name="refresher")
+        self._runs, self._ended = runs, threading.Event()
+        self.problems: dict[str, str] = {}
+        """Why a run could not be read at the last look, by its name."""
+
+    def run(self) -> None:
+        while True:
+            for run in self._runs:
+                try:
+                    run.refresh(self._ended.is_set)
+                    self.problems.pop(run.name, None)
+                except (InputError, OSError) as error:  # a ledger that is being replaced is missing for a moment
+                    self.problems[run.name] = str(error)
+            if self._ended.wait(REFRESH_S):
+                return
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()

@@ -1,0 +1,91 @@
+"""A headless browser on pages of `rlpipe view`, which notes whatever a page should not do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+ROOT = Path(__file__).parents[2]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """Open the system's Chromium; skip the test if there is none."""
+    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def served(runs: Sequence[Path], *, cache: Path, code: Path = ROOT, python: str = sys.executable) -> Iterator[str]:
+    """Start `rlpipe view` from the package in a folder; yield the address that it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(code), "XDG_CACHE_HOME": str(cache)}
+    command = [python, "-m", "rlpipe", "view", *map(str, runs)]
+    process = subprocess.Popen(command, env=environment, cwd=cache.parent, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://127.0.0.1:"), address
+        yield address
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@contextmanager
+def opened(browser: Browser, address: str, **options: Any) -> Iterator[Page]:
+    """Open a page; afterwards, check that it raised and logged no error, opened no dialog, and asked nobody else."""
+    faults: list[str] = []
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, **options)
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    page.on("console", lambda message: faults.append(message.text) if _is_fault(message) else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("dialog", lambda dialog: (faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    own = address.split("#")[0]
+    page.on("request", lambda request: None if request.url.startswith((own, "data:")) else faults.append(request.url))
+    page.goto(address)
+    page.wait_for_selector("main[data-view]")
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert not faults, faults
+    context.close()
+
+
+def _is_fault(message: ConsoleMessage) -> bool:
+    """Return whether a message is an error, other than an answer that says what is wrong with a question."""
+    return message.type in ("error", "warning") and "status of 400" not in message.text
+
+
+def show(page: Page, view: str) -> None:
+    """Go to a view by its address, and wait until it is drawn."""
+    name = view.split("?")[0]
+    page.evaluate("view => { delete document.querySelector('main').dataset.view; location.hash = `#/${view}`; }", view)
+    page.wait_for_selector(f"main[data-view='{name}']")
+
+
+CONTRASTS = (Path(__file__).with_name("contrasts.js")).read_text().partition("\n")[2]
+"""Program that returns the texts of a page whose contrast is below 4.5:1."""
+CONTROLS = "button, a, input, select, summary, [tabindex='0']"
+UNNAMED = f"""() => [...document.querySelectorAll("{CONTROLS}")].filter((element) => {{
+  const legend = element.closest("fieldset")?.querySelector("legend")?.textContent;
+  const label = element.labels?.[0]?.textContent.trim() || legend;
+  const named = element.getAttribute("aria-label") || element.textContent.trim() || label;
+  return !named && element.getBoundingClientRect().width > 0;
+}}).map((element) => element.outerHTML.slice(0, 120))"""
+"""Program that returns the controls of a page without a name for a screen reader."""

@@ -1,0 +1,374 @@
+"""Every view of `rlpipe view`, clicked in a real browser: on runs that go on or have died, and in an exported page."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser_cases import CONTRASTS, ROOT, UNNAMED, open_browser, opened, served, show
+from playwright.sync_api import Browser, Page, expect
+from viewer_cases import ATTACK, finished_run
+
+VIEWS = ("overview", "groups", "group?id=1", "events", "parts", "compare")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("viewed")
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """Serve two runs: of 40 steps with episodes and images, and of 8 steps without."""
+    finished_run(folder / "first", num_steps=40, episodes=True, images=True)
+    finished_run(folder / "second", num_steps=8, reward_of={1: 7.0})
+    with served([folder / "first", folder / "second"], cache=folder / "cache") as found:
+        yield found
+
+
+def wait_for_index(page: Page) -> None:
+    show(page, "groups")
+    page.wait_for_selector(".indexing", state="hidden")
+
+
+def test_the_overview_is_zoomed_smoothed_searched_and_themed(browser: Browser, address: str) -> None:
+    with opened(browser, address, color_scheme="light") as page:
+        reward = page.locator(".chart[data-title='Reward']")
+        expect(reward.locator(".legend")).to_contain_text("first")
+        expect(reward.locator(".legend")).to_contain_text("second")
+        for title in ("Entropy", "Completion length", "Staleness", "Tokens per second", "Time by phase (s)"):
+            expect(page.locator(f".chart[data-title='{title}']")).to_be_visible()
+        box = reward.locator(".u-over").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + 90)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 90, steps=5)
+        page.mouse.up()
+        expect(reward).to_have_attribute("data-zoomed", "")
+        expect(page.locator(".chart[data-title='Entropy']")).to_have_attribute("data-zoomed", "")
+        page.get_by_role("button", name="Reset zoom").click()
+        expect(page.locator(".chart[data-zoomed]")).to_have_count(0)
+        before = reward.screenshot()
+        page.get_by_label("Smoothing").fill("0.9")
+        assert reward.screenshot() != before
+        page.get_by_role("combobox", name="Add a chart of a metric").fill("sampling/logp_difference/mean")
+        page.keyboard.press("Enter")
+        expect(page.locator(".chart[data-title='sampling/logp_difference/mean']")).to_be_visible()
+        expect(page.locator(".doctor")).to_contain_text("the run has finished after 40 steps")
+        colours = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(colours)
+        page.get_by_role("button", name="Use dark colours").click()
+        assert page.evaluate(colours) != light
+        page.reload()
+        page.wait_for_selector("main[data-view]")
+        assert page.evaluate(colours) != light
+
+
+def test_an_event_above_a_curve_leads_to_its_description(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        mark = page.locator(".chart[data-title='Reward'] .mark.death")
+        mark.hover()
+        expect(page.locator("#tooltip")).to_contain_text("engine rollout-0 died: killed")
+        mark.click()
+        expect(page.locator("tr.chosen")).to_contain_text("engine rollout-0 died: killed")
+        page.get_by_role("button", name="health 1").click()
+        expect(page.locator("table.events tbody tr[data-event]")).to_have_count(1)
+        expect(page.locator("table.events")).to_contain_text("the policy becomes random")
+        discards = page.get_by_role("region", name="Discarded groups")
+        expect(discards).to_contain_text("no reward variance")
+        discards.get_by_role("link").click()
+        expect(page.locator("p[role=status]").first).to_have_text("40 of 160 groups")
+
+
+def test_groups_are_filtered_sorted_and_paged(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        rows = page.locator("table.groups tbody tr")
+        status = page.locator("p[role=status]").first
+        expect(rows).to_have_count(50)
+        expect(rows.first).to_have_attribute("data-group", "159")
+        page.get_by_role("button", name="Next page").click()
+        expect(rows.first).to_have_attribute("data-group", "109")
+        page.get_by_role("button", name="Previous page").click()
+        expect(rows.first).to_have_attribute("data-group", "159")
+        page.get_by_role("button", name="Reward", exact=True).click()
+        expect(page.locator("th[aria-sort=descending]")).to_contain_text("Reward")
+        page.locator("input[name=step_max]").fill("2")
+        expect(status).to_have_text("9 of 160 groups")
+        page.locator("select[name=function]").select_option("right")
+        page.locator("input[name=function_min]").fill("0.4")
+        expect(status).to_have_text("3 of 160 groups")
+        page.locator("select[name=status]").select_option("truncated")
+        expect(status).to_have_text("1 of 160 groups")
+        page.reload()  # the address holds the filters
+        expect(status).to_have_text("1 of 160 groups")
+        page.get_by_role("button", name="Clear").click()
+        expect(status).to_have_text("160 of 160 groups")
+        page.locator("input[name=reward_min]").fill("many")
+        expect(page.locator("table.groups")).to_contain_text("reward_min='many' is not a number")
+
+
+def test_groups_are_reached_by_keys_alone(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        page.keyboard.press("/")
+        page.keyboard.type("is 2 +")
+        expect(page.locator("p[role=status]").first).to_have_text("14 of 160 groups")
+        page.keyboard.press("Escape")
+        page.locator("table.groups tbody tr").first.focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowUp")
+        second = page.locator("table.groups tbody tr").nth(1)
+        expect(second).to_be_focused()
+        number = second.get_attribute("data-group")
+        page.keyboard.press("Enter")
+        expect(page.locator("h2")).to_have_text(f"Group {number}")
+        page.reload()
+        page.wait_for_selector("main[data-view=group]")
+        page.keyboard.press("Tab")
+        expect(page.locator(".skip")).to_be_focused()
+        page.keyboard.press("Tab")
+        expect(page.locator(".brand")).to_be_focused()
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="Overview")).to_be_focused()
+
+
+def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        page.locator("input[name=step_max]").fill("0")
+        page.locator("tr[data-group='1']").click()
+        expect(page.locator("h2")).to_have_text("Group 1")
+        expect(page.locator(".rollout")).to_have_count(2)
+        assert page.locator(".images img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
+        first = page.locator(".rollout").first
+        expect(first.locator("details.turn")).to_have_count(2)
+        call = first.locator("details.call")
+        expect(call).to_contain_text("search")
+        expect(call.locator(".result")).to_contain_text("found it")
+        call.locator("summary").click()
+        expect(call.locator(".result")).to_be_hidden()
+        first.locator("summary", has_text="tokens").click()
+        tokens = first.locator(".tokens")
+        expect(tokens).to_have_text("It is 2 ☃, says group 1.")
+        tints = {"log-prob": "unlikely", "advantage": "negative", "loss mask": "trained", "policy version": "series-0"}
+        for how, kind in tints.items():
+            page.get_by_label("Colour tokens by").select_option(label=how)
+            first.locator("summary", has_text="tokens").click()
+            expect(tokens.locator(f".tint.{kind}").first).to_be_visible()
+        tokens.locator(".token").nth(3).hover()
+        expect(page.locator("#tooltip")).to_contain_text("log-prob")
+        expect(page.locator("main")).to_contain_text("not kept by token: in this group's step, its mean was 0.01")
+        page.get_by_role("link", name="Next group").click()
+        expect(page.locator("h2")).to_have_text("Group 2")
+
+
+def test_parts_show_what_the_controller_saw(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        page.get_by_role("link", name="Parts").click()
+        engines = page.get_by_role("region", name="Engines", exact=True)
+        expect(engines.locator("tbody tr")).to_contain_text("rollout-0healthy40–31 s before")
+        expect(page.get_by_role("region", name="Scorers")).to_contain_text("scorer-0")
+        expect(page.get_by_role("region", name="Learner ranks")).to_contain_text("in a step")
+        page.get_by_role("link", name="40 discarded").click()
+        expect(page.locator("p[role=status]").first).to_have_text("40 of 160 groups")
+
+
+def test_two_runs_and_two_versions_are_compared(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        page.get_by_role("link", name="Compare").click()
+        first = page.locator("table.prompts tbody tr").first
+        expect(first).to_contain_text("What is 1 + 1?")
+        expect(page.locator(".side[data-side=left] .rollout")).to_have_count(2)
+        expect(page.locator(".side[data-side=right] .rollout")).to_have_count(2)
+        page.locator("table.prompts tbody tr").nth(1).click()
+        expect(page.locator("table.prompts tr.chosen")).to_have_count(1)
+        page.locator("select[name=right]").select_option("first")
+        page.locator("input[name=left_max]").fill("3")
+        page.locator("input[name=right_min]").fill("30")
+        page.get_by_role("button", name="Compare").click()
+        left, right = (page.locator(f".side[data-side={side}] select") for side in ("left", "right"))
+        expect(left).to_contain_text("version 0")
+        expect(right).to_contain_text("version 3")
+        number = right.locator("option").first.get_attribute("value")
+        right.select_option(number)
+        expect(page.locator(".side[data-side=right]")).to_contain_text(f"says group {number}")
+
+
+def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) -> None:
+    case = ROOT / "tests" / "helpers" / "viewer_cases.py"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{case.parent}"}
+    command = [sys.executable, str(case), str(tmp_path / "live"), "0.3"]
+    writer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    try:
+        writer.stdout.readline()
+        with served([tmp_path / "live"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+            step = page.locator(".run .facts b").first
+            expect(page.locator(".run .pill")).to_have_text("running")
+            seen = step.inner_text()
+            expect(step).not_to_have_text(seen)
+            points = page.locator(".charts").get_attribute("data-points")
+            expect(page.locator(".charts")).not_to_have_attribute("data-points", points or "")
+            show(page, "groups")
+            newest = page.locator("table.groups tbody tr").first
+            number = newest.get_attribute("data-group")
+            expect(newest).not_to_have_attribute("data-group", number or "")
+            show(page, "events")
+            expect(page.locator("table.events")).to_contain_text("engine rollout-0 died after step")
+            writer.send_signal(signal.SIGKILL)
+            writer.wait(10)
+            log = tmp_path / "live" / "ledger.sqlite-wal"
+            size = log.stat().st_size
+            expect(page.locator("#top .pill")).to_have_text("killed")
+            show(page, "groups")
+            page.locator("table.groups tbody tr").nth(5).click()  # the newest may not be generated yet
+            expect(page.locator(".rollout").first).to_contain_text("says group")
+            show(page, "parts")
+            expect(page.locator("main")).to_contain_text("before the run ended")
+            assert log.stat().st_size == size
+    finally:
+        writer.kill()
+        writer.wait(10)
+
+
+def test_a_page_whose_server_has_ended_says_so(browser: Browser, folder: Path) -> None:
+    finished_run(folder / "short", num_steps=1)
+    context = browser.new_context()
+    page = context.new_page()
+    with served([folder / "short"], cache=folder / "cache") as address:
+        page.goto(address)
+        page.wait_for_selector("main[data-view]")
+    expect(page.locator("#gone")).to_contain_text("rlpipe view has ended", timeout=15_000)
+    context.close()
+
+
+def test_no_text_of_a_model_becomes_a_program(browser: Browser, tmp_path: Path) -> None:
+    planted = tmp_path / "<img src=x onerror=window.hacked=1>"
+    finished_run(planted, planted=ATTACK, episodes=True)
+    exported = tmp_path / "run.html"
+    with served([planted], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+        look_for_attacks(page)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "rlpipe", "view", str(planted), "--export", str(exported)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    with opened(browser, exported.as_uri()) as page:
+        look_for_attacks(page)
+
+
+def look_for_attacks(page: Page) -> None:
+    for view in VIEWS:
+        show(page, view)
+        page.wait_for_timeout(200)
+        if view != "overview":
+            assert "</script><script>window.hacked=1" in page.locator("main").inner_text(), view
+    show(page, "group?id=1")
+    page.locator(".rollout summary", has_text="tokens").first.click()
+    page.locator(".token").nth(20).hover()
+    assert page.locator("main img, main svg, main script, main a[href^=javascript]").count() == 0
+
+
+def test_the_policy_stops_a_program_that_gets_into_the_page(browser: Browser, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address)
+    page.wait_for_selector("main[data-view]")
+    for kind, text in (("text/javascript", "window.hacked = 1"), ("module", "window.hacked = 1")):
+        page.evaluate(
+            "([kind, text]) => { const made = document.createElement('script'); made.type = kind;"
+            " made.textContent = text; document.body.append(made); }",
+            [kind, text],
+        )
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.hacked=1>')")
+    assert page.evaluate("fetch('http://127.0.0.1:9/').catch(error => 'refused')") == "refused"
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hacked") is None
+    page.close()
+
+
+def test_an_exported_page_works_alone(browser: Browser, tmp_path: Path) -> None:
+    finished_run(tmp_path / "one", num_steps=120, images=True, episodes=True)
+    finished_run(tmp_path / "two", num_steps=8, reward_of={1: 7.0})
+    file = tmp_path / "run.html"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [
+        sys.executable,
+        "-m",
+        "rlpipe",
+        "view",
+        str(tmp_path / "one"),
+        str(tmp_path / "two"),
+        "--export",
+        str(file),
+    ]
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "of 480 groups" in told
+    assert file.stat().st_size < 8 * 2**20
+    with opened(browser, file.as_uri(), offline=True) as page:
+        page.locator("#left-out summary").click()
+        expect(page.locator("#left-out")).to_contain_text("it does not follow a run that goes on")
+        expect(page.locator("#left-out")).to_contain_text("of 480 groups")
+        expect(page.locator(".chart[data-title='Reward'] canvas")).to_be_visible()
+        page.get_by_role("link", name="Groups").click()
+        page.locator("input[name=reward_min]").fill("0.5")
+        page.get_by_role("button", name="Reward", exact=True).click()
+        page.locator("table.groups tbody tr").first.click()
+        expect(page.locator(".rollout").first.locator(".episode")).to_contain_text("found it")
+        assert page.locator(".images img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
+        for view in ("events", "parts", "compare"):
+            show(page, view)
+        expect(page.locator(".side[data-side=right] .rollout").first).to_be_visible()
+        show(page, "groups?run=0")
+        page.evaluate("location.hash = '#/group?id=200'")
+        expect(page.locator("main")).to_contain_text("group 200 was left out of this file")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_have_contrast_and_controls_have_names(browser: Browser, address: str, scheme: str) -> None:
+    with opened(browser, address, color_scheme=scheme) as page:
+        wait_for_index(page)
+        for view in VIEWS:
+            show(page, view)
+            page.wait_for_timeout(300)
+            for summary in page.locator(".rollout summary", has_text="tokens").all():
+                summary.click()
+            for how in page.locator("select[name=colouring] option").all_inner_texts():
+                page.get_by_label("Colour tokens by").select_option(label=how)
+                for summary in page.locator(".rollout summary", has_text="tokens").all():
+                    summary.click()
+                assert page.evaluate(CONTRASTS) == [], (view, how)
+            assert page.evaluate(CONTRASTS) == [], view
+            assert page.evaluate(UNNAMED) == [], view
+
+
+def test_the_installed_wheel_serves_the_page(browser: Browser, address: str, folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--quiet"]
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("rlpipe", "actors", "kernels", "configs", "examples", "pyproject.toml", "README.md", "LICENSE"):
+        (source / name).symlink_to(ROOT / name)
+    command[4] = str(source)
+    subprocess.run([*command, "--wheel-dir", str(tmp_path)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("rlpipe-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    started = time.monotonic()
+    with served([folder / "second"], cache=folder / "cache", code=tmp_path / "installed") as found:
+        assert time.monotonic() - started < 60
+        with opened(browser, found, offline=False) as page:
+            expect(page.locator(".chart[data-title='Reward']")).to_be_visible()
+            files = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
+            assert any(name.endswith("vendor/uPlot.iife.min.js") for name in files)

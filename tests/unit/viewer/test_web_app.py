@@ -1,0 +1,251 @@
+"""Tests of the viewer's application: who is let in, what is answered, and that texts stay data."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from viewer_cases import ATTACK, ViewerRun, finished_run, picture
+
+from rlpipe.viewer.viewed_run import ViewedRun
+from rlpipe.viewer.web_app import make_app, static_files, to_json
+
+TOKEN = "secret-token"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def client_of(*folders: Path) -> TestClient:
+    runs = [ViewedRun(folder, folder.name) for folder in folders]
+    for run in runs:
+        run.refresh()
+    return TestClient(make_app(runs, TOKEN), base_url="http://127.0.0.1:1234")
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    finished_run(tmp_path / "run")
+    return client_of(tmp_path / "run")
+
+
+def ask(client: TestClient, name: str, /, **query: Any) -> Any:
+    answer = client.get(f"/{TOKEN}/api/{name}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/wrong/", "/wrong/api/runs", "/secret-toke/", "/secret-token2/", "//", "/\u00e9/"]
+)
+def test_a_wrong_token_gets_401(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 401
+    assert "run" not in answer.json() if "json" in answer.headers["content-type"] else "wrong token" in answer.text
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:1234", "127.0.0.1.evil.example", "localhost.evil:80", "10.0.0.1", "", "[::2]:80"],
+)
+def test_another_host_gets_403(client: TestClient, host: str) -> None:
+    """Check that a name which an attacker points to this machine reads nothing, even with the token."""
+    assert client.get(f"/{TOKEN}/api/runs", headers={"host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9999", "LOCALHOST", "[::1]:80", "[::1]"])
+def test_local_hosts_are_let_in_by_any_port(client: TestClient, host: str) -> None:
+    assert client.get(f"/{TOKEN}/api/runs", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../web_app.py", "..%2fweb_app.py", "%2e%2e/%2e%2e/errors.py", "/etc/passwd", "vendor/../../web_app.py",
+     "config.yaml", "ledger.sqlite", "api/nothing", "vendor", "nothing.js"],
+)  # fmt: skip
+def test_paths_outside_of_the_page_get_404(client: TestClient, path: str) -> None:
+    assert client.get(f"/{TOKEN}/{path}").status_code in (404, 401 if ".." in path else 404)
+
+
+@pytest.mark.parametrize(
+    ("name", "query"),
+    [("groups", {"run": 7}), ("groups", {"run": -1}), ("group", {"id": 999}), ("image", {"id": 1, "number": 0}),
+     ("image", {"id": 999, "number": -1})],
+)  # fmt: skip
+def test_what_the_runs_do_not_have_gets_404(client: TestClient, name: str, query: dict[str, int]) -> None:
+    answer = client.get(f"/{TOKEN}/api/{name}", params=query)
+    assert answer.status_code == 404
+    assert answer.text.startswith(("there is no run", "run has no group", "group"))
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [({"sort": "x; DROP TABLE entries"}, "there is no property"), 
+     ({"reward_min": "lots"}, "reward_min='lots' is not a number"),
+     ({"run": "a"}, "run='a' is not an integer"), ({"after": "x|y"}, "is not the place of a page"),
+     ({"run": str(2**70)}, "is not an integer"), ({"status": "x"}, "there is no status")],
+)  # fmt: skip
+def test_wrong_questions_get_one_clear_message(client: TestClient, query: dict[str, str], message: str) -> None:
+    answer = client.get(f"/{TOKEN}/api/groups", params=query)
+    assert answer.status_code == 400
+    assert message in answer.text
+    assert answer.text.count("\n") == 1
+
+
+def test_only_get_is_answered(client: TestClient) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert client.request(method, f"/{TOKEN}/api/runs").status_code == 405
+
+
+def test_every_answer_has_a_strict_policy(client: TestClient) -> None:
+    for path in (f"/{TOKEN}/", f"/{TOKEN}/api/runs", f"/{TOKEN}/nothing", "/wrong/"):
+        headers = client.get(path).headers
+        policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+        assert policy["script-src"] == policy["connect-src"] == "'self'"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert "access-control-allow-origin" not in headers
+        assert "set-cookie" not in headers
+
+
+def test_the_page_loads_only_its_own_files(client: TestClient) -> None:
+    files = static_files()
+    page = client.get(f"/{TOKEN}/").text
+    for path in re.findall(r'(?:src|href)="([^"#]+)"', page):
+        assert path == "data:," or client.get(f"/{TOKEN}/{path}").status_code == 200, path
+    scripts = {path: content.decode() for path, content in files.items() if path.endswith((".js", ".css", ".html"))}
+    for path, text in scripts.items():
+        addresses = [found for found in re.findall(r"https?://[^\s\"'`)]+", text) if "github.com/leeoniya" not in found]
+        assert not addresses, (path, addresses)
+        if not path.startswith("vendor/"):
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
+            ), path
+    assert "uPlot.LICENSE" in {path.rpartition("/")[2] for path in files}
+
+
+def test_texts_of_models_are_sent_as_data(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=1, planted=ATTACK, episodes=True)
+    client = client_of(tmp_path / "run")
+    for name, query in [("groups", {}), ("group", {"id": 1}), ("events", {}), ("parts", {}), ("choices", {})]:
+        answer = client.get(f"/{TOKEN}/api/{name}", params=query)
+        assert answer.headers["content-type"] == "application/json"
+        assert ATTACK in json.dumps(answer.json(), ensure_ascii=False).replace('\\"', '"')
+
+
+def test_one_group_is_shown_with_all_that_the_ledger_has(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=1, episodes=True, images=True)
+    client = client_of(tmp_path / "run")
+    group = ask(client, "group", id=1)
+    assert group["messages"] == [{"role": "user", "text": "What is 1 + 1?"}]
+    first, second = group["rollouts"]
+    sequence = first["sequences"][0]
+    assert "".join(sequence["pieces"]) == "It is 2 ☃, says group 1."
+    assert len(sequence["pieces"]) == len(sequence["logprobs"]) == len(sequence["versions"]) == len(sequence["mask"])
+    assert "☃" in sequence["pieces"]  # a character of three tokens is one piece
+    assert set(sequence["mask"]) == {1}
+    assert first["rewards"] == {"right": 0.0, "short": 0.0}
+    assert (first["advantage"], second["status"], second["finish_reason"]) == (-0.5, "truncated", "length")
+    assert first["versions"] == {"0": len("It is 2 ☃, says group 1.".encode())}
+    call = first["episode"]["messages"][0]["calls"][0]
+    assert (call["name"], call["arguments"]) == ("search", '{"q": ""}')
+    assert first["episode"]["turn_rewards"] == [0.5, 1.0]
+    assert group["num_images"] == 1
+    assert group["of_step"] == {"mean": 0.01}
+    image = client.get(f"/{TOKEN}/api/image", params={"id": 1, "number": 0})
+    assert image.content == picture()
+    assert image.headers["content-type"] == "image/png"
+    assert client.get(f"/{TOKEN}/api/image", params={"id": 1, "number": 1}).status_code == 404
+
+
+def test_long_completions_are_cut_until_they_are_asked_for(client: TestClient) -> None:
+    cut = ask(client, "group", id=1, tokens=5)["rollouts"][0]["sequences"][0]
+    assert "".join(cut["pieces"]) == "It is"
+    whole = len("It is 2 ☃, says group 1.".encode())
+    assert cut["num_left"] == whole - 5
+    assert ask(client, "group", id=1)["rollouts"][0]["sequences"][0]["num_left"] == 0
+
+
+def test_a_group_without_tokens_says_why(client: TestClient) -> None:
+    group = ask(client, "group", id=3)
+    assert group["why_no_tokens"] == "the tokens of discarded groups are not kept"
+    assert "rollouts" not in group
+
+
+def test_a_tokenizer_that_is_missing_leaves_numbers(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=1)
+    (tmp_path / "run" / "policy" / "tokenizer.json").unlink()
+    group = ask(client_of(tmp_path / "run"), "group", id=1)
+    assert "can't be loaded" in group["tokenizer_problem"]
+    assert all(piece.isdigit() for piece in group["rollouts"][0]["sequences"][0]["pieces"])
+
+
+def test_summaries_series_events_and_parts(client: TestClient) -> None:
+    (run,) = ask(client, "runs")
+    assert (run["name"], run["state"], run["step"], run["num_steps"]) == ("run", "finished", 6, 6)
+    assert (run["num_groups"], run["num_indexed"]) == (24, 24)
+    series = ask(client, "series", name=["reward", "entropy", "nothing"])
+    assert set(series) == {"reward", "entropy"}
+    assert series["entropy"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert series["entropy"]["values"][0] == pytest.approx(2.0)
+    events = ask(client, "events")
+    assert [event["kind"] for event in events["events"]] == ["health", "death"]
+    assert events["discards"][0]["count"] == 6
+    assert [event["kind"] for event in ask(client, "events", kind="death")["events"]] == ["death"]
+    parts = ask(client, "parts")
+    assert [part["kind"] for part in parts["parts"]] == ["engine", "scorer", "rank"]
+    assert parts["engines"][0]["groups"] == 24
+    assert parts["states"] == {"TRAINED": 18, "DISCARDED": 6}
+    assert any(line["subject"] == "ending" and "finished" in line["text"] for line in ask(client, "diagnosis"))
+
+
+def test_the_newest_groups_are_there_before_the_index_is(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run")
+    run = ViewedRun(tmp_path / "run", "run")
+    run.refresh(lambda: True)  # stopped before anything is indexed
+    page = ask(TestClient(make_app([run], TOKEN), base_url="http://localhost"), "groups", size=3)
+    assert [row["group_id"] for row in page["rows"]] == [23, 22, 21]
+    assert page["rows"][1]["prompt"] == "What is 10 + 10?"
+    assert page["num_indexed"] < page["num_groups"]
+
+
+def test_prompts_of_two_runs_and_of_two_versions_are_compared(tmp_path: Path) -> None:
+    finished_run(tmp_path / "one")
+    finished_run(tmp_path / "two", reward_of={1: 7.0})
+    client = client_of(tmp_path / "one", tmp_path / "two")
+    prompts = ask(client, "prompts", left=0, right=1)
+    assert prompts[0]["prompt"] == "What is 1 + 1?"  # the largest change first
+    assert prompts[0]["right"]["reward"] - prompts[0]["left"]["reward"] == pytest.approx(1.75)
+    own = ask(client, "prompts", left=0, right=0)
+    assert {(found["left"]["oldest"], found["left"]["newest"]) for found in own} == {(0, 3), (1, 4), (2, 5)}
+    assert ask(client, "prompts", left=0, right=0, left_max=0, right_min=5) == []
+    spans = ask(client, "prompts", left=0, right=0, left_max=2, right_min=3, text="5 + 5")
+    assert [found["prompt"] for found in spans] == ["What is 5 + 5?"]
+    answers = ask(client, "answers", left=0, right=1, key=prompts[0]["key"])
+    assert [group["group_id"] for group in answers["left"]] == [13, 1]
+    assert [group["version"] for group in answers["right"]] == [3, 0]
+
+
+def test_a_run_without_a_ledger_has_curves_and_says_why_it_has_no_groups(tmp_path: Path) -> None:
+    run = ViewerRun(tmp_path / "run").train(1)
+    run.ledger.close()
+    (tmp_path / "run" / "ledger.sqlite").unlink()
+    client = client_of(tmp_path / "run")
+    assert ask(client, "series", name="reward")["reward"]["steps"] == [1]
+    answer = client.get(f"/{TOKEN}/api/groups")
+    assert answer.status_code == 400
+    assert "has no ledger.sqlite" in answer.text
+
+
+def test_what_is_not_finite_or_not_unicode_is_still_json() -> None:
+    assert json.loads(to_json({"a": [float("nan"), float("inf"), 1.0], "b": "\ud800"})) == {
+        "a": [None, None, 1.0],
+        "b": "\ud800",
+    }
