@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,7 @@ def serve(runs: list[ViewedRun], port: int) -> None:
     except OSError as error:
         raise InputError(f"--port {port} can't be used ({error.strerror}): give another one, or 0") from None
     token = secrets.token_urlsafe(24)
+    sys.setswitchinterval(0.0005)  # answers should not wait for the thread that indexes a large run
     refresher = Refresher(runs)
     refresher.start()
     print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,6 @@ from rlpipe.viewer.viewed_run import ViewedRun
 
 MOST_PROMPTS = 200
 MOST_GROUPS = 50
-LONGEST_START = 160
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -32,7 +32,7 @@ def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, An
     For one run without versions, they are the prompts that more than one version has answered.
     """
     is_one = left == right
-    with left.run.needed_index().reading() as connection:
+    with closing(left.run.needed_index().connect()) as connection:
         connection.execute("ATTACH ? AS other", (f"{right.run.needed_index().path.absolute().as_uri()}?mode=ro",))
         groups = []
         for schema, side in (("main", left), ("other", right)):
@@ -46,12 +46,12 @@ def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, An
             )
         condition = "a.newest > a.oldest" if is_one else "1"
         rows = connection.execute(
-            f"SELECT a.prompt, substr(prompts.text, 1, {LONGEST_START}), a.number, a.reward, a.oldest, a.newest,"
+            f"SELECT a.prompt, prompts.start, a.number, a.reward, a.oldest, a.newest,"
             " b.number, b.reward, b.oldest, b.newest"
             f" FROM ({groups[0][0]}) AS a JOIN ({groups[1][0]}) AS b USING (prompt) JOIN main.prompts USING (prompt)"
-            f" WHERE {condition} AND (? = '' OR instr(lower(prompts.text), lower(?)))"
+            f" WHERE {condition} AND (? = '' OR instr(prompts.lower, ?))"
             f" ORDER BY abs(coalesce(b.reward - a.reward, 0)) DESC, a.newest - a.oldest DESC LIMIT {MOST_PROMPTS}",
-            (*groups[0][1], *groups[1][1], text, text),
+            (*groups[0][1], *groups[1][1], text.lower(), text.lower()),
         ).fetchall()
     names = ("number", "reward", "oldest", "newest")
     return [

@@ -35,7 +35,8 @@ MODULE_EXPORT = re.compile(r"^export (?:async function|function|class|const) (\w
 
 def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]:
     """Write the page; return its size in bytes, and what was left out, which the page says, too."""
-    trees, left_out = [], ["this is a copy: it does not follow a run that goes on"]
+    trees: list[dict[str, Any]] = []
+    left_out = ["this is a copy: it does not follow a run that goes on"]
     left = MOST_BYTES
     for run in runs:
         run.refresh()

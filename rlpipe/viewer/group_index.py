@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import blake2b
@@ -26,6 +27,8 @@ BATCH = 2000
 """Groups that one transaction adds."""
 MAX_FUNCTIONS = 32
 """Reward functions that have a column."""
+LONGEST_START = 160
+"""Characters of a prompt that are kept as they are, to be shown."""
 STATUS_BITS = {status.value: 1 << place for place, status in enumerate(RolloutStatus)}
 MAPPED_BYTES = 2**30
 SCHEMA = """
@@ -37,9 +40,7 @@ CREATE TABLE IF NOT EXISTS entries (
     best_reward REAL, length REAL, staleness INTEGER, version INTEGER, num_rollouts INTEGER, statuses INTEGER,
     prompt INTEGER);
 CREATE INDEX IF NOT EXISTS entries_by_prompt ON entries (prompt, version);
-CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, text TEXT);
-CREATE VIRTUAL TABLE IF NOT EXISTS prompt_parts USING fts5(
-    text, content='prompts', content_rowid='prompt', tokenize='trigram');
+CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, start TEXT, lower TEXT);
 """
 COPIED = "group_id, step, state, reason, reward, reward_std, best_reward, length, staleness, version, num_rollouts"
 SOURCE = f"""
@@ -76,6 +77,10 @@ class GroupIndex:
         except sqlite3.DatabaseError:
             path.unlink(missing_ok=True)
             self._make()
+        self._turn = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._search: tuple[str, int] | None = None
+        """Text and version of the data of which ``found`` holds the prompts."""
         self.num_indexed = self.num_groups = 0
         """Groups whose records are in the index, and groups in the ledger."""
 
@@ -84,13 +89,33 @@ class GroupIndex:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(SCHEMA)
 
+    def connect(self) -> sqlite3.Connection:
+        """Return a connection for queries; the index may grow meanwhile."""
+        address = f"{self.path.absolute().as_uri()}?mode=ro"
+        connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA mmap_size = {MAPPED_BYTES}")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        return connection
+
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection for queries; the index may grow meanwhile."""
-        address = f"{self.path.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(address, uri=True, isolation_level=None)) as connection:
-            connection.execute(f"PRAGMA mmap_size = {MAPPED_BYTES}")
-            yield connection
+        """Yield a connection that keeps what was found last, for one thread after the other."""
+        with self._turn:
+            if self._connection is None:
+                self._connection = self.connect()
+                self._connection.execute("CREATE TEMP TABLE found (prompt INTEGER PRIMARY KEY)")
+            yield self._connection
+
+    def find_text(self, connection: sqlite3.Connection, text: str) -> None:
+        """Put the prompts that have a text, in any case, into the connection's table ``found``."""
+        search = (text, connection.execute("PRAGMA data_version").fetchone()[0])
+        if search != self._search:
+            self._search = None
+            connection.execute("DELETE FROM found")
+            connection.execute(
+                "INSERT INTO found SELECT prompt FROM prompts WHERE instr(lower, ?) ORDER BY prompt", (text.lower(),)
+            )
+            self._search = search
 
     def means(self, group_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return the mean of each reward function, and the outcomes, of those groups whose records are indexed."""
@@ -254,9 +279,8 @@ class _IndexUpdate:
         """Add a group's prompt, its outcomes, and the mean of each reward."""
         text = prompt_text(prompt)
         key = prompt_key(text)
-        added = self._connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", (key, text))
-        if added.rowcount:
-            self._connection.execute("INSERT INTO prompt_parts (rowid, text) VALUES (?, ?)", (key, text))
+        row = (key, text[:LONGEST_START], text.lower())
+        self._connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", row)
         statuses = 0
         for rollout in rollouts:
             statuses |= STATUS_BITS.get(rollout["status"], 0)

@@ -25,8 +25,6 @@ SORTS = {
 }
 """Columns of the index by the names that the page sorts by; a reward function is another, ``reward:NAME``."""
 FUNCTION = "reward:"
-SHORTEST_PART = 3
-"""Characters of a search from which the index of parts of texts is used."""
 BOUNDS = ("step", "reward", "std", "best", "length", "staleness", "version")
 """Properties that can be bounded, by ``NAME_min`` and ``NAME_max``."""
 
@@ -57,8 +55,6 @@ class GroupPage:
     group_ids: list[int]
     after: tuple[float, int] | None
     """Where the next page begins; None after the last one."""
-    count: int
-    """Matches, at most ``MOST_COUNTED``."""
 
 
 def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPage:
@@ -69,10 +65,8 @@ def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPa
     with index.reading() as connection:
         column = _column(connection, query.sort)
         key = f"coalesce({column}, {'-9e999' if query.descending else '9e999'})"
-        conditions, values = _conditions(connection, query)
+        conditions, values = _conditions(index, connection, query)
         where = " AND ".join(conditions) or "1"
-        counted = f"SELECT count(*) FROM (SELECT 1 FROM entries WHERE {where} LIMIT {MOST_COUNTED})"
-        count = connection.execute(counted, values).fetchone()[0]
         if query.after is not None:
             where += f" AND ({key}, group_id) {'<' if query.descending else '>'} (?, ?)"
             values = [*values, *query.after]
@@ -82,7 +76,16 @@ def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPa
             (*values, size + 1),
         ).fetchall()
     after = (float(rows[size - 1][1]), rows[size - 1][0]) if len(rows) > size else None
-    return GroupPage(group_ids=[row[0] for row in rows[:size]], after=after, count=count)
+    return GroupPage(group_ids=[row[0] for row in rows[:size]], after=after)
+
+
+def count_groups(index: GroupIndex, query: GroupQuery) -> int:
+    """Return the number of groups that match, at most ``MOST_COUNTED``."""
+    with index.reading() as connection:
+        conditions, values = _conditions(index, connection, query)
+        where = " AND ".join(conditions) or "1"
+        counted = f"SELECT count(*) FROM (SELECT 1 FROM entries WHERE {where} LIMIT {MOST_COUNTED})"
+        return int(connection.execute(counted, values).fetchone()[0])
 
 
 def _column(connection: sqlite3.Connection, name: str) -> str:
@@ -95,7 +98,7 @@ def _column(connection: sqlite3.Connection, name: str) -> str:
     raise InputError(f"there is no property {name!r}; it is one of {', '.join(SORTS)}, or {FUNCTION}NAME of a reward")
 
 
-def _conditions(connection: sqlite3.Connection, query: GroupQuery) -> tuple[list[str], list[Any]]:
+def _conditions(index: GroupIndex, connection: sqlite3.Connection, query: GroupQuery) -> tuple[list[str], list[Any]]:
     tests: list[tuple[str, Any]] = []
     for name, least, most in query.bounds:
         column = _column(connection, name)
@@ -108,12 +111,11 @@ def _conditions(connection: sqlite3.Connection, query: GroupQuery) -> tuple[list
         tests.append(("statuses & ?", STATUS_BITS[query.status]))
     if query.reason:
         tests.append(("reason = (SELECT reason FROM reasons WHERE text = ?)", query.reason))
-    if len(query.text) >= SHORTEST_PART:
-        quoted = query.text.replace('"', '""')
-        tests.append(("prompt IN (SELECT rowid FROM prompt_parts WHERE prompt_parts MATCH ?)", f'"{quoted}"'))
-    elif query.text:
-        tests.append(("prompt IN (SELECT prompt FROM prompts WHERE instr(lower(text), lower(?)))", query.text))
-    return [test for test, _ in tests], [value for _, value in tests]
+    conditions, values = [test for test, _ in tests], [value for _, value in tests]
+    if query.text:
+        index.find_text(connection, query.text)
+        conditions.append("prompt IN found")
+    return conditions, values
 
 
 def find_choices(index: GroupIndex) -> dict[str, list[str]]:

@@ -19,8 +19,8 @@ from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts
 from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
 from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged
-from rlpipe.viewer.group_index import GroupIndex, prompt_text
-from rlpipe.viewer.group_query import GroupPage, GroupQuery, find_choices, find_page
+from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
+from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.run_folders import METRICS_FILE, index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
@@ -194,10 +194,16 @@ class ViewedRun:
         return {
             "rows": self.rows_of(page.group_ids),
             "after": None if page.after is None else f"{page.after[0]!r}|{page.after[1]}",
-            "count": page.count,
             "num_groups": index.num_groups,
             "num_indexed": index.num_indexed,
         }
+
+    def count(self, query: GroupQuery) -> int:
+        """Return the number of groups that match, up to a bound beyond which they are not counted."""
+        if query.is_plain:
+            with self.ledger() as ledger:
+                return ledger.next_group_id()
+        return count_groups(self.needed_index(), query)
 
     def rows_of(self, group_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return what the table shows of groups, in the order of their ids here."""
@@ -285,10 +291,9 @@ def _newest(ledger: Ledger, query: GroupQuery, size: int) -> GroupPage:
     )
     ids = [row[0] for row in rows]
     after = (float(ids[size - 1]), ids[size - 1]) if len(ids) > size else None
-    return GroupPage(group_ids=ids[:size], after=after, count=ledger.next_group_id())
+    return GroupPage(group_ids=ids[:size], after=after)
 
 
-LONGEST_START = 160
 SHOWN = ("group_id", "step", "state", "reason", "reward", "reward_std", "best_reward", "num_rollouts", "engine")
 
 

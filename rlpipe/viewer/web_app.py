@@ -129,6 +129,7 @@ class Pages:
             "names": lambda asked: self._run(asked).series.names,
             "diagnosis": lambda asked: self._run(asked).diagnosis(),
             "groups": self._groups,
+            "count": lambda asked: self._run(asked).count(make_query(asked)),
             "choices": lambda asked: self._run(asked).choices(),
             "group": self._group,
             "events": self._events,

@@ -4,7 +4,8 @@ import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { count, number, NONE, STATE_KINDS } from "./format.js";
 
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
-const PAUSE_MS = 200;
+const PAUSE_MS = 100;
+const MOST_COUNTED = 100000;
 
 function columnsFor(functions) {
   const means = functions.length > 1 ? functions : [];
@@ -84,6 +85,10 @@ export async function groupsView(body, context) {
       if (own !== asked) return;
       page = found;
       draw(sorted);
+      const matches = await context.ask("count", query);
+      if (own !== asked) return;
+      const many = matches >= MOST_COUNTED && matches < page.num_groups ? "over " : "";
+      status.textContent = `${many}${count(matches)} of ${count(page.num_groups)} groups${places.length ? `, page ${places.length + 1}` : ""}`;
     } catch (error) {
       if (own === asked) fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
     }
@@ -102,8 +107,6 @@ export async function groupsView(body, context) {
     fill(table, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows.length ? rows : empty));
     if (focused) table.querySelector(`tr[data-group="${focused}"]`)?.focus();
     if (sorted) table.querySelector(`button[data-sort="${CSS.escape(sorted)}"]`)?.focus();
-    const many = page.count >= 100000 && page.count < page.num_groups ? "over " : "";
-    status.textContent = `${many}${count(page.count)} of ${count(page.num_groups)} groups${places.length ? `, page ${places.length + 1}` : ""}`;
     older.disabled = page.after === null;
     newer.disabled = places.length === 0;
     indexing.hidden = page.num_indexed >= page.num_groups;

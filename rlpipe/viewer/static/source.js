@@ -28,6 +28,7 @@ function fromExport(name, query) {
   if (name === "series") return Object.fromEntries([query.name].flat().flatMap((key) => key in run.series ? [[key, run.series[key]]] : []));
   if (name === "names") return Object.keys(run.series).sort();
   if (name === "groups") return selectGroups(run, query);
+  if (name === "count") return selectGroups(run, query).count;
   if (name === "group") return needed(run.groups[query.id], `group ${query.id} was left out of this file`);
   if (name === "events") return eventsOf(run, query.kind);
   if (name === "prompts") return sharedPrompts(query);

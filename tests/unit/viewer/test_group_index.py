@@ -13,7 +13,7 @@ from viewer_cases import ViewerRun, finished_run
 from rlpipe.errors import DataError, InputError
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.viewer.group_index import GroupIndex, prompt_key
-from rlpipe.viewer.group_query import GroupQuery, find_choices, find_page
+from rlpipe.viewer.group_query import GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.run_folders import distinct_names, find_runs
 from rlpipe.viewer.viewed_run import ViewedRun
 
@@ -67,12 +67,13 @@ def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
             after = None
             while True:
                 page = find_page(run.index, GroupQuery(sort=sort, descending=descending, after=after), 5)
-                assert page.count == 24
                 found += page.group_ids
                 after = page.after
                 if after is None:
                     break
             assert sorted(found) == list(range(24)), (sort, descending)
+    assert count_groups(run.index, GroupQuery()) == 24
+    assert count_groups(run.index, GroupQuery(text="what is 2 +")) == 2
     assert ids(run, sort="reward")[0] == 0
     by_reward = ids(run, sort="reward", descending=False)
     assert by_reward[0] == 1
