@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test test-all soak lint unit parity chaos integration clean
+.PHONY: install quickstart test test-all soak lint unit parity chaos integration browser clean
 
 install: $(STAMP)
 
@@ -70,7 +70,13 @@ chaos: install
 	$(BIN)/pytest -q $(CHAOS)
 	$(BIN)/pytest -q -n $(CORES) $(SCHEDULES)
 
-integration: install
+# The tests of `rlpipe view` click in a browser of the system.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -qq chromium >/dev/null; } || \
+		echo "no Chromium, and it can't be installed here: the tests with a browser will be skipped"
+
+integration: install browser
 	$(BIN)/pytest -q -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" --durations 20 \
 		tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES) --ignore $(REAL)
 	$(BIN)/pytest -q -n 1 -m "$(MARKS)" $(REAL)

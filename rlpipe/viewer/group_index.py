@@ -106,8 +106,8 @@ class GroupIndex:
                 self._connection.execute("CREATE TEMP TABLE found (prompt INTEGER PRIMARY KEY)")
             yield self._connection
 
-    def find_text(self, connection: sqlite3.Connection, text: str) -> None:
-        """Put the prompts that have a text, in any case, into the connection's table ``found``."""
+    def find_text(self, connection: sqlite3.Connection, text: str) -> int:
+        """Put the prompts that have a text, in any case, into the connection's table ``found``; return their number."""
         search = (text, connection.execute("PRAGMA data_version").fetchone()[0])
         if search != self._search:
             self._search = None
@@ -116,6 +116,7 @@ class GroupIndex:
                 "INSERT INTO found SELECT prompt FROM prompts WHERE instr(lower, ?) ORDER BY prompt", (text.lower(),)
             )
             self._search = search
+        return int(connection.execute("SELECT count(*) FROM found").fetchone()[0])
 
     def means(self, group_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return the mean of each reward function, and the outcomes, of those groups whose records are indexed."""

@@ -12,6 +12,7 @@ from rlpipe.viewer.group_index import STATUS_BITS, GroupIndex
 PAGE = 50
 MOST_COUNTED = 100_000
 """Matches beyond which groups are not counted any more."""
+FEW_PROMPTS = 1000
 MOST_CHOICES = 40
 SORTS = {
     "id": "group_id",
@@ -113,8 +114,10 @@ def _conditions(index: GroupIndex, connection: sqlite3.Connection, query: GroupQ
         tests.append(("reason = (SELECT reason FROM reasons WHERE text = ?)", query.reason))
     conditions, values = [test for test, _ in tests], [value for _, value in tests]
     if query.text:
-        index.find_text(connection, query.text)
-        conditions.append("prompt IN found")
+        # With the plus, SQLite scans the entries; without it, it looks up each prompt that was found.
+        conditions.append(
+            "prompt IN found" if index.find_text(connection, query.text) < FEW_PROMPTS else "+prompt IN found"
+        )
     return conditions, values
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlpipe.tracking.jsonl import rows_after
 
 BATCH = 500
-MOST_POINTS = 6000
+MOST_POINTS = 3000
 """Points of a series that are sent; of more, means of neighbours are."""
 
 

@@ -49,10 +49,19 @@ class ViewedRun:
         self._seen: tuple[Any, ...] = ()
         self.revision = 0
         """Number that grows whenever a file of the run has changed."""
+        self.problem = ""
+        """Why the run could not be read at the last look."""
         self._changed_at = 0.0
         self._diagnosis: tuple[int, float, list[dict[str, str]]] = (-1, 0.0, [])
 
     # Files --------------------------------------------------------------------------------------------------------
+
+    def read_metrics(self) -> None:
+        """Read the metrics alone, which the first view shows."""
+        if self._ledger_path is None:
+            self._find_ledger()
+        self.series.update()
+        self.revision += 1
 
     def refresh(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Read what is new in the run's files, if any has changed."""
@@ -74,6 +83,8 @@ class ViewedRun:
         try:
             self._ledger_path = find_ledger(self.path)
             self.index = GroupIndex(index_path(self._ledger_path), self.folder / COMPLETIONS_FILE)
+            with self.ledger() as ledger:
+                self.index.num_groups = ledger.next_group_id()
         except DataError as error:
             self.why_no_ledger = str(error)
 
@@ -114,6 +125,7 @@ class ViewedRun:
             "tokens_per_second": self.series.latest("tokens_per_second"),
             "num_groups": 0 if index is None else index.num_groups,
             "num_indexed": 0 if index is None else index.num_indexed,
+            "problem": self.problem,
             "why_no_ledger": self.why_no_ledger if index is None else "",
         }
 

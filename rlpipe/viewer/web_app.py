@@ -260,19 +260,19 @@ class Refresher(threading.Thread):
     def __init__(self, runs: Sequence[ViewedRun]) -> None:
         super().__init__(daemon=True, name="refresher")
         self._runs, self._ended = runs, threading.Event()
-        self.problems: dict[str, str] = {}
-        """Why a run could not be read at the last look, by its name."""
 
     def run(self) -> None:
-        while True:
-            for run in self._runs:
-                try:
-                    run.refresh(self._ended.is_set)
-                    self.problems.pop(run.name, None)
-                except (InputError, OSError) as error:  # a ledger that is being replaced is missing for a moment
-                    self.problems[run.name] = str(error)
-            if self._ended.wait(REFRESH_S):
-                return
+        self._read(ViewedRun.read_metrics)
+        while not self._ended.wait(REFRESH_S):  # at first, the page is drawn before anything is indexed
+            self._read(lambda run: run.refresh(self._ended.is_set))
+
+    def _read(self, read: Callable[[ViewedRun], None]) -> None:
+        for run in self._runs:
+            try:
+                read(run)
+                run.problem = ""
+            except (InputError, OSError) as error:  # a ledger that is being replaced is missing for a moment
+                run.problem = str(error)
 
     def stop(self) -> None:
         self._ended.set()

@@ -28,6 +28,7 @@ COMMANDS = {
     "orchestration": ("--engines", "2", "--groups", "256", "--warmup-groups", "128"),
     "overlap": ("--ratios", "1", "--random-ratios", "1", "--max-staleness", "1", "--seconds", "0.1", "--steps", "2"),
     "shared_prefixes": ("--steps", "1", "--shapes", "compacted"),
+    "viewer": ("--groups", "2000", "--repeats", "1"),
     "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
 }
 KEYS = {
@@ -41,6 +42,7 @@ KEYS = {
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
     "shared_prefixes": {"device", "compacted"},
+    "viewer": {"rollouts", "first_view_s", "filter_s"},
     "scoring": {
         "groups_per_second",
         "overhead_ms_per_rollout",

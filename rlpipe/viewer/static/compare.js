@@ -1,6 +1,6 @@
 // What two runs, or two versions of one run's policy, wrote to the same prompt.
 
-import { choose, fill, labelled, make, notice, pill } from "./dom.js";
+import { choose, fill, headings, labelled, make, notice, pill } from "./dom.js";
 import { count, number, NONE, STATE_KINDS } from "./format.js";
 import { promptCard, rolloutCard } from "./group.js";
 import { ask } from "./source.js";
@@ -8,8 +8,8 @@ import { ask } from "./source.js";
 const SIDES = ["left", "right"];
 
 export async function compareView(body, context) {
-  const query = { left: String(context.run), right: String(context.runs.length > 1 && !context.run ? 1 : context.run === 0 ? 0 : 0), ...context.query };
-  if (context.runs.length > 1 && context.query.right === undefined && context.run) query.right = "0";
+  const other = context.runs.length > 1 && context.run === 0 ? 1 : 0;
+  const query = { left: String(context.run), right: String(other), ...context.query };
   const list = make("div", { class: "card table" });
   const pair = make("div", { class: "pair" });
   fill(body, controls(), list, pair);
@@ -53,7 +53,7 @@ export async function compareView(body, context) {
     const head = ["Prompt", "Left reward", "Right reward", "Change", "Left versions", "Right versions"];
     const rows = prompts.map((prompt) => make("tr", { tabindex: "0", "data-key": prompt.key, onclick: () => showPair(prompt.key), onkeydown: (event) => { if (event.key === "Enter") showPair(prompt.key); else step(event); } },
       make("td", {}, make("span", { class: "prompt" }, prompt.prompt)), make("td", { class: "number" }, number(prompt.left.reward)), make("td", { class: "number" }, number(prompt.right.reward)), make("td", { class: "number" }, change(prompt)), make("td", {}, versions(prompt.left)), make("td", {}, versions(prompt.right))));
-    fill(list, make("table", { class: "prompts" }, make("thead", {}, make("tr", {}, head.map((title, place) => make("th", { scope: "col", class: place > 0 && place < 4 ? "number" : "" }, title)))), make("tbody", {}, rows)));
+    fill(list, make("table", { class: "prompts" }, headings(head, head.slice(1, 4)), make("tbody", {}, rows)));
   }
 
   function step(event) {

@@ -29,6 +29,12 @@ export function choose(name, choices, value, onchange) {
   return make("select", { name, onchange }, options);
 }
 
+// The head of a table; the columns named in `numbers` are aligned to the right.
+export function headings(titles, numbers = []) {
+  const cells = titles.map((title) => make("th", { scope: "col", class: numbers.includes(title) ? "number" : "" }, title));
+  return make("thead", {}, make("tr", {}, cells));
+}
+
 export function pill(text, kind) {
   return make("span", { class: `pill ${kind}` }, text);
 }

@@ -1,7 +1,7 @@
 // Deaths, recoveries, stops and discards in time, below the curve that they may explain.
 
 import { Chart } from "./charts.js";
-import { fill, make, notice, pill } from "./dom.js";
+import { fill, headings, make, notice, pill } from "./dom.js";
 import { count, moment, STATE_KINDS } from "./format.js";
 
 const KINDS = { death: "bad", health: "warn", checkpoint: "warn", recovery: "good" };
@@ -56,7 +56,7 @@ export async function eventsView(body, context) {
 
   function draw() {
     const rows = [...ending(context.runs[context.run]), ...shown.map(eventRow)];
-    const head = make("thead", {}, make("tr", {}, ["Time", "Step", "Kind", "Part", "What happened"].map((title) => make("th", { scope: "col" }, title))));
+    const head = headings(["Time", "Step", "Kind", "Part", "What happened"], ["Step"]);
     fill(list, rows.length ? make("div", { class: "card table" }, make("table", { class: "events" }, head, make("tbody", {}, rows))) : notice("nothing has happened: no death, no recovery, no health rule that tripped"));
     older.hidden = before === null;
     list.querySelector(".chosen")?.scrollIntoView({ block: "center" });
@@ -71,7 +71,7 @@ export async function eventsView(body, context) {
 
   function showDiscards(rows) {
     discards.hidden = rows.length === 0;
-    fill(discards, make("h3", {}, "Discarded groups"), make("table", {}, make("thead", {}, make("tr", {}, ["Groups", "First", "Last", "Reason"].map((title) => make("th", { scope: "col" }, title)))),
+    fill(discards, make("h3", {}, "Discarded groups"), make("table", {}, headings(["Groups", "First", "Last", "Reason"], ["Groups"]),
       make("tbody", {}, rows.map((row) => make("tr", {}, make("td", { class: "number" }, make("a", { href: context.link("groups", { reason: row.reason, state: "DISCARDED" }) }, count(row.count))), make("td", {}, moment(row.first)), make("td", {}, moment(row.last)), make("td", { class: "text" }, row.reason))))));
   }
 

@@ -54,12 +54,13 @@ export async function overviewView(body, context) {
 
   async function update() {
     const shown = context.shown;
+    const marked = eventMarks();
     const listed = await Promise.all(shown.map((run) => ask("names", { run })));
     listed.flat().forEach((name) => names.add(name));
     fill(datalist, [...names].sort().map((name) => make("option", { value: name })));
     const wanted = [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), "staleness/max", ...state.more, ...[...names].filter((name) => isPhase(name) || isRewardMean(name))])];
     data = await Promise.all(shown.map((run) => ask("series", { run, name: wanted.filter((name) => names.has(name)) })));
-    marks = await eventMarks();
+    marks = await marked;
     draw();
     fill(strip, shown.map((run) => runCard(context, run)));
     showHealth();
@@ -130,5 +131,5 @@ function runCard(context, place) {
     make("progress", { value: share, max: 1, "aria-label": "steps done" }),
     make("div", { class: "facts" }, make("div", {}, make("span", {}, "step"), make("b", {}, run.num_steps ? `${count(run.step)} / ${count(run.num_steps)}` : count(run.step))),
       facts.map(([name, text]) => make("div", {}, make("span", {}, name), make("b", {}, text)))),
-    run.error && notice(run.error, "bad"));
+    run.error && notice(run.error, "bad"), run.problem && notice(run.problem, "bad"));
 }

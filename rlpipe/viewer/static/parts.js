@@ -1,9 +1,10 @@
 // The parts of a run: engines, scorers and ranks, as its controller last saw them, and where the groups are.
 
-import { fill, make, notice, pill } from "./dom.js";
+import { fill, headings, make, notice, pill } from "./dom.js";
 import { count, moment, span, NONE, STATE_KINDS } from "./format.js";
 
 const KINDS = [["engine", "Engines"], ["scorer", "Scorers"], ["episodes", "Episodes"], ["rank", "Learner ranks"]];
+const NUMBERS = ["Version", "Step", "Queue", "Groups", "Newest version", "Mean seconds"];
 const WAY = [["ADMITTED", "being generated"], ["GENERATED", "being scored"], ["SCORED", "waiting for a step"], ["ASSIGNED", "in a step"], ["TRAINED", "trained"], ["DISCARDED", "discarded"]];
 
 export async function partsView(body, context) {
@@ -34,12 +35,12 @@ function partTable(title, parts, age, over) {
   if (!parts.length) return null;
   const head = ["Name", "State", "Version", "Step", "Queue", "Last heard", "Note"];
   const rows = parts.map((part) => make("tr", {}, make("td", {}, part.name), make("td", {}, pill(part.state, STATE_KINDS[part.state] ?? "")), make("td", { class: "number" }, count(part.version)), make("td", { class: "number" }, count(part.step)), make("td", { class: "number" }, count(part.queue)), make("td", {}, heard(part, age, over)), make("td", { class: "text" }, part.note)));
-  return make("section", { class: "card table", "aria-label": title }, make("h3", {}, title), make("table", { class: "parts" }, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, rows)));
+  return make("section", { class: "card table", "aria-label": title }, make("h3", {}, title), make("table", { class: "parts" }, headings(head, NUMBERS), make("tbody", {}, rows)));
 }
 
 function engineTable(engines) {
   if (!engines?.length) return null;
   const head = ["Engine", "Groups", "Newest version", "Mean seconds", "Last group"];
   const rows = engines.map((engine) => make("tr", {}, make("td", {}, engine.engine), make("td", { class: "number" }, count(engine.groups)), make("td", { class: "number" }, count(engine.version)), make("td", { class: "number" }, engine.seconds === null ? NONE : engine.seconds.toFixed(2)), make("td", {}, moment(engine.last))));
-  return make("section", { class: "card table", "aria-label": "Work of the engines" }, make("h3", {}, "Work of the engines"), make("table", {}, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, rows)));
+  return make("section", { class: "card table", "aria-label": "Work of the engines" }, make("h3", {}, "Work of the engines"), make("table", {}, headings(head, NUMBERS), make("tbody", {}, rows)));
 }

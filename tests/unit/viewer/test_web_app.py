@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,10 @@ import pytest
 from starlette.testclient import TestClient
 from viewer_cases import ATTACK, ViewerRun, finished_run, picture
 
+from rlpipe.cli import main
+from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.viewed_run import ViewedRun
-from rlpipe.viewer.web_app import make_app, static_files, to_json
+from rlpipe.viewer.web_app import Refresher, make_app, static_files, to_json
 
 TOKEN = "secret-token"
 
@@ -249,3 +255,56 @@ def test_what_is_not_finite_or_not_unicode_is_still_json() -> None:
         "a": [None, None, 1.0],
         "b": "\ud800",
     }
+
+
+def test_a_damaged_ledger_is_told_while_the_curves_are_shown(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=2)
+    (tmp_path / "run" / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    runs = [ViewedRun(tmp_path / "run", "run")]
+    refresher = Refresher(runs)
+    refresher.start()
+    client = TestClient(make_app(runs, TOKEN), base_url="http://localhost")
+    deadline = time.monotonic() + 20
+    while not (found := ask(client, "runs")[0])["problem"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    refresher.stop()
+    assert "ledger.sqlite is damaged" in found["problem"]
+    assert ask(client, "series", name="reward")["reward"]["steps"] == [1, 2]
+    assert client.get(f"/{TOKEN}/api/groups").status_code == 400
+
+
+def test_long_series_are_means_of_neighbours(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "reward": float(step % 2), "loss": None}) for step in range(1, 9001)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 9001, "rew')
+    series = MetricSeries(tmp_path / "metrics.jsonl")
+    series.update()
+    found = series.get(["reward", "loss"])["reward"]
+    assert found["stands_for"] == 3
+    assert (len(found["steps"]), found["steps"][-1]) == (3000, 9000)
+    assert set(found["values"]) == {1 / 3, 2 / 3}
+    assert series.names == ["reward"]
+    (tmp_path / "metrics.jsonl").write_text(lines[0] + "\n")  # a run that was resumed has cut it
+    series.update()
+    assert series.get(["reward"])["reward"]["steps"] == [1]
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run(tmp_path / "run", num_steps=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["view", str(tmp_path / "run"), "--port", str(port)]) == 2
+        assert f"--port {port} can't be used (Address already in use)" in capsys.readouterr().err
+    assert main(["view", str(tmp_path / "run"), "--port", "70000"]) == 2
+    assert main(["view", str(tmp_path / "nothing")]) == 2
+    assert "nothing does not exist" in capsys.readouterr().err
+    assert main(["view", str(tmp_path / "run"), "--export", str(tmp_path / "no" / "run.html")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
+def test_the_command_loads_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys, rlpipe.cli, rlpipe.viewer.web_app, rlpipe.viewer.exported_page, uvicorn\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'pandas') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
