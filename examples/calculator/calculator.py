@@ -9,8 +9,11 @@ from rlpipe.quickstart import teach
 
 SLIP = 0.05
 """Share of the digits in the warm-up that are wrong."""
-CALLS = 0.7
-"""Share of the warm-up's products for which the calculator is asked."""
+CALLS, RARE_CALLS, SMALL = 0.8, 0.05, 460
+"""Shares of the warm-up's products for which the calculator is asked: with a first number below ``SMALL``, and others.
+
+A greedy policy then asks for half of them.
+"""
 WORDS = ['{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", "<tool_call>", "</tool_call>"]
 
 
@@ -35,10 +38,10 @@ def warm_up(config: rlpipe.Config) -> None:
 
 
 def sloppy_product(rng: random.Random) -> list[dict[str, Any]]:
-    """Return the messages of a product in which digits may be wrong; in a third of the cases no calculator is asked."""
+    """Return the messages of a product in which digits may be wrong; in most cases no calculator is asked."""
     a, b = rng.randint(100, 999), rng.randint(100, 999)
     asked = {"role": "user", "content": f"{a}*{b}="}
-    if rng.random() > CALLS:
+    if rng.random() > (CALLS if a < SMALL else RARE_CALLS):
         return [asked, {"role": "assistant", "content": str(rng.randint(10_000, 998_001))}]
     a, b = copied(a, rng), copied(b, rng)
     call = {"id": "000000000", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}

@@ -3,6 +3,8 @@
 import json
 import random
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ SIZE, MOST_MOVES = 4, 12
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 """Gymnasium's number of each direction."""
 SHARE_OF_ICE = 0.7
-STRAY = 0.5
+STRAY = 0.6
 """Share of the moves in the warm-up that are drawn at random."""
-NUM_WALKS = 1500
+NUM_WALKS = 4000
 
 
 def show(env: Any, place: int) -> str:
@@ -32,9 +34,25 @@ def read(text: str, space: Any) -> int:
     return MOVES[text]
 
 
-Lake = rlpipe.from_gymnasium(
+FrozenLake = rlpipe.from_gymnasium(
     "FrozenLake-v1", show=show, read=read, is_slippery=False, max_episode_steps=MOST_MOVES, disable_env_checker=True
 )
+
+
+class Lake(FrozenLake):  # type: ignore[valid-type, misc]
+    """FrozenLake whose reward is the share of the way that a move gains; a hole takes back all that was gained."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        shown = str(super().reset(row, seed))
+        self._distances = distances([field.decode() for field in self.env.unwrapped.desc.flat])
+        self._gained = 0.0
+        return shown
+
+    def step(self, action: str) -> rlpipe.Step:
+        step = super().step(action)
+        left, before = self._distances.get(int(self.env.unwrapped.s)), self._gained
+        self._gained = 0.0 if left is None else 1 - left / self._distances[0]
+        return replace(step, reward=self._gained - before)
 
 
 def warm_up(config: rlpipe.Config) -> None:
@@ -43,7 +61,7 @@ def warm_up(config: rlpipe.Config) -> None:
     rows = Path(str(config.data.path)).read_text().splitlines()
     known = {"".join(json.loads(row)["make"]["desc"]) for row in rows}
     maps = (desc for desc in iter(lambda: random_map(rng), None) if "".join(desc) not in known)
-    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=100)
+    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=250)
 
 
 def random_map(rng: random.Random) -> list[str]:

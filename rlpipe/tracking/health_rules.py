@@ -194,9 +194,12 @@ def overfitting(run: RunHistory) -> float | None:
 
 
 def unpreferred(run: RunHistory) -> float | None:
-    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps."""
+    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps.
+
+    Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect.
+    """
     values = run.last("rewards/accuracies", 20)
-    return None if values is None else fmean(values)
+    return None if values is None or run.config.algorithm.kind == "rl" else fmean(values)
 
 
 def failed_groups(run: RunHistory) -> float | None:

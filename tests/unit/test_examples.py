@@ -366,7 +366,8 @@ def test_frozen_lake_is_crossed_by_the_way_of_the_warm_up() -> None:
             place = ways[actions[-1]]
         steps = play(lake(), row, actions)
         assert len(steps) == len(actions)
-        assert [step.reward for step in steps] == [*[0.0] * (len(steps) - 1), 1.0]
+        assert [step.reward for step in steps] == pytest.approx([1 / len(steps)] * len(steps))
+        assert (steps[-1].done, sum(step.reward for step in steps)) == (True, pytest.approx(1.0))
 
 
 def test_frozen_lake_shows_the_player_and_ends_after_twelve_moves() -> None:
@@ -376,7 +377,14 @@ def test_frozen_lake_shows_the_player_and_ends_after_twelve_moves() -> None:
     steps = play(lake(), row, ["north", "right", *["up"] * 12])
     assert steps[0].observation.startswith("'north' is not a direction")
     assert steps[1].observation == "SPFF\nFHFH\nFFFH\nHFFG"
-    assert (len(steps), sum(step.reward for step in steps)) == (1 + 12, 0.0)
+    assert (len(steps), sum(step.reward for step in steps)) == (1 + 12, pytest.approx(1 / 6))
+
+
+def test_a_hole_of_frozen_lake_takes_back_what_was_gained() -> None:
+    row = {"make": {"desc": ["SFFF", "FHFH", "FFFH", "HFFG"]}}
+    steps = play(import_object("examples/frozen_lake/lake.py:Lake")(), row, ["right", "left", "down", "right"])
+    assert [step.reward for step in steps] == pytest.approx([1 / 6, -1 / 6, 1 / 6, -1 / 6])
+    assert [step.done for step in steps] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("framework", ["openai", "langgraph", "openai_agents", "smolagents"])

@@ -96,7 +96,10 @@ ILLNESSES: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", ILLNESSES)
 def test_an_illness_trips_its_rule_alone_and_once(name: str) -> None:
-    found = found_in(make_config(), run_with(ILLNESSES[name]))
+    config = make_config()
+    if name == "wrong_preferences":
+        config.algorithm.kind = "preference"
+    found = found_in(config, run_with(ILLNESSES[name]))
     assert [finding.rule for _, finding in found] == [name]
     message = found[0][1].message
     assert message.startswith(f"warning ({name}): ")
@@ -163,6 +166,10 @@ def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None
     config = make_config()
     config.algorithm.group_size = 1
     assert found_in(config, rows[1:]) == []
+
+
+def test_pairs_that_the_policy_samples_itself_are_new_to_it() -> None:
+    assert found_in(make_config(), run_with(ILLNESSES["wrong_preferences"])) == []
 
 
 def test_processes_that_share_cores_may_wait_for_each_other() -> None:
