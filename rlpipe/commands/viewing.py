@@ -75,7 +75,9 @@ def serve(runs: list[ViewedRun], port: int) -> None:
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:
-        raise InputError(f"--port {port} can't be used ({os.strerror(error.errno or 0)}): give another one, or 0") from None
+        raise InputError(
+            f"--port {port} can't be used ({os.strerror(error.errno or 0)}): give another one, or 0"
+        ) from None
     token = secrets.token_urlsafe(24)
     sys.setswitchinterval(0.0005)  # answers should not wait for the thread that indexes a large run
     refresher = Refresher(runs)
