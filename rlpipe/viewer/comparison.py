@@ -39,17 +39,18 @@ def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, An
             test, values = side.condition("entries")
             groups.append(
                 (
-                    "SELECT prompt, count(*) AS number, avg(reward) AS reward, min(version) AS oldest,"
-                    f" max(version) AS newest FROM {schema}.entries AS entries WHERE {test} GROUP BY prompt",
+                    "SELECT key, start, lower, count(*) AS number, avg(reward) AS reward, min(version) AS oldest,"
+                    f" max(version) AS newest FROM {schema}.entries AS entries"
+                    f" JOIN {schema}.prompts USING (prompt) WHERE {test} GROUP BY prompt",
                     values,
                 )
             )
         condition = "a.newest > a.oldest" if is_one else "1"
         rows = connection.execute(
-            f"SELECT a.prompt, prompts.start, a.number, a.reward, a.oldest, a.newest,"
+            f"SELECT a.key, a.start, a.number, a.reward, a.oldest, a.newest,"
             " b.number, b.reward, b.oldest, b.newest"
-            f" FROM ({groups[0][0]}) AS a JOIN ({groups[1][0]}) AS b USING (prompt) JOIN main.prompts USING (prompt)"
-            f" WHERE {condition} AND (? = '' OR instr(prompts.lower, ?))"
+            f" FROM ({groups[0][0]}) AS a JOIN ({groups[1][0]}) AS b USING (key)"
+            f" WHERE {condition} AND (? = '' OR instr(a.lower, ?))"
             f" ORDER BY abs(coalesce(b.reward - a.reward, 0)) DESC, a.newest - a.oldest DESC LIMIT {MOST_PROMPTS}",
             (*groups[0][1], *groups[1][1], text.lower(), text.lower()),
         ).fetchall()
@@ -70,7 +71,8 @@ def groups_of_prompt(side: Side, key: int) -> list[dict[str, Any]]:
     test, values = side.condition("entries")
     with side.run.needed_index().reading() as connection:
         rows = connection.execute(
-            f"SELECT group_id, step, version, reward, state FROM entries WHERE {test} AND prompt = ?"
+            f"SELECT group_id, step, version, reward, state FROM entries WHERE {test}"
+            " AND prompt = (SELECT prompt FROM prompts WHERE key = ?)"
             f" ORDER BY version DESC, group_id DESC LIMIT {MOST_GROUPS}",
             (*values, key),
         ).fetchall()

@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS entries (
     best_reward REAL, length REAL, staleness INTEGER, version INTEGER, num_rollouts INTEGER, statuses INTEGER,
     prompt INTEGER);
 CREATE INDEX IF NOT EXISTS entries_by_prompt ON entries (prompt, version);
-CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, start TEXT, lower TEXT);
+CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, lower TEXT, start TEXT, key INTEGER UNIQUE);
 """
 COPIED = "group_id, step, state, reason, reward, reward_std, best_reward, length, staleness, version, num_rollouts"
 SOURCE = f"""
@@ -124,16 +124,16 @@ class GroupIndex:
             names = [name for (name,) in connection.execute("SELECT name FROM functions ORDER BY place")]
             columns = "".join(f", function_{place}" for place in range(len(names)))
             query = (
-                f"SELECT group_id, statuses, prompt{columns} FROM entries WHERE statuses IS NOT NULL AND group_id IN"
+                f"SELECT group_id, statuses, key{columns} FROM entries JOIN prompts USING (prompt) WHERE group_id IN"
             )
             rows = connection.execute(f"{query} ({', '.join(map(str, group_ids))})").fetchall()
         return {
             number: {
                 "functions": dict(zip(names, values, strict=True)),
-                "key": str(prompt),  # JavaScript has no integers of 64 bits
+                "key": str(key),  # JavaScript has no integers of 64 bits
                 "statuses": [status for status, bit in STATUS_BITS.items() if statuses & bit],
             }
-            for number, statuses, prompt, *values in rows
+            for number, statuses, key, *values in rows
         }
 
     def update(self, ledger: Ledger, identity: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> None:
@@ -279,15 +279,22 @@ class _IndexUpdate:
     def _add(self, group_id: int, prompt: Any, rollouts: Sequence[dict[str, Any]]) -> None:
         """Add a group's prompt, its outcomes, and the mean of each reward."""
         text = prompt_text(prompt)
-        key = prompt_key(text)
-        row = (key, text[:LONGEST_START], text.lower())
-        self._connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", row)
         statuses = 0
         for rollout in rollouts:
             statuses |= STATUS_BITS.get(rollout["status"], 0)
-        values = {"prompt": key, "statuses": statuses, **self._means(rollouts)}
+        values = {"prompt": self._prompt(text), "statuses": statuses, **self._means(rollouts)}
         changes = ", ".join(f"{name} = ?" for name in values)
         self._connection.execute(f"UPDATE entries SET {changes} WHERE group_id = ?", (*values.values(), group_id))
+
+    def _prompt(self, text: str) -> int:
+        """Return the number of a prompt; numbers count on, so that looking up those of many groups is fast."""
+        key = prompt_key(text)
+        found = self._connection.execute("SELECT prompt FROM prompts WHERE key = ?", (key,)).fetchone()
+        if found is None:
+            row = (text.lower(), text[:LONGEST_START], key)
+            added = self._connection.execute("INSERT INTO prompts (lower, start, key) VALUES (?, ?, ?)", row)
+            return int(added.lastrowid or 0)
+        return int(found[0])
 
     def _means(self, rollouts: Iterable[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each reward function, by the column that it has in the index."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlpipe.common.atomic_io import user_cache
 from rlpipe.errors import DataError
 from rlpipe.replay.ledger.database import NAME
+from rlpipe.viewer.group_index import SCHEMA
 
 METRICS_FILE = "metrics.jsonl"
 MARKS = ("config.yaml", METRICS_FILE, NAME)
@@ -67,4 +68,4 @@ def index_path(ledger: Path) -> Path:
             if file.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
                 for name in (file, *(file.with_name(file.name + end) for end in ("-wal", "-shm"))):
                     name.unlink(missing_ok=True)
-    return folder / f"{sha256(os.fsencode(ledger.absolute())).hexdigest()[:32]}.sqlite"
+    return folder / f"{sha256(os.fsencode(ledger.absolute()) + SCHEMA.encode()).hexdigest()[:32]}.sqlite"
