@@ -1,0 +1,85 @@
+"""Tests of the documentation site: it builds strictly, without the internet, and pages load nothing from there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("mkdocs.yml", "README.md", "docs", "examples", "tools", "rlpipe", "actors", "configs", "kernels")
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE
+)
+IMPORTED = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//")
+
+pytest.importorskip("material")
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of the repository in ``folder``, with a proxy that nothing answers in the way to the internet."""
+    closed = "http://127.0.0.1:9"
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "http_proxy": closed, "https_proxy": closed}
+    command = [sys.executable, "-m", "mkdocs", "build"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    for name in SOURCES:
+        source = ROOT / name
+        skipped = shutil.ignore_patterns("__pycache__", "outputs")
+        (
+            shutil.copytree(source, folder / name, symlinks=True, ignore=skipped)
+            if source.is_dir()
+            else shutil.copy(source, folder)
+        )
+    built = build(folder)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_pages_load_nothing_from_the_internet(repository: Path) -> None:
+    assert LOADED.findall('<link rel=x href="https://fonts.example/a.css"><img src=//cdn.example/b.png>')
+    pages = list((repository / "site").rglob("*.html"))
+    assert len(pages) > 60
+    assert {str(page): found for page in pages if (found := LOADED.findall(page.read_text()))} == {}
+    styles = list((repository / "site").rglob("*.css"))
+    assert [style for style in styles if IMPORTED.search(style.read_text())] == []
+    assert not [page for page in pages if 'class="mermaid"' in page.read_text()]  # the theme would fetch its library
+
+
+def test_files_outside_docs_are_pages(repository: Path) -> None:
+    examples = (repository / "site" / "examples.html").read_text()
+    assert 'href="examples/words/index.html"' in examples
+    words = (repository / "site" / "examples" / "words" / "index.html").read_text()
+    assert "rlpipe train --config examples/words/run.yaml" in re.sub("<[^>]*>", "", words)
+    overview = (repository / "site" / "overview.html").read_text()
+    assert 'src="images/quickstart.png"' in overview
+    assert (repository / "site" / "images" / "quickstart.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("page", "added", "said"),
+    [
+        ("docs/data.md", "[gone](gone.md)", "gone.md"),
+        ("docs/data.md", "[gone](config.md#no-such-place)", "#no-such-place"),
+        ("docs/data.md", "[gone](../examples/gone/README.md)", "examples/gone/README.md"),
+        ("examples/words/README.md", "[gone](../../docs/gone.md)", "docs/gone.md"),
+        ("docs/reference/run.md", "::: rlpipe.no_such_name", "no_such_name"),
+    ],
+)
+def test_what_leads_nowhere_fails_the_build(repository: Path, page: str, added: str, said: str) -> None:
+    path = repository / page
+    text = path.read_text()
+    path.write_text(f"{text}\n\n{added}\n")
+    try:
+        built = build(repository)
+    finally:
+        path.write_text(text)
+    assert built.returncode != 0
+    assert said in built.stdout + built.stderr
