@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import rlpipe
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("mkdocs.yml", "README.md", "docs", "examples", "tools", "rlpipe", "actors", "configs", "kernels")
 LOADED = re.compile(
@@ -61,6 +63,13 @@ def test_files_outside_docs_are_pages(repository: Path) -> None:
     overview = (repository / "site" / "overview.html").read_text()
     assert 'src="images/quickstart.png"' in overview
     assert (repository / "site" / "images" / "quickstart.png").is_file()
+
+
+def test_every_public_name_is_in_the_reference(repository: Path) -> None:
+    pages = "".join(page.read_text() for page in (repository / "site" / "reference").glob("*.html"))
+    names = [name for name in rlpipe.__all__ if not name.startswith("__")]
+    assert len(names) > 20
+    assert [name for name in names if f'id="rlpipe.{name}"' not in pages] == []
 
 
 @pytest.mark.parametrize(
