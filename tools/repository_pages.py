@@ -5,6 +5,7 @@ READMEs and every file with code that a page links to, so that it needs no repos
 these links as it checks others.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -71,6 +72,9 @@ def site_address(path: str) -> str:
 
 
 def content(path: str) -> str:
-    """Return a page with a file's text, code in a fence."""
+    """Return a page with a file's text: a notebook as its cells, code in a fence."""
     text, suffix = (ROOT / path).read_text(), Path(path).suffix
+    if suffix == ".ipynb":
+        cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"])
+        return "\n\n".join(source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells)
     return text if suffix == ".md" else f"# {path}\n\n~~~~{LANGUAGES.get(suffix, '')}\n{text}\n~~~~\n"
