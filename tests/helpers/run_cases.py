@@ -1,8 +1,11 @@
-"""Small configs for whole runs, and readers of their output."""
+"""Small configs for whole runs, readers of their output, and ports for their clusters."""
 
 from __future__ import annotations
 
 import json
+import random
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +95,15 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports above those of Ray's workers, and below the ephemeral ports that other tests may use."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with suppress(OSError), socket.socket() as entry:
+            entry.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no ports are free")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import HOLDS_LOGP_TO, trained_steps
+from run_cases import HOLDS_LOGP_TO, free_ports, trained_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -32,18 +30,6 @@ LIST_NODES = (
     "import json, sys; from ray.util.state import list_nodes; "
     "print(json.dumps({n.node_id: n.resources_total for n in list_nodes(sys.argv[1], detail=True)}))"
 )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports above those of Ray's workers, and below the ephemeral ports that other tests may use."""
-    found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), 1000):
-        with suppress(OSError), socket.socket() as entry:
-            entry.bind(("", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError("no ports are free")
 
 
 @pytest.fixture(scope="module")
