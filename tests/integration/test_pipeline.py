@@ -22,6 +22,7 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.simulation.setup import read_measured
+from rlpipe.tracking.part_states import read_parts
 
 pytestmark = pytest.mark.ray
 
@@ -117,6 +118,9 @@ def test_synchronous_lora_run_on_vllm(local_ray: None, tiny_policy: Path, prompt
     assert evaluated == [0, 3]
     assert (tmp_path / "reward.png").stat().st_size > 1000
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    seen = read_parts(tmp_path)
+    assert seen is not None
+    assert {part.kind for part in seen[1]} >= {"engine", "scorer"}
     assert_adapter_loads_alone(tiny_policy, Path(summary["adapter"]))
     assert_held_out_prompts_are_not_trained(config, tmp_path)
 
