@@ -124,8 +124,8 @@ def test_own_reward(terminal: Terminal) -> None:
 
 def test_own_environment(terminal: Terminal) -> None:
     terminal.follow(blocks("own_environment.md"))
-    steps = trained_steps(terminal.folder / "outputs" / "guess")
-    assert mean_reward(steps[-5:]) > mean_reward(steps[:5]) + 0.1
+    steps = trained_steps(terminal.folder / "outputs" / "escape")
+    assert mean_reward(steps[-5:]) > mean_reward(steps[:5]) + 0.2
     assert "⟦" in terminal.output
 
 
