@@ -1,16 +1,19 @@
-"""Time-limited waits for remote calls; the error of a late call names the call, the limit and its option."""
+"""Time-limited waits for remote calls, whose errors name the call, the limit and its option, and their event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
+
+Result = TypeVar("Result")
 
 
 class ObjectsLost(RunError):
@@ -20,6 +23,31 @@ class ObjectsLost(RunError):
 KILLED = "its process died or was killed"
 MAX_DETAIL = 200
 """Limit on the characters of Ray's description of a death."""
+
+
+def run_event_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end, in another thread if this one has an event loop already, as in a notebook.
+
+    There, Ctrl-C cancels the coroutine and waits until it has cleaned up.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    tasks: list[asyncio.Task[Result]] = []
+
+    async def cancellable() -> Result:
+        tasks.append(asyncio.ensure_future(main))
+        return await tasks[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(asyncio.run, cancellable())
+        try:
+            return ended.result()
+        except KeyboardInterrupt:
+            for task in [] if ended.done() else tasks:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+            raise
 
 
 async def await_remote(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:

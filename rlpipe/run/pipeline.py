@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe.actors.learner_setup import LearnerSetup
-from rlpipe.actors.remote import get_remote
+from rlpipe.actors.remote import get_remote, run_event_loop
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
@@ -373,7 +373,7 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
 def _run(main: Coroutine[Any, Any, Result]) -> Result:
     """Run the event loop; of several errors, raise only the first."""
     try:
-        return asyncio.run(main)
+        return run_event_loop(main)
     except BaseExceptionGroup as group:
         error = _first_error(group)
     except RayActorError as death:
