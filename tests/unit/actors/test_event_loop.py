@@ -40,6 +40,7 @@ def test_an_interrupt_cancels_the_run_and_waits_for_its_end() -> None:
     happened: list[str] = []
 
     async def lasts() -> None:
+        await asyncio.sleep(0.2)  # until the other thread waits
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         try:
             await asyncio.sleep(10)
