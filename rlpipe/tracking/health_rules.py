@@ -377,7 +377,7 @@ RULES = (
         warn=0.2,
         says="{value:.0%} of the groups of the last 10 steps failed",
         causes="a reward or an environment that raises errors or exceeds its timeout",
-        mend="rlpipe inspect RUN --status discarded, which shows the reasons",
+        mend="rlpipe inspect RUN --state DISCARDED, which shows the reasons",
     ),
     HealthRule(
         name="staleness",
