@@ -22,7 +22,7 @@ from rlpipe.hardware.cgroup import GROUPS
 from rlpipe.learner.checkpoint_files import damaged, list_checkpoints
 from rlpipe.replay.ledger.query import find_ledger, reading
 from rlpipe.tracking.health import HealthFinding, HealthWatch
-from rlpipe.tracking.jsonl import read_rows
+from rlpipe.tracking.jsonl import METRICS_FILE, read_rows
 from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
 
 AGAIN = "the same command continues from the newest checkpoint"
@@ -52,7 +52,7 @@ def diagnose(run: Path) -> Iterator[Observation]:
     """Yield how the run ended, and then everything in its folder that may be the cause; raise ``DataError`` if none."""
     if not (run / "config.yaml").is_file():
         raise DataError(f"{run} is not the folder of a run: it has no config.yaml")
-    rows = list(read_rows(run / "metrics.jsonl"))
+    rows = list(read_rows(run / METRICS_FILE))
     steps = [row for row in rows if "loss" in row]
     yield from examine(
         {

@@ -12,7 +12,7 @@ from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok
-from rlpipe.tracking.jsonl import read_rows, show_beginning
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, read_rows, show_beginning
 
 SMALL = (
     "algorithm.num_steps=1",
@@ -46,7 +46,7 @@ def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iter
         with redirect_stdout(io.StringIO()):
             summary = train(small)
         yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(folder / 'run')}")
-        for row in list(read_rows(folder / "run" / "completions.jsonl"))[:1]:
+        for row in list(read_rows(folder / "run" / COMPLETIONS_FILE))[:1]:
             reward = "none" if row["reward"] is None else f"{row['reward']:.3g}"
             yield ok("completion", f"{show_beginning(row['completion'])} (reward {reward})")
     finally:
@@ -55,7 +55,7 @@ def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iter
 
 def _times(output: Path) -> str:
     """Return the times of the parts of the step that was trained, as the end of a sentence."""
-    row = next((row for row in read_rows(output / "metrics.jsonl") if "loss" in row), {})
+    row = next((row for row in read_rows(output / METRICS_FILE) if "loss" in row), {})
     names = {"time/generate": "generating", "time/score": "scoring", "time/train": "training"}
     parts = [f"{name} {row[key]:.1f} s" for key, name in names.items() if row.get(key) is not None]
     return f" ({', '.join(parts)})" if parts else ""

@@ -65,7 +65,7 @@ from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
 from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.health import HealthFinding, HealthWatch
-from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged, read_rows
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, CompletionsLog, num_steps_logged, read_rows
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
@@ -109,7 +109,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
     with open_output(run), recorded_outcome(run.output):
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
-            metrics = run.output / "metrics.jsonl"
+            metrics = run.output / METRICS_FILE
             seconds = round(time.monotonic() - started, 3)
             summary = {**summarize_metrics(metrics), **figures, **phases.summary(), "seconds": seconds}
             write_summary(run.output / "summary.json", summary)
@@ -181,7 +181,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 reporter=reporter,
                 resume_state=resume_state,
                 first_step=start.step,
-                num_steps_logged=num_steps_logged(run.output / "metrics.jsonl", start.step),
+                num_steps_logged=num_steps_logged(run.output / METRICS_FILE, start.step),
             )
             reporter.found = keep_findings(replay, controller.stop)
             with stop_on_signals(controller.stop):
@@ -420,12 +420,12 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
         resolved_config=to_tree(config),
     )
     completions = CompletionsLog(
-        run.output / "completions.jsonl",
+        run.output / COMPLETIONS_FILE,
         num_groups=config.tracking.log_completions,
         tokenizer=load_tokenizer(run.model),
         first_step=start.step + 1,
     )
-    health = HealthWatch(config, read_rows(run.output / "metrics.jsonl"))
+    health = HealthWatch(config, read_rows(run.output / METRICS_FILE))
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, health)
     reporter.start(config.algorithm.num_steps, start.step)
     made_of = describe_gguf(config.model.path)

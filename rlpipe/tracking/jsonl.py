@@ -21,7 +21,7 @@ from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-COMPLETIONS_FILE = "completions.jsonl"
+METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
 FOLDERS_UP = 3
 """Levels from a checkpoint's ledger up to the run's folder, and one more."""
 

@@ -33,17 +33,11 @@ class MetricSeries:
     def _forget(self) -> None:
         self._series: dict[str, _Series] = {}
         self._offset, self._inode = 0, -1
-        self.num_rows = self.last_step = 0
-        self._last_row: dict[str, Any] = {}
+        self.last_step = 0
 
     @property
     def names(self) -> list[str]:
         return sorted(name for name in self._series if name != "time")
-
-    @property
-    def last_time(self) -> float | None:
-        """Seconds since 1970 of the newest row."""
-        return self._last_row.get("time")
 
     def update(self) -> None:
         """Read the rows that are new; all of them if the file was cut or replaced."""
@@ -68,8 +62,7 @@ class MetricSeries:
                 series = self._series.setdefault(name, _Series())
                 series.steps.append(step)
                 series.values.append(value)
-        self.num_rows += 1
-        self.last_step, self._last_row = max(self.last_step, step), row
+        self.last_step = max(self.last_step, step)
 
     def latest(self, name: str) -> float | None:
         """Return the newest value of a metric that is a number."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from rlpipe.common.atomic_io import user_cache
 from rlpipe.errors import DataError
 from rlpipe.replay.ledger.database import NAME
+from rlpipe.tracking.jsonl import METRICS_FILE
 from rlpipe.viewer.group_index import SCHEMA
 
-METRICS_FILE = "metrics.jsonl"
 MARKS = ("config.yaml", METRICS_FILE, NAME)
 """Files by which a folder is known as a run's, or as a checkpoint's."""
 DEPTH = 3

@@ -15,14 +15,14 @@ from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, LoggedTexts
 from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
 from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged
 from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
-from rlpipe.viewer.run_folders import METRICS_FILE, index_path
+from rlpipe.viewer.run_folders import index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
 
 FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE)
