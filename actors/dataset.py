@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -24,6 +26,8 @@ from rlpipe.types import FloatArray, MiniBatch, Rollout, RolloutStatus, TrainBat
 
 HELD_OUT = -1
 """Stands for the held-out rows among the steps whose log-probs are precomputed."""
+ANSWER_LEAVES_S = 0.01
+"""Seconds after which an answer has left the event loop, which is then kept busy by packing."""
 SEEN_WITHIN_S = 30.0
 """Seconds that ``complete_step`` waits for the driver to fetch the report; the driver polls continually."""
 
@@ -52,7 +56,7 @@ def _pads_sequences(model: ModelConfig) -> bool:
 
 
 class DatasetActor(StepServer):
-    """Actor that packs a step on a rank's first request; any step from ``first_step`` on can be requested again."""
+    """Actor that packs a step while ranks train the one before; any from ``first_step`` on can be requested again."""
 
     def __init__(self, setup: DatasetSetup) -> None:
         super().__init__(setup.learner)
@@ -73,10 +77,28 @@ class DatasetActor(StepServer):
         self._known_events: list[LedgerEvent] = []
         self._told: set[str] = set()
         self._seen = -1
+        self._ahead: asyncio.Task[None] | None = None
+        """Packs the step after the newest one that a rank has."""
 
     async def start(self) -> None:
         """Open the row source."""
         self._open()
+
+    async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
+        self._board.want(step)
+        if self._board.wanted is not None:  # otherwise packing the next step would keep the rank from this one
+            await self._fill()
+        batch = await self._board.batch(step, rank)
+        if batch is not None and (self._ahead is None or self._ahead.done()):
+            self._ahead = asyncio.create_task(self._pack_ahead())
+        return batch
+
+    async def _pack_ahead(self) -> None:
+        await asyncio.sleep(ANSWER_LEAVES_S)
+        due = self._board.due
+        if due is not None and due < self._setup.algorithm.num_steps:
+            with suppress(Exception):  # which the rank's own request raises again
+                await self._fill()
 
     async def complete_step(self, report: StepReport) -> None:
         """Keep the report and wait until the driver has it: until then, Ray repeats the call if this process dies."""

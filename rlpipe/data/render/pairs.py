@@ -368,6 +368,7 @@ class StepRenderer:
         self._tokenizer, self._config, self._padding = tokenizer, config, padding_id(tokenizer)
         self._prompts = PromptRenderer(tokenizer, data)
         self._sequences = SequenceRenderer(tokenizer, replace(data, text_column=None), max_tokens=max_tokens)
+        self._end = self._tokens(config.mark)
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raise ``DataError`` if a column is missing."""
@@ -389,7 +390,7 @@ class StepRenderer:
         steps, labels = self._steps(row)
         token_ids, ends = prompt.token_ids.tolist(), []
         for step in steps:
-            token_ids += self._tokens(step) + self._tokens(self._config.mark)
+            token_ids += self._tokens(step) + self._end
             ends.append(len(token_ids) - 1)
         loss_mask = np.zeros(len(token_ids), np.bool_)
         loss_mask[ends] = True
