@@ -14,7 +14,7 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.types import GroupRequest, RolloutGroup
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
+pytestmark = [pytest.mark.vllm, pytest.mark.covering(0)]
 NUM_GROUPS = 8
 MOST_STEPS = 7
 Tokens = dict[int, list[list[int]]]

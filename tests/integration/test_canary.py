@@ -90,9 +90,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_wrong_weights_stop_the_run(
     config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], case: str, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def test_hosts_of_a_cluster_are_asked(
     assert f"{cluster_environment['RAY_ADDRESS']} answers" in found["network", "ok"]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_is_found_by_the_step(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_run_whose_reward_fails_says_so_afterwards(
     assert "groups failed with: " in found["groups", "PROBLEM"]
 
 
+@pytest.mark.slow
 def test_a_killed_driver_is_told_from_a_failed_run(
     cluster_environment: dict[str, str],
     tiny_policy: Path,

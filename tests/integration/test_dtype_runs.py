@@ -82,6 +82,7 @@ def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
     assert 'model.dtype: "bfloat16" -> "float32"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_node_of_the_cluster_times_its_products_once(
     tiny_policy: Path, tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,7 @@ def test_an_environment_that_fails_may_stop_the_run(make: Make, tmp_path: Path) 
         rlpipe.train(make(tmp_path, "environment.on_error=raise", kind="Broken"))
 
 
+@pytest.mark.slow
 def test_an_environment_that_always_fails_ends_the_run(make: Make, tmp_path: Path) -> None:
     with pytest.raises(rlpipe.RunError, match=r"groups in a row failed.*the board is gone"):
         rlpipe.train(make(tmp_path, kind="Broken"))

@@ -20,7 +20,7 @@ from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_s
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, Truth
 
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(0)
 NUM_RANKS = 2
 FEATURES = FeatureConfig(weights="learner", micro_batch_tokens=48)
 CASES = [(strategy, adapter) for strategy in ("fsdp2", "zero3") for adapter in ("lora", "none")]

@@ -134,6 +134,7 @@ def test_a_frozen_part_is_named_within_the_timeout(
     assert frozen == [kind]
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_named_and_replaced(
     local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

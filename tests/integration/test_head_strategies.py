@@ -40,7 +40,7 @@ from rlpipe.learner.checkpoints import export_policy
 from rlpipe.learner.publish import whole_weights
 from rlpipe.models.tiny import make_tokenizer
 
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(0)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4
 MAX_TOKENS = 48
 """The tokens of a micro batch, so few that every step of each rank has several micro batches."""
@@ -218,6 +218,7 @@ def test_every_head_trains_under_every_strategy_as_in_plain_pytorch(
         assert_close(expected, parameters, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "strategy", "entropy_coef"), NARROW_CASES)
 def test_bfloat16_stays_within_its_rounding(
     models: dict, groups: dict, tmp_path: Path, head: str, strategy: str, entropy_coef: float

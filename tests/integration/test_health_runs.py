@@ -33,6 +33,7 @@ def test_a_run_is_stopped_with_a_checkpoint_and_goes_on(
     assert "cut off at the limit" not in capfd.readouterr().out, "it was told already"
 
 
+@pytest.mark.slow
 def test_a_supervised_run_is_stopped_too(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
     options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", tmp_path / "run", "health.gradient_norm.stop=0")
     with pytest.raises(Unhealthy, match=r"health\.gradient_norm\.stop is reached"):

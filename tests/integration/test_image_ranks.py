@@ -18,7 +18,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
 
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(0)
 NUM_STEPS = 2
 STRATEGIES = ["fsdp2", "zero3"]
 CHUNKED: dict[str, Any] = {

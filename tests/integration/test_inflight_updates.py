@@ -33,7 +33,7 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.types import GroupRequest, Rollout, RolloutGroup
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
+pytestmark = [pytest.mark.vllm, pytest.mark.covering(0)]
 
 NUM_TOKENS = 40
 LONG_PROMPT = [*range(30, 94)] * 3

@@ -124,6 +124,7 @@ def test_failures_leave_the_process_alone(start_pool: StartPool) -> None:
         assert ray.util.list_named_actors() == actors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [how if how[0] == "leave" else pytest.param(how, marks=pytest.mark.slow) for how in DEATHS],
@@ -141,6 +142,7 @@ def test_a_hang_costs_its_own_group_and_leaves_no_process(start_pool: StartPool,
         assert all_dead(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_leaves_no_process(start_pool: StartPool, tmp_path: Path) -> None:
     with start_pool(timeout_s=60) as pool:
         dies: How = ("start_children_and_die", str(tmp_path))

@@ -29,7 +29,8 @@ def trained_rows(output: Path) -> list[tuple[int, int, int]]:
         return ledger.rows("SELECT position, prompt_id, step FROM groups WHERE state = 'TRAINED' ORDER BY position")
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.slow), "sft"])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_a_mix_goes_on_where_it_was(local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str) -> None:
     small, large = write(tmp_path / "small.jsonl", "", 3), write(tmp_path / "large.jsonl", "1", 40)
     mix = [

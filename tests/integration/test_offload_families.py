@@ -12,7 +12,7 @@ from learner_cases import assert_close, make_adapter_config, make_learner, make_
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
 
-pytestmark = pytest.mark.covering(1)
+pytestmark = pytest.mark.covering(0)
 CHUNKS = ChunkedConfig(chunk_mib=0.1, num_persistent=0, num_checkpointed=1, num_offloaded=1)
 
 

@@ -15,7 +15,8 @@ import rlpipe
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
 def test_a_run_on_preferences_goes_on_where_it_was(
     local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str
 ) -> None:

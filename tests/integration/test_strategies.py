@@ -171,7 +171,8 @@ def test_a_rank_that_holds_a_part_writes_no_more_than_that(tiny: Path, groups: d
     groups[2].run(look_at_state, tiny)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_ranks_that_torchrun_starts_train_as_plain_pytorch(tiny: Path, tmp_path: Path, strategy: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = [

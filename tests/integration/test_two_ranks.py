@@ -133,6 +133,7 @@ def credit_on_ranks(tiny: Path, folder: Path, case: str, algorithm: AlgorithmCon
     torch.save(credit(tiny, case, algorithm, NUM_RANKS), folder / f"rank{dist.get_rank()}.pt")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", ["fsdp2 lora", "fsdp2 full", "zero3 full", "chunked full"])
 @pytest.mark.parametrize("algorithm", [CREDITED, WITH_CRITIC], ids=["token baseline", "critic"])
 def test_advantages_of_the_learner_compare_rollouts_of_all_ranks(
@@ -196,6 +197,7 @@ def resume_on_ranks(tiny: Path, folder: Path, case: str) -> None:
     torch.save(parameters_of(learner), folder / f"rank{dist.get_rank()}.pt")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("lora", "full")])
 def test_two_ranks_go_on_where_one_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
     single = make(tiny, case, num_ranks=1)

@@ -15,7 +15,7 @@ from rlpipe.types import WeightsKind
 
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
     [
         ("qwen3-moe", EXPERTS, "full"),
         ("qwen3-moe", EXPERTS, "merged"),
-        pytest.param("qwen3-moe", {"target_modules": ["q_proj"]}, "merged", marks=pytest.mark.slow),
-        pytest.param("mixtral", {"kind": "none"}, "full", marks=pytest.mark.slow),
-        pytest.param("gemma4", {"use_dora": True}, "full", marks=pytest.mark.slow),
-        pytest.param("gemma4", {"use_dora": True}, "merged", marks=pytest.mark.slow),
+        ("qwen3-moe", {"target_modules": ["q_proj"]}, "merged"),
+        ("mixtral", {"kind": "none"}, "full"),
+        ("gemma4", {"use_dora": True}, "full"),
+        ("gemma4", {"use_dora": True}, "merged"),
     ],
 )
 def test_whole_models_of_other_families(
