@@ -81,21 +81,33 @@ def from_gymnasium(
 
 def read_action(text: str, space: Any) -> Any:
     """Return the action that a text names; raise ``ValueError`` if it is none of the space."""
-    import numpy as np
     from gymnasium import spaces
 
     if isinstance(space, spaces.Text):
         action: Any = text
     else:
         try:
-            action = json.loads(text)
-            if not isinstance(space, spaces.Discrete):
-                action = np.asarray(action, getattr(space, "dtype", None))
-        except (TypeError, ValueError, RecursionError):
+            action = _read_value(json.loads(text), space)
+        except (TypeError, ValueError, KeyError, RecursionError):
             raise ValueError(f"{text.strip()[:50]!r} is not an action") from None
     if not space.contains(action):
         raise ValueError(f"{text.strip()[:50]!r} is not an action")
     return action
+
+
+def _read_value(value: Any, space: Any) -> Any:
+    """Return a value of JSON in the form that a space has it; raise as its parts do if that can't be."""
+    import numpy as np
+    from gymnasium import spaces
+
+    match space:
+        case spaces.Discrete() | spaces.Text():
+            return value
+        case spaces.Dict():
+            return {name: _read_value(value[name], own) for name, own in space.spaces.items()}
+        case spaces.Tuple():
+            return tuple(_read_value(part, own) for part, own in zip(value, space.spaces, strict=True))
+    return np.asarray(value, getattr(space, "dtype", None))
 
 
 def from_trl(factory: Callable[[], Any]) -> type[Environment]:

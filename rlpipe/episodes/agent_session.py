@@ -190,8 +190,10 @@ class AgentSession:
             self.episode.graph.turns[-1].reward = self.rewards[""]
         self.episode.is_rewarded = bool(self.rewards) or self.episode.failure is not None
         if self._received:
-            _, *later = self.episode.graph.turns[-1].path()
-            self.episode.messages = [message for node in later for message in node.messages]
+            path, opening = self.episode.graph.turns[-1].path(), self.episode.opening
+            messages = [message for node in path for message in node.messages]
+            begins = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
+            self.episode.messages = messages[len(opening) :] if begins else messages
         for asked in self._asked.values():
             asked.answer.cancel()
         return self.episode
@@ -227,6 +229,7 @@ class AgentSession:
             return
         self._asked[question.digest].is_received = False
         self.episode.graph.remove_turn(answer.node)
+        self._known.clear()  # its keys are places in memory, which other nodes may get
         self._received.remove(answer)
         answer.node = None
 
@@ -261,7 +264,8 @@ class AgentSession:
         for stop in question.stop:
             text = text.partition(stop)[0]
         parsed = self._parser_of(question.tools, tools)(text, f"{number}c")
-        if any(call.problem is not None for call in parsed.calls):
+        if wrong := sum(call.problem is not None for call in parsed.calls):
+            self.episode.invalid_calls += wrong
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
         return ChatAnswer(
             id=f"chatcmpl-{number}",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,7 +26,7 @@ from rlpipe.episodes.isolation import STARTS, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, DrawnTurn, Episode, Rules, Session
-from rlpipe.episodes.tools import ToolUse
+from rlpipe.episodes.tools import Environment, Toolbox, ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
 from rlpipe.types import NO_TURN, NO_VERSION, EpisodeTrace, GroupRequest, IntArray, Rollout, RolloutGroup, RolloutStatus
@@ -71,8 +73,13 @@ class GroupPlayer:
             await self._gateway.start()
         for left in reversed(range(STARTS)):
             try:
-                async with asyncio.timeout(self._config.timeout_s), open_servers(self._kind.servers):
+                async with asyncio.timeout(self._config.timeout_s), open_servers(self._kind.servers) as served:
+                    if self._kind.tools or served:
+                        environment = await self._make_environment()
+                        Toolbox([*environment.tools(), *self._kind.tools, *served], timeout_s=0)  # names may clash
                     return
+            except ConfigError:
+                raise
             except Exception as error:
                 if not left or isinstance(error, TimeoutError):
                     commands = ", ".join(server.command[0] for server in self._kind.servers)
@@ -88,6 +95,11 @@ class GroupPlayer:
         began = asyncio.get_running_loop().time()
         played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
         episodes = [episode for episode, _ in played]
+        if any(own.is_rewarded and own.failure is None for own in episodes):
+            for (
+                own
+            ) in episodes:  # one that met a limit had no chance to tell its reward: left out, it would never count
+                own.is_rewarded |= own.status is RolloutStatus.TRUNCATED
         group = RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[])
         group.generate_s = asyncio.get_running_loop().time() - began
         failures = [episode.failure for episode in episodes if episode.failure is not None]
@@ -117,7 +129,7 @@ class GroupPlayer:
                     group_size=1,
                     max_tokens=max_tokens,
                     seed=(request.seed + SEED_STEP * number) % MAX_SEED,
-                    sampling=replace(self._sampling, stop=[*stop]) if stop else None,
+                    sampling=replace(self._sampling, stop=[*self._sampling.stop, *stop]) if stop else None,
                 ),
                 deadline,
             )
@@ -143,10 +155,14 @@ class GroupPlayer:
                 own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)
                 return _with_turns(await self._run_agent(own, request.prompt.task, deadline)), {}
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
+            starting = asyncio.timeout(self._config.timeout_s)
             try:
-                async with open_servers(self._kind.servers) as served:
+                async with AsyncExitStack() as stack:
+                    async with starting:
+                        served = await stack.enter_async_context(open_servers(self._kind.servers))
+                        environment = await self._make_environment()
                     session = Session(
-                        self._kind.make(),
+                        environment,
                         [*self._kind.tools, *served],
                         bridge=self._bridge,
                         parser=self._parser,
@@ -157,8 +173,14 @@ class GroupPlayer:
                     return _with_turns(await session.play(row, request.seed)), session.toolbox.use
             except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made
                 episode = Episode()
-                episode.fail(describe_error(error))
+                limit = f"its environment and MCP servers took longer than {self._config.timeout_s:g} seconds to start"
+                episode.fail(f"{limit} (environment.timeout_s)" if starting.expired() else describe_error(error))
                 return episode, {}
+
+    async def _make_environment(self) -> Environment:
+        """Return a new environment; one whose methods are no coroutines is made in a thread, as it may block."""
+        make = self._kind.make
+        return make() if inspect.iscoroutinefunction(getattr(make, "reset", None)) else await asyncio.to_thread(make)
 
     async def _run_agent(self, session: AgentSession, row: Mapping[str, Any], deadline: Deadline) -> Episode:
         assert self._gateway is not None
@@ -168,7 +190,7 @@ class GroupPlayer:
         try:
             async with deadline:
                 reward = await self._kind.agent.run(row, Access(base_url=self._gateway.base_url, api_key=key))
-                if reward is not None:
+                if reward is not None and not session.rewards:  # else it sent one, and this may be its result
                     session.set_reward(reward)
         except Exception as error:  # noqa: BLE001 - programs raise anything
             if deadline.has_passed:
@@ -276,6 +298,7 @@ def episode_metrics(episodes: Sequence[Episode], uses: Sequence[Mapping[str, Too
         "episodes/branches": _mean([len(own.graph.branches()) for own in episodes]),
         "episodes/truncated": _mean([own.status is RolloutStatus.TRUNCATED for own in episodes]),
         "episodes/failed": _mean([own.failure is not None for own in episodes]),
+        "tools/invalid": _mean([own.invalid_calls for own in episodes]),
     }
     nodes = [node for own in episodes for node in own.graph.nodes]
     metrics["tokens/sampled"] = sum(int(node.loss_mask.sum()) for node in nodes) / len(episodes)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -122,7 +122,7 @@ class ServedObject:
             if name == "call":
                 tool, given = arguments
                 value = await self._tools[tool].call(given)
-                answer = {"value": asdict(value)} if isinstance(value, Step) else {"text": as_text(value)}
+                answer = {"value": _plain(value)} if isinstance(value, Step) else {"text": as_text(value)}
                 # An environment may still wait for processes that it has started, and reap them itself.
                 return answer if self._environment is not None else answer | {"is_alone": _is_alone()}
             if name == "close" and self._environment is None:  # it could not be made
@@ -136,11 +136,18 @@ class ServedObject:
             if name == "close":
                 self._environment, self._tools = None, {}
                 return {"is_alone": _is_alone()}
-            return {"value": asdict(value) if isinstance(value, Step) else value}
+            return {"value": _plain(value)}
         except InvalidArguments as error:
             return {"invalid": str(error)}
         except Exception as error:  # noqa: BLE001 - a user's code raises anything
             return {"raised": describe_error(error)}
+
+
+def _plain(value: Any) -> Any:
+    """Return what a method returned with Python's own numbers, since JSON has no others, such as numpy's."""
+    if isinstance(value, Step):
+        return {"observation": value.observation, "reward": float(value.reward), "done": bool(value.done)}
+    return value.item() if hasattr(value, "item") else value
 
 
 def _is_alone() -> bool:

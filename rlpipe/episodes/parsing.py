@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
@@ -58,7 +58,7 @@ def parse_hermes(text: str, prefix: str) -> ParsedTurn:
         call, _, behind = part.partition(END_CALL)
         calls.append(_read_call(call.strip(), prefix, number))
         content += behind
-    return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=calls)
+    return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=_limited(calls))
 
 
 def parse_json(text: str, prefix: str) -> ParsedTurn:
@@ -72,7 +72,17 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         return ParsedTurn(content=rest, reasoning=reasoning)
     calls = [make_call(entry, prefix, number) for number, entry in enumerate(entries)]
-    return ParsedTurn(content="", reasoning=reasoning, calls=calls)
+    return ParsedTurn(content="", reasoning=reasoning, calls=_limited(calls))
+
+
+def _limited(calls: Sequence[ToolCall]) -> list[ToolCall]:
+    """Return the first ``MAX_CALLS`` calls, and the next one with a problem: a policy may repeat itself to its limit.
+
+    All calls of a turn run at the same time.
+    """
+    first, others = [*calls[:MAX_CALLS]], calls[MAX_CALLS:]
+    problem = f"a turn has at most {MAX_CALLS} calls; the last {len(others)} were not made"
+    return [*first, *(replace(call, problem=problem) for call in others[:1])]
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json}

@@ -70,6 +70,8 @@ class Episode:
     branches_by_reason: Counter[str] = field(default_factory=Counter)
     """Number of times that a conversation had to be rendered anew, by reason."""
 
+    invalid_calls: int = 0
+    """Calls of tools in a wrong form, of tools that do not exist, or with wrong arguments."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds that the episode waited, by what it waited for."""
 
@@ -185,7 +187,8 @@ class Session:
         try:
             async with asyncio.timeout(self._rules.tool_timeout_s):
                 if episode.failure is None and episode.graph.turns:
-                    episode.graph.turns[-1].reward += _finite(await call_anywhere(self._environment.final_reward))
+                    with episode.timed("environment"):
+                        episode.graph.turns[-1].reward += _finite(await call_anywhere(self._environment.final_reward))
         except Exception as error:  # noqa: BLE001 - as above
             episode.fail(f"final_reward: {describe_error(error)}")
         try:
@@ -212,7 +215,7 @@ class Session:
             if answer.finish_reason == "length" and len(answer.token_ids) >= room:
                 return episode.end_early("length")
             with episode.timed("tool" if parsed.calls else "environment"):
-                new, node.reward, is_done = await self._respond(parsed)
+                new, node.reward, is_done = await self._respond(episode, parsed)
             if is_done or turn + 1 == self._rules.max_turns:
                 return None if is_done else episode.end_early("max_turns")
             node = self._go_on(episode, node, parsed, new)
@@ -224,10 +227,11 @@ class Session:
         limit = self._rules.max_model_len
         raise ValueError(f"the first messages have {num_tokens} tokens, which leave no space in {limit}")
 
-    async def _respond(self, parsed: ParsedTurn) -> tuple[ChatMessages, float, bool]:
+    async def _respond(self, episode: Episode, parsed: ParsedTurn) -> tuple[ChatMessages, float, bool]:
         """Return the messages after a turn, its reward, and whether the episode is over."""
         if parsed.calls:
             results = await asyncio.gather(*map(self.toolbox.call, parsed.calls))
+            episode.invalid_calls += sum(result.failure == "invalid" for result in results)
             return (
                 [
                     {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}

@@ -7,6 +7,7 @@ import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -103,7 +104,7 @@ class FunctionTool:
 
 
 def one_at_a_time(tools: Iterable[Tool]) -> list[Tool]:
-    """Return tools of one object so that calls of them wait for each other, since they may change it."""
+    """Return tools of one object so that a ``Toolbox`` lets their calls wait for each other: they may change it."""
     lock = asyncio.Lock()
     return [_Locked(tool, lock) for tool in tools]
 
@@ -122,8 +123,7 @@ class _Locked:
         return self.tool.schema
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
-        async with self.lock:
-            return await self.tool.call(arguments)
+        return await self.tool.call(arguments)
 
 
 async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +214,10 @@ class Toolbox:
         if tool is None:
             known = ", ".join(self._tools) or "none"
             return ToolResult(text=f"Error: there is no tool {call.name!r}; there are: {known}", failure="invalid")
+        async with tool.lock if isinstance(tool, _Locked) else nullcontext():  # a call's time begins when it runs
+            return await self._run(tool, call)
+
+    async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
         use, clock = self.use[call.name], asyncio.get_running_loop().time
         use.calls += 1
         began = clock()

@@ -383,12 +383,19 @@ def _length_statistics(prefix: str, lengths: np.ndarray) -> dict[str, float]:
 
 def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
     staleness = [step - group.oldest_version for group in groups]
-    mixed = [rollout.oldest_version < rollout.newest_version for group in groups for rollout in group]
+    spreads = [_version_spread(rollout) for group in groups for rollout in group]
     return {
         "staleness/mean": float(np.mean(staleness)),
         "staleness/max": float(np.max(staleness)),
-        "staleness/mixed_ratio": float(np.mean(mixed)),
+        "staleness/mixed_ratio": float(np.mean(np.array(spreads) > 0)),
+        "staleness/spread": float(np.mean(spreads)),
     }
+
+
+def _version_spread(rollout: Rollout) -> int:
+    """Return how many versions lie between the oldest and the newest that drew a rollout, in all its branches."""
+    own = [sequence for sequence in rollout.sequences if sequence.loss_mask.any()] or [rollout]
+    return max(one.newest_version for one in own) - min(one.oldest_version for one in own)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

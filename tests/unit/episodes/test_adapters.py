@@ -65,6 +65,12 @@ def test_actions_of_other_spaces_are_json() -> None:
     box = spaces.Box(-1, 1, (2,))
     assert read_action("[0.5, -1]", box).tolist() == [0.5, -1.0]
     assert read_action("look", spaces.Text(10)) == "look"
+    parts = spaces.Dict({"to": box, "how": spaces.Tuple((spaces.Discrete(3), spaces.Text(4)))})
+    found = read_action('{"to": [1, 0], "how": [2, "fast"]}', parts)
+    assert (found["to"].tolist(), found["how"]) == ([1.0, 0.0], (2, "fast"))
+    for text in ('{"to": [1, 0]}', '{"to": [1, 0], "how": [3, "fast"]}', '{"to": [1, 0], "how": [2]}', "[1, 2]", "4"):
+        with pytest.raises(ValueError, match="is not an action"):
+            read_action(text, parts)
     for text in ("[2, 0]", "[0]", "x", "[" * 9999, '{"a": 1}'):
         with pytest.raises(ValueError, match="is not an action"):
             read_action(text, box)

@@ -61,6 +61,7 @@ def player_of(
     kind: EpisodeKind,
     name: str = "trl/qwen2_5",
     max_model_len: int = 4000,
+    run_stop: Sequence[str] = (),
     **options: Any,
 ) -> tuple[GroupPlayer, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
@@ -73,7 +74,7 @@ def player_of(
         bridge=bridge,
         parser=parse_hermes,
         max_model_len=max_model_len,
-        sampling=SamplingConfig(),
+        sampling=SamplingConfig(stop=[*run_stop]),
         draw=turns,
     )
     return player, turns
@@ -173,6 +174,82 @@ def test_a_program_that_meets_a_limit_is_truncated() -> None:
         (RolloutStatus.TRUNCATED, "max_turns")
     ] * 2
     assert [rollout.num_loss_tokens for rollout in group] == [6, 6]
+
+
+def give_up_on_long_games(row: dict[str, Any], episode: Access) -> float:
+    """Return the reward, which a client's error after too many turns prevents."""
+    return solve(row, episode)
+
+
+def test_a_truncated_episode_counts_as_0_beside_rewarded_ones() -> None:
+    group, _ = play(["1"] * 9, ["20"], kind=agent_kind(f"{__file__}:give_up_on_long_games"), max_turns=3)
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0]
+
+
+SENDS_ITS_REWARD = """
+import json, os, sys, urllib.request
+from openai import OpenAI
+
+OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+request = urllib.request.Request(url + "/reward", json.dumps({"reward": 0.5}).encode())
+request.add_header("Authorization", "Bearer " + key)
+request.add_header("Content-Type", "application/json")
+urllib.request.urlopen(request)
+print(42)
+"""
+
+
+def test_a_reward_that_was_sent_is_not_replaced_by_the_last_line(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(SENDS_ITS_REWARD)
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, str(tmp_path / "agent.py")]}))
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.5, 0.5]
+
+
+def rewrite(row: dict[str, Any], episode: Access) -> float:
+    """Ask twice; the second conversation has the first answer in other words."""
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    messages: list[Any] = [{"role": "user", "content": "1-32?"}]
+    client.chat.completions.create(model="any", messages=messages, stop=["z"])
+    messages += [{"role": "assistant", "content": "I said something"}, {"role": "user", "content": "again"}]
+    client.chat.completions.create(model="any", messages=messages)
+    return 1.0
+
+
+def test_rewards_see_the_whole_conversation_after_a_rewritten_turn() -> None:
+    group, turns = play(["1", "2"], kind=agent_kind(f"{__file__}:rewrite"), run_stop=["STOP"])
+    (rollout,) = group.rollouts
+    assert rollout.episode is not None
+    assert [message["content"] for message in rollout.episode.messages] == ["I said something", "again", "2"]
+    assert [own.sampling and own.sampling.stop for own in turns.requests] == [["STOP", "z"], None]
+
+
+class SlowToMake(Guess):
+    def __init__(self) -> None:
+        time.sleep(2)
+
+
+def test_an_environment_that_blocks_while_it_is_made_costs_its_own_episode() -> None:
+    began = time.monotonic()
+    group, _ = play(["1"], ["2"], kind=EpisodeKind(make=SlowToMake, tools=[], has_reward=True), timeout_s=0.5)
+    assert time.monotonic() - began < 10
+    assert group.failure is not None
+    assert "took longer than 0.5 seconds to start (environment.timeout_s)" in group.failure
+
+
+def test_names_of_tools_that_clash_are_found_at_the_start() -> None:
+    def hint() -> str:
+        "Give another hint."
+        return "x"
+
+    with pytest.raises(ConfigError, match="two tools are named hint"):
+        play(["1"], kind=EpisodeKind(make=Guess, tools=[FunctionTool(hint)], has_reward=True))
+
+
+def test_invalid_calls_are_counted() -> None:
+    wrong = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
+    group, _ = play([wrong, "<tool_call>{", "20"], ["20"])
+    assert group.logged["tools/invalid"] == 1.0
 
 
 @pytest.mark.parametrize(

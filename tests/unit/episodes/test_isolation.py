@@ -23,6 +23,7 @@ from rlpipe.scoring.sandbox.confinement import find_obstacle
 
 SOURCE = """
 import asyncio, os, pathlib, signal, socket, subprocess, sys, time
+import numpy
 import rlpipe
 
 class Counter(rlpipe.Environment):
@@ -52,6 +53,8 @@ class Counter(rlpipe.Environment):
             pathlib.Path(self.row["file"]).write_text("x")
         if action == "connect":
             socket.create_connection(("127.0.0.1", 9), 0.1)
+        if action == "numpy":
+            return rlpipe.Step("so", reward=numpy.float32(0.25), done=numpy.bool_(False))
         self.count += 1
         return rlpipe.Step(str(self.count), reward=0.5 * self.count, done=self.count == 3)
 
@@ -67,7 +70,7 @@ class Counter(rlpipe.Environment):
         return {"count": self.count}
 
     def final_reward(self):
-        return 7.0
+        return numpy.int64(7)
 
 def double(number: int) -> int:
     "Double a number."
@@ -151,6 +154,8 @@ def test_an_environment_plays_as_it_does_here(kind: EpisodeKind) -> None:
         assert tools["add"].schema["function"]["parameters"]["properties"] == {"amount": {"type": "integer"}}
         assert await tools["add"].call({"amount": 1}) == Step("now 2", reward=0.1)
         assert await tools["look"].call({}) == '{"count": 2}'
+        found = await first.step("numpy")  # type: ignore[misc]
+        assert (found.reward, found.done) == (0.25, False)
         assert await first.step("b") == Step("3", reward=1.5, done=True)  # type: ignore[misc]
         assert await first.final_reward() == 7.0  # type: ignore[misc]
         for environment in environments:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from rlpipe.episodes.parsing import PARSERS, ParsedTurn, parse_hermes, parse_json
-from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolCall, ToolResult, tool
+from rlpipe.episodes.parsing import MAX_CALLS, PARSERS, ParsedTurn, parse_hermes, parse_json
+from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolCall, ToolResult, one_at_a_time, tool
 from rlpipe.errors import ConfigError
 
 
@@ -54,6 +54,15 @@ def give_up() -> None:
 def run(name: str, functions: list[Callable[..., Any]], **arguments: Any) -> tuple[ToolResult, Toolbox]:
     box = Toolbox(map(FunctionTool, functions), timeout_s=0.3)
     return asyncio.run(box.call(ToolCall(id="1", name=name, arguments=arguments))), box
+
+
+def test_a_calls_time_begins_when_the_calls_before_it_have_ended() -> None:
+    async def call_all() -> list[ToolResult]:
+        box = Toolbox(one_at_a_time([FunctionTool(wait)]), timeout_s=0.3)
+        calls = [ToolCall(id=str(number), name="wait", arguments={"seconds": 0.12}) for number in range(5)]
+        return await asyncio.gather(*map(box.call, calls))
+
+    assert [result.text for result in asyncio.run(call_all())] == ["waited"] * 5
 
 
 def test_a_schema_has_types_defaults_and_the_docstrings_words() -> None:
@@ -186,6 +195,19 @@ def test_a_call_in_a_wrong_form_says_what_is_wrong(text: str, problem: str) -> N
     (call,) = parse_hermes(text, "0c").calls
     assert call.problem is not None
     assert problem in call.problem
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (parse_hermes, '<tool_call>{"name": "look"}</tool_call>' * 200),
+        (parse_json, "[" + ", ".join(['{"name": "look"}'] * 200) + "]"),
+    ],
+)
+def test_a_policy_that_repeats_a_call_makes_it_a_few_times(parser: Callable[[str, str], ParsedTurn], text: str) -> None:
+    *made, refused = parser(text, "0c").calls
+    assert [call.problem for call in made] == [None] * MAX_CALLS
+    assert refused.problem == f"a turn has at most {MAX_CALLS} calls; the last {200 - MAX_CALLS} were not made"
 
 
 def test_a_turn_of_json_is_calls_and_any_other_a_text() -> None:
