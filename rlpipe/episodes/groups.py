@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -26,7 +25,7 @@ from rlpipe.episodes.isolation import STARTS, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, DrawnTurn, Episode, Rules, Session
-from rlpipe.episodes.tools import Environment, Toolbox, ToolUse
+from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
 from rlpipe.types import NO_TURN, NO_VERSION, EpisodeTrace, GroupRequest, IntArray, Rollout, RolloutGroup, RolloutStatus
@@ -180,7 +179,7 @@ class GroupPlayer:
     async def _make_environment(self) -> Environment:
         """Return a new environment; one whose methods are no coroutines is made in a thread, as it may block."""
         make = self._kind.make
-        return make() if inspect.iscoroutinefunction(getattr(make, "reset", None)) else await asyncio.to_thread(make)
+        return make() if getattr(make, "is_async", False) else await asyncio.to_thread(make)
 
     async def _run_agent(self, session: AgentSession, row: Mapping[str, Any], deadline: Deadline) -> Episode:
         assert self._gateway is not None
@@ -213,7 +212,7 @@ def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]
     template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
     bridge = Bridge(template, turn_ends(template, config.data))
-    bridge.refused = prove(bridge).refused
+    bridge.refused = refused_messages(bridge, kind)
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
     limit = longest_conversation(config)
     player = GroupPlayer(
@@ -235,6 +234,28 @@ def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]
             "turns included; set rollout.max_model_len if that is too few"
         )
     return player, notes
+
+
+def refused_messages(bridge: Bridge, kind: EpisodeKind) -> dict[str, str]:
+    """Return the kinds of messages that no bridge leads over, with reasons, in a template with the episode's tools.
+
+    Tools of servers and of programs are not known yet; another one stands for them.
+    """
+    unknown = [FunctionTool(_look).schema]
+    tools = [*kind.schemas, *(unknown if kind.servers else [])]
+    refused: dict[str, str] = {}
+    for schemas in [[], unknown] if kind.agent is not None else [tools]:
+        refused |= prove(replace(bridge, template=bridge.template.with_tools(schemas or None))).refused
+    return refused
+
+
+def _look(at: str) -> str:
+    """Look at a place.
+
+    Args:
+        at: the place
+    """
+    return at
 
 
 def _with_turns(episode: Episode) -> Episode:

@@ -36,7 +36,12 @@ class EpisodeKind:
     """Program that plays instead of an environment."""
     servers: Sequence[McpServer] = ()
     """MCP servers that each episode starts for itself."""
-    has_tools: bool = False
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the environment's tools and of ``tools``; those of servers are known once they run."""
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.schemas or self.servers)
 
 
 def import_kind(config: EnvironmentConfig) -> EpisodeKind:
@@ -54,6 +59,8 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
             own_tools = made().tools()
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be created: {describe_error(error)}") from error
+    for tool in own_tools:
+        _require_sandbox(getattr(tool, "function", None), f"{config.path}.{tool.name}", "path", config)
     tools = [_import_tool(entry, config) for entry in config.tools if not isinstance(entry, Mapping)]
     servers = [McpServer.parse(entry) for entry in config.tools if isinstance(entry, Mapping)]
     return EpisodeKind(
@@ -61,7 +68,7 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         tools=tools,
         has_reward=config.path is not None,
         servers=servers,
-        has_tools=bool(tools or servers or own_tools),
+        schemas=[tool.schema for tool in (*own_tools, *tools)],
     )
 
 
@@ -83,11 +90,15 @@ def _open_agent(agent: Any, concurrency: int) -> Agent:
 
 def _import_tool(entry: str, config: EnvironmentConfig) -> FunctionTool:
     function = import_object(entry, what="environment.tools", error=ConfigError)
+    _require_sandbox(function, entry, "tools", config)
+    return FunctionTool(function)
+
+
+def _require_sandbox(function: Any, name: str, option: str, config: EnvironmentConfig) -> None:
     if getattr(function, "needs_sandbox", False) and config.isolation != "sandbox":
         raise ConfigError(
-            f"environment.tools: {entry} runs code that the model wrote: set environment.isolation=sandbox"
+            f"environment.{option}: {name} runs code that the model wrote: set environment.isolation=sandbox"
         )
-    return FunctionTool(function)
 
 
 @dataclass(frozen=True)
@@ -97,3 +108,8 @@ class _Maker:
 
     def __call__(self) -> Environment:
         return self.kind(**self.kwargs)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the environment may need the event loop, also while it is made."""
+        return inspect.iscoroutinefunction(self.kind.reset)

@@ -83,7 +83,7 @@ class FunctionTool:
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.name = name or function.__name__
-        self._function = function
+        self.function = function
         description, arguments = _parse_docstring(inspect.getdoc(function) or "")
         self._model = _arguments_model(function, self.name)
         parameters = _untitled(self._model.model_json_schema())
@@ -100,7 +100,7 @@ class FunctionTool:
             made = self._model.model_validate(dict(arguments))
         except ValidationError as error:
             raise InvalidArguments(_describe(error)) from None
-        return await call_anywhere(self._function, **{key: getattr(made, key) for key in made.model_fields_set})
+        return await call_anywhere(self.function, **{key: getattr(made, key) for key in made.model_fields_set})
 
 
 def one_at_a_time(tools: Iterable[Tool]) -> list[Tool]:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import Access, read_reward
-from rlpipe.episodes.bridge import Bridge, prove, turn_ends
-from rlpipe.episodes.groups import GroupPlayer, open_player
+from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, prove, turn_ends
+from rlpipe.episodes.builtin_tools import McpServer
+from rlpipe.episodes.groups import GroupPlayer, open_player, refused_messages
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
 from rlpipe.episodes.tools import FunctionTool, Step
@@ -403,6 +405,39 @@ def test_a_template_without_calls_needs_no_parser_unless_there_are_tools() -> No
     assert open_parser("auto", template, has_tools=False) is parse_text
     with pytest.raises(ConfigError, match=r"environment\.parser"):
         open_parser("auto", template, has_tools=True)
+
+
+COUNTS_IF_THERE_ARE_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if tools %}{{ messages | length }} messages{% endif %}<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [
+        (KIND, False),
+        (replace(KIND, schemas=[FunctionTool(Guess().hint).schema]), True),
+        (replace(KIND, servers=[McpServer(command=["ls"])]), True),
+        (agent_kind({"command": ["ls"]}), True),
+    ],
+)
+def test_bridges_are_tried_with_the_tools_of_the_episodes(kind: EpisodeKind, is_refused: bool) -> None:
+    template = ChatTemplate(made_tokenizer(COUNTS_IF_THERE_ARE_TOOLS), DATA)
+    bridge = Bridge(template, turn_ends(template, DATA))
+    assert (USER_MESSAGE in refused_messages(bridge, kind)) == is_refused
+
+
+def test_methods_that_run_programs_of_the_policy_need_a_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "risky.py").write_text(
+        "import rlpipe\n\nclass Risky(rlpipe.Environment):\n    def reset(self, row, seed):\n        return 'go'\n\n"
+        "    @rlpipe.tool\n    def run(self, code: str) -> str:\n        'Run code.'\n        return code\n\n"
+        "    run.needs_sandbox = True\n"
+    )
+    with pytest.raises(ConfigError, match=r"environment\.path: .*Risky\.run runs code .*isolation=sandbox"):
+        import_kind(EnvironmentConfig(path=f"{tmp_path}/risky.py:Risky"))
+    assert import_kind(EnvironmentConfig(path=f"{tmp_path}/risky.py:Risky", isolation="sandbox")).has_tools
 
 
 def test_a_user_is_told_how_long_conversations_may_be(tmp_path: Path) -> None:
