@@ -108,7 +108,7 @@ def _describe_killed(outcome: RunOutcome, done: str) -> Iterator[Observation]:
     text = (
         f"after {done}: process {outcome.pid} on {outcome.host}, which began at {began}, was killed or lost its machine"
     )
-    if kills := _memory_kills():
+    if outcome.host == socket.gethostname() and (kills := _memory_kills()):
         text += f"; the kernel has ended {kills} processes of this container for lack of memory"
     where = "" if outcome.host == socket.gethostname() else f" on {outcome.host}"
     yield problem("ending", text, f"dmesg{where} shows whether memory ran out (rlpipe plan shows the need); {AGAIN}")

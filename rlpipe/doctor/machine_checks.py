@@ -78,7 +78,9 @@ def _import_error(name: str) -> str | None:
     """Return why a package can't be imported, tried in another process; None if it can."""
     command = [sys.executable, "-c", f"import {name}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
-    return done.stderr.strip().splitlines()[-1] if done.returncode and done.stderr.strip() else None
+    if not done.returncode:
+        return None
+    return (done.stderr.strip().splitlines() or [f"its import ends with exit code {done.returncode}"])[-1]
 
 
 def check_devices(config: Config | None) -> Iterator[Observation]:
@@ -193,6 +195,16 @@ def check_network(config: Config | None) -> Iterator[Observation]:
             "bring up the loopback interface: ip link set lo up",
         )
         return
+    if config is not None and (port := config.environment.port):
+        try:
+            socket.create_server((config.environment.host, port)).close()
+        except OSError as error:
+            yield problem(
+                "network",
+                f"environment.port: {config.environment.host}:{port} can't be used here ({error})",
+                "set a free port, or null for any",
+            )
+            return
     address = cluster_address(config)
     if address is None or (host_and_port := _host_and_port(address)) is None:
         yield ok("network", "processes of this machine reach each other")

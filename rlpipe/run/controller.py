@@ -401,9 +401,9 @@ class Controller:
                     EngineFailed(f"no engine has served for cluster.max_outage_s={limit:g} seconds: {engines}")
                 )
 
-    def _notice(self, subject: str, message: str) -> None:
+    def _notice(self, subject: str, message: str, kind: str = "engine") -> None:
         """Record an event in the ledger; the terminal shows it when the follower reads it from there."""
-        self._replay.note.remote("engine", subject, message)
+        self._replay.note.remote(kind, subject, message)
 
 
 async def add_evaluated(

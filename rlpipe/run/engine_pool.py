@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
@@ -29,6 +29,12 @@ POLL_S = 5.0
 RESTART_PAUSE_S = 1.0
 """Seconds between attempts to start an engine that Ray can't reach."""
 MAX_GROUPS_PER_COLLECT = 64
+
+
+class Notice(Protocol):
+    def __call__(self, subject: str, message: str, kind: str = "engine", /) -> None:
+        """Record what happened to a part; ``kind`` is the event's."""
+
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
 """Takes the reference to a list of groups, and their receipts."""
@@ -68,7 +74,7 @@ class EnginePool:
         start: Callable[[str], ObjectRef],
         load_newest: LoadNewest,
         collected: Collected,
-        notice: Callable[[str, str], None],
+        notice: Notice,
         give_up: Callable[[EngineFailed], Awaitable[None]],
         episodes: EpisodePool | None = None,
     ) -> None:
@@ -186,7 +192,7 @@ class EnginePool:
         if len(self._retired) == len(self._engines):
             await self._give_up(EngineFailed(message))
         else:
-            self._notice(name, f"{message}; the run continues without it")
+            self._notice(name, f"{message}; the run continues without it", "death")
 
     async def _until_death(self, name: str, tasks: asyncio.TaskGroup) -> EngineDied:
         """Collect finished groups until the engine dies, and return the reason."""
@@ -254,7 +260,7 @@ class EnginePool:
         self._fleet.died(name, reason)
         lost = self._router.remove(name)
         again = f"; its {len(lost)} groups are generated again" if lost else ""
-        self._notice(name, f"engine {name} died: {reason}{again}")
+        self._notice(name, f"engine {name} died: {reason}{again}", "death")
         self.dispatch(lost)
 
     async def _until_started(self, name: str) -> None:
@@ -290,7 +296,7 @@ class EnginePool:
             return EngineDied(version.reason, process_alive=version.process_alive)
         self.published(version)  # the learner may have restarted from an older one
         self.loaded(name, version)
-        self._notice(name, f"engine {name} serves again, version {version}")
+        self._notice(name, f"engine {name} serves again, version {version}", "recovery")
         return None
 
 
@@ -351,7 +357,7 @@ class EpisodePool:
             busy[own.process] += 1
         return min(busy, key=lambda name: busy[name])
 
-    async def run(self, finished: Finished, notice: Callable[[str, str], None]) -> None:
+    async def run(self, finished: Finished, notice: Notice) -> None:
         """Collect finished groups until cancelled; raise ``EnvironmentFailed`` if a process keeps dying."""
         for message in self._messages:
             notice("episodes", message)
@@ -359,9 +365,7 @@ class EpisodePool:
             for name in self._processes:
                 tasks.create_task(self._serve(name, tasks, finished, notice))
 
-    async def _serve(
-        self, name: str, tasks: asyncio.TaskGroup, finished: Finished, notice: Callable[[str, str], None]
-    ) -> None:
+    async def _serve(self, name: str, tasks: asyncio.TaskGroup, finished: Finished, notice: Notice) -> None:
         num_deaths = 0
         while True:
             call: Any = self._processes[name].collect.options(num_returns=2)
@@ -390,10 +394,10 @@ class EpisodePool:
                     del self._playing[receipt.group_id]
                 tasks.create_task(finished(groups, receipts))
 
-    async def _replace(self, name: str, reason: str, notice: Callable[[str, str], None]) -> None:
+    async def _replace(self, name: str, reason: str, notice: Notice) -> None:
         """Wait until Ray has replaced a process, and begin its groups again."""
         await self._start_one(name)
         lost = [own for own in self._playing.values() if own.process == name]
-        notice("episodes", f"{name} died: {reason}; its {len(lost)} groups begin again")
+        notice("episodes", f"{name} died: {reason}; its {len(lost)} groups begin again", "death")
         for own in lost:
             self._processes[name].play.remote([own.request], own.engine)

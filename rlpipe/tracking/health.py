@@ -72,4 +72,4 @@ class HealthWatch:
             state.num_well += 1
             if state.num_well == WELL_STEPS:
                 state.is_ill, state.num_well = False, 0
-                yield HealthFinding(rule=rule.name, message=f"{rule.name} is over: {rule.says.format(value=value)}")
+                yield HealthFinding(rule=rule.name, message=f"{rule.name} is over: {value:.3g}, within {warn:.3g}")

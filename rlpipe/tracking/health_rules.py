@@ -273,7 +273,7 @@ RULES = (
     HealthRule(
         name="gradient_norm",
         measure=typical("grad_norm", 5),
-        warn=lambda config: 10.0 if config.algorithm.kind == "rl" else 100.0,
+        warn=lambda config: 10.0 if config.algorithm.kind in ("rl", "ebft_strided") else 100.0,
         says="gradients are large (norm {value:.3g} before clipping)",
         causes="a learning rate that is too high, rewards of a large scale, or damaged rows",
         mend="a lower learner.optimizer.lr, a longer learner.schedule.warmup_steps, or a lower learner.max_grad_norm",

@@ -74,6 +74,8 @@ class GroupIndex:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._make()
+        except sqlite3.OperationalError:  # another viewer writes it, or the disk is full: it is not damaged
+            raise
         except sqlite3.DatabaseError:
             path.unlink(missing_ok=True)
             self._make()
@@ -136,7 +138,7 @@ class GroupIndex:
             for number, statuses, key, *values in rows
         }
 
-    def update(self, ledger: Ledger, identity: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> None:
+    def update(self, ledger: Ledger, identity: Sequence[Any], stopped: Callable[[], bool] = lambda: False) -> None:
         """Add what is new in the ledger, whose file has this ``identity``; return early once ``stopped``."""
         with closing(sqlite3.connect(self.path, isolation_level=None, timeout=60)) as connection:
             connection.execute("PRAGMA synchronous = OFF")

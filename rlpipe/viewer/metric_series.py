@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,10 +25,14 @@ class _Series:
 
 
 class MetricSeries:
-    """The series of a ``metrics.jsonl``, which a run may append to, or cut when it is resumed."""
+    """The series of a ``metrics.jsonl``, which a run may append to, or cut when it is resumed.
+
+    One thread may update it while others read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._turn = threading.RLock()
         self._forget()
 
     def _forget(self) -> None:
@@ -37,7 +42,8 @@ class MetricSeries:
 
     @property
     def names(self) -> list[str]:
-        return sorted(name for name in self._series if name != "time")
+        with self._turn:
+            return sorted(name for name in self._series if name != "time")
 
     def update(self) -> None:
         """Read the rows that are new; all of them if the file was cut or replaced."""
@@ -46,12 +52,14 @@ class MetricSeries:
         except FileNotFoundError:
             return
         if status.st_ino != self._inode or status.st_size < self._offset:
-            self._forget()
+            with self._turn:
+                self._forget()
             self._inode = status.st_ino
         while True:
             rows, self._offset = rows_after(self._path, self._offset, BATCH)
-            for row in rows:
-                self._add(row)
+            with self._turn:
+                for row in rows:
+                    self._add(row)
             if len(rows) < BATCH:
                 return
 
@@ -66,23 +74,26 @@ class MetricSeries:
 
     def latest(self, name: str) -> float | None:
         """Return the newest value of a metric that is a number."""
-        series = self._series.get(name)
-        return None if series is None else next((x for x in reversed(series.values) if math.isfinite(x)), None)
+        with self._turn:
+            series = self._series.get(name)
+            return None if series is None else next((x for x in reversed(series.values) if math.isfinite(x)), None)
 
     def get(self, names: Iterable[str], most_points: int = MOST_POINTS) -> dict[str, dict[str, Any]]:
         """Return ``steps`` and ``values`` of those metrics that the run has, and how many steps each point stands for.
 
         Not all are equally dense: evaluations are rare.
         """
-        return {name: _thinned(self._series[name], most_points) for name in names if name in self._series}
+        with self._turn:
+            return {name: _thinned(self._series[name], most_points) for name in names if name in self._series}
 
     def step_at(self, moment: float) -> int:
         """Return the step during which something happened at a moment, in seconds since 1970."""
-        series = self._series.get("time")
-        if series is None:
-            return 0
-        place = bisect.bisect_left(series.values, moment)
-        return series.steps[min(place, len(series.steps) - 1)]
+        with self._turn:
+            series = self._series.get("time")
+            if series is None:
+                return 0
+            place = bisect.bisect_left(series.values, moment)
+            return series.steps[min(place, len(series.steps) - 1)]
 
 
 def _thinned(series: _Series, most_points: int) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from rlpipe.replay.ledger.database import NAME
 from rlpipe.tracking.jsonl import METRICS_FILE
 from rlpipe.viewer.group_index import SCHEMA
 
-MARKS = ("config.yaml", METRICS_FILE, NAME)
+CONFIG_FILE = "config.yaml"
+MARKS = (CONFIG_FILE, METRICS_FILE, NAME)
 """Files by which a folder is known as a run's, or as a checkpoint's."""
 DEPTH = 3
 """Levels below a folder at which runs are looked for."""

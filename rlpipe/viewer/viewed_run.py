@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -10,6 +11,9 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
+import yaml
 
 from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
@@ -22,12 +26,14 @@ from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_log
 from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
-from rlpipe.viewer.run_folders import index_path
+from rlpipe.viewer.run_folders import CONFIG_FILE, index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
 
 FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE)
 QUIET_S = 120.0
 """Seconds without a change of any file after which a run without a record of its end counts as ended."""
+CLOCK_S = 2.0
+"""Seconds by which the start of a process may seem later than what it wrote."""
 DIAGNOSIS_S = 20.0
 """Shortest time between two diagnoses of a run that goes on."""
 
@@ -52,15 +58,16 @@ class ViewedRun:
         self.problem = ""
         """Why the run could not be read at the last look."""
         self._changed_at = 0.0
-        self._diagnosis: tuple[int, float, list[dict[str, str]]] = (-1, 0.0, [])
+        self._known_steps: int | None = None
+        self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), 0.0, [])
 
     # Files --------------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
         """Read the metrics alone, which the first view shows."""
+        self.series.update()
         if self._ledger_path is None:
             self._find_ledger()
-        self.series.update()
         self.revision += 1
 
     def refresh(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -75,7 +82,8 @@ class ViewedRun:
         if self._ledger_path is not None and self.index is not None:
             file = self._ledger_path.stat()
             with self.ledger() as ledger:
-                self.index.update(ledger, (file.st_dev, file.st_ino), stopped)
+                # A file that takes the place of a removed one may get its number.
+                self.index.update(ledger, (file.st_dev, file.st_ino, ledger.get("run_id")), stopped)
         self._seen = () if stopped() else seen
         self.revision += 1
 
@@ -87,6 +95,9 @@ class ViewedRun:
                 self.index.num_groups = ledger.next_group_id()
         except DataError as error:
             self.why_no_ledger = str(error)
+        except (OSError, sqlite3.Error) as error:
+            self.why_no_ledger = f"the index of its groups can't be written: {error}"
+            self._ledger_path = None  # it is tried again
 
     def _files(self) -> list[Path]:
         ledger = self._ledger_path
@@ -135,24 +146,30 @@ class ViewedRun:
         if outcome.state != RUNNING:
             return outcome.state
         if outcome.host == socket.gethostname():
-            return RUNNING if Path(f"/proc/{outcome.pid}").exists() else "killed"
+            return RUNNING if _lives(outcome) else "killed"
         return RUNNING if time.time() - self._changed_at < QUIET_S else "silent"
 
-    @cached_property
+    @property
     def _num_steps(self) -> int | None:
-        with suppress(DataError, LookupError, TypeError), self.ledger() as ledger:
-            return int(ledger.get("config")["algorithm"]["num_steps"])
-        return None
+        if self._known_steps is None:
+            with suppress(DataError, LookupError, TypeError), self.ledger() as ledger:
+                self._known_steps = int(ledger.get("config")["algorithm"]["num_steps"])
+        if self._known_steps is None:  # a run on rows has no ledger
+            with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+                config = yaml.safe_load((self.folder / CONFIG_FILE).read_text())
+                self._known_steps = int(config["algorithm"]["num_steps"])
+        return self._known_steps
 
     def diagnosis(self) -> list[dict[str, str]]:
         """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
-        revision, made_at, lines = self._diagnosis
-        if revision != self.revision and time.monotonic() - made_at > DIAGNOSIS_S:
+        known, made_at, lines = self._diagnosis
+        seen = (self.revision, self._state(read_outcome(self.folder)))
+        if seen != known and (seen[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S):
             try:
                 lines = [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
             except InputError as error:
                 lines = [{"subject": "run", "status": "skipped", "text": str(error), "mend": ""}]
-            self._diagnosis = (self.revision, time.monotonic(), lines)
+            self._diagnosis = (seen, time.monotonic(), lines)
         return lines
 
     def parts(self) -> dict[str, Any]:
@@ -284,6 +301,14 @@ class ViewedRun:
         if group is None or not 0 <= number < len(group.prompt.images):
             raise NotInRun(f"group {group_id} has no image {number}")
         return group.prompt.images[number].content
+
+
+def _lives(outcome: RunOutcome) -> bool:
+    """Return whether the run's driver lives on this machine, and not a later process with its number."""
+    try:
+        return psutil.Process(outcome.pid).create_time() <= outcome.began_at + CLOCK_S
+    except psutil.Error:
+        return False
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

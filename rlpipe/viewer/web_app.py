@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -60,6 +61,9 @@ class Guard:
             await refusal(scope, receive, _with_headers(send))
             return
         prefix = f"/{self._token}"
+        if scope["path"] == prefix:  # the page's addresses are relative to a folder
+            await RedirectResponse(f"{prefix}/")(scope, receive, _with_headers(send))
+            return
         inner = {**scope, "path": scope["path"].removeprefix(prefix), "raw_path": b""}
         await self._app(inner, receive, _with_headers(send))
 
@@ -271,7 +275,11 @@ class Refresher(threading.Thread):
             try:
                 read(run)
                 run.problem = ""
-            except (InputError, OSError) as error:  # a ledger that is being replaced is missing for a moment
+            except (
+                InputError,
+                OSError,
+                sqlite3.Error,
+            ) as error:  # a ledger that is being replaced is missing for a moment
                 run.problem = str(error)
 
     def stop(self) -> None:

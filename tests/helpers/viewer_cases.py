@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from PIL import Image
@@ -81,7 +82,7 @@ class ViewerRun:
         config = config_of(self.folder, self.num_steps)
         (self.folder / "config.yaml").write_text(json.dumps(config))
         self.ledger = Ledger(self.folder / NAME)
-        self.ledger.set(run_id="viewed", config=config)
+        self.ledger.set(run_id=uuid4().hex, config=config)
         self._metrics = JsonlTracker(self.folder / "metrics.jsonl", 0)
 
     def train(self, num_steps: int) -> ViewerRun:

@@ -78,6 +78,7 @@ BROKEN_LINKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("added", "complaints"),
     [

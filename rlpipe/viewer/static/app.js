@@ -28,7 +28,8 @@ function readAddress() {
   context.run = Math.min(Math.max(Number(query.run) || 0, 0), context.runs.length - 1);
   const shown = (query.shown ?? "").split(",").filter(Boolean).map(Number).filter((place) => place in context.runs);
   const all = context.runs.map((_, place) => place).slice(0, MOST_OVERLAID);
-  context.shown = shown.length ? shown : all;
+  const overlaid = shown.length ? shown : all;
+  context.shown = overlaid.includes(context.run) ? overlaid : [...overlaid.slice(0, MOST_OVERLAID - 1), context.run];
 }
 
 // The address of a view; what stays the same from view to view is added.
@@ -80,9 +81,11 @@ async function show() {
     if (own !== generation) { made?.close?.(); return; }
     current = made;
     fill(main, exported && exportNotice(), body);
-    current?.shown?.();
+    await current?.shown?.();
+    if (own !== generation) return;
     main.dataset.view = context.view;
   } catch (error) {
+    if (own !== generation) return;
     current = null;
     fill(main, exported && exportNotice(), notice(error.message, "bad"));
     main.dataset.view = `${context.view} failed`;
@@ -95,6 +98,7 @@ function exportNotice() {
 }
 
 let failures = 0;
+let stale = false;  // what changed while the page was hidden is drawn when it is seen again
 
 async function poll() {
   try {
@@ -103,7 +107,9 @@ async function poll() {
     const before = context.runs;
     context.runs = runs;
     const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state);
-    if (changed && !document.hidden) {
+    stale ||= changed;
+    if (stale && !document.hidden) {
+      stale = false;
       if (!document.activeElement?.closest("#top select")) fill(document.getElementById("top"), header());
       await current?.update?.();
     }

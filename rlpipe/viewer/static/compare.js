@@ -10,6 +10,7 @@ const SIDES = ["left", "right"];
 export async function compareView(body, context) {
   const other = context.runs.length > 1 && context.run === 0 ? 1 : 0;
   const query = { left: String(context.run), right: String(other), ...context.query };
+  let asked = 0;
   const list = make("div", { class: "card table" });
   const pair = make("div", { class: "pair" });
   fill(body, controls(), list, pair);
@@ -62,10 +63,12 @@ export async function compareView(body, context) {
   }
 
   async function showPair(key) {
+    const own = ++asked;
     query.key = key;
     remember();
     list.querySelectorAll("tr").forEach((row) => row.classList.toggle("chosen", row.dataset.key === key));
     const answers = await ask("answers", { ...parameters(), key });
+    if (own !== asked) return;
     const chosen = { left: answers.left[answers.left.length - 1], right: answers.right[0] };
     if (query.left !== query.right) [chosen.left] = answers.left;
     const columns = SIDES.map((side) => make("div", { class: "side", "data-side": side }));

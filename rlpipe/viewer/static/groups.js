@@ -127,6 +127,13 @@ export async function groupsView(body, context) {
     else if (event.key === "ArrowLeft" && !newer.disabled) turn(false);
   }
 
+  // The index of a new run, or a large one, gets its reward functions and reasons while the table is seen already.
+  async function update() {
+    const found = choices.functions.length ? choices : await context.ask("choices");
+    if (found.functions.length !== choices.functions.length && !body.contains(document.activeElement)) dispatchEvent(new HashChangeEvent("hashchange"));
+    else await load();
+  }
+
   await load();
-  return { update: () => load() };
+  return { update };
 }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,11 @@ def test_a_run_that_was_killed_is_told_from_one_that_goes_on(
     monkeypatch.setattr("rlpipe.doctor.diagnosis.GROUPS", tmp_path)
     said = diagnosis(run, capsys)["ending", "PROBLEM"]
     assert re.search(r"process 4321 on elsewhere, which began at .*, was killed or lost its machine", said)
-    assert "the kernel has ended 2 processes of this container for lack of memory" in said
+    assert "the kernel has ended" not in said, "that is known of this machine alone"
     assert "dmesg on elsewhere" in said
+    (run / OUTCOME_FILE).write_text(json.dumps(asdict(replace(running, host=socket.gethostname()))))
+    said = diagnosis(run, capsys)["ending", "PROBLEM"]
+    assert "the kernel has ended 2 processes of this container for lack of memory" in said
     with held(run):
         assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"]
         write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])

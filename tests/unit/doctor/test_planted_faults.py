@@ -120,6 +120,12 @@ def too_large_model(patch: pytest.MonkeyPatch, folder: Path, options: list[str])
     patch.setattr("rlpipe.doctor.run_checks.host_memory_bytes", lambda: 2**30)
 
 
+def busy_port(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> Any:
+    server = socket.create_server(("127.0.0.1", 0))
+    options.append(f"environment.port={server.getsockname()[1]}")
+    return server
+
+
 def slow_type(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     patch.setattr("rlpipe.doctor.run_checks.cpu_rates", lambda made, dtype: {"float32": 3e11, dtype: 1e11})
     options.append("model.dtype=bfloat16")
@@ -242,6 +248,7 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (unusable_rows, "data", "PROBLEM", r"all 8 rows for training are skipped.*data\.max_prompt_tokens=1"),
     (gpu_that_is_not_there, "devices", "PROBLEM", r"asks for 1 GPUs, and torch .* is built for CPUs.*CUDA build"),
     (no_cluster, "network", "PROBLEM", r"no Ray cluster answers at 127\.0\.0\.1.*ray start --head"),
+    (busy_port, "network", "PROBLEM", r"environment\.port: 127\.0\.0\.1:\d+ can't be used here .*set a free port"),
     (folder_of_one_host, "hosts", "PROBLEM", r"host 10\.0\.0\.2 does not see .*all hosts share"),
     (clock_of_one_host, "hosts", "PROBLEM", r"clock of host 10\.0\.0\.2 is -40 s from this machine's"),
     (no_loopback, "network", "PROBLEM", r"can't connect to each other.*ip link set lo up"),

@@ -89,6 +89,7 @@ def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
         pack_full(with_options(config_of(), {"learner.max_tokens_per_microbatch": 31}))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("room_gib", "overrides"),
     [

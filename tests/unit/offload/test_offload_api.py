@@ -99,6 +99,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_model_is_profiled_with_a_batch_of_its_kind(kind: str) -> None:
     model = MAKERS[kind]().train()

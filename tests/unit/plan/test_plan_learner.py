@@ -173,6 +173,7 @@ def test_a_copy_that_gives_features_alone_ends_at_the_deepest() -> None:
     assert with_kl.reference - without.reference == 7 * layer, "of 28 layers, 21 are read; the lm_head is tied"
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("kind", "num_labels"), [("reward_model", 1), ("process_reward_model", 2)])
 @pytest.mark.parametrize("model", ["full", "lora"])
 def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_labels: int, model: str) -> None:

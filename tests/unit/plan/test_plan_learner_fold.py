@@ -57,6 +57,7 @@ def both_traces(described: PreTrainedConfig, adapter: str, dtype: torch.dtype | 
     return folded, trace_whole(outline, config, dtype)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("adapter", "dtype"), [("none", None), ("none", torch.bfloat16), ("lora", None)])
 def test_a_folded_trace_is_the_unfolded_one(adapter: str, dtype: torch.dtype | None) -> None:
     folded, whole = both_traces(QWEN, adapter, dtype)

@@ -104,6 +104,7 @@ def test_more_machines_have_less_each() -> None:
     assert "rollout.num_engines=2" in found.changes
 
 
+@pytest.mark.slow
 def test_chunks_are_bounded_by_what_the_others_leave() -> None:
     options = ("model=full", "learner.offload=chunked", "model.gradient_checkpointing=false", "rollout.num_engines=6")
     tight = ("learner.chunked.device_memory_gib=6",)

@@ -48,6 +48,7 @@ def shape_of(name: str, **adapter: object) -> ModelShape:
     return read_shape(describe(name), ModelConfig(path=name, adapter=AdapterConfig(**adapter)))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", TOTALS)
 def test_known_models_have_their_number_of_parameters(name: str) -> None:
     assert shape_of(name).num_parameters == TOTALS[name]
@@ -59,6 +60,7 @@ def test_every_known_shape_is_checked() -> None:
     assert len(known_models()) == sum(len(entry["repositories"]) for entry in content)
 
 
+@pytest.mark.slow
 def test_models_of_the_experiments_are_known() -> None:
     for experiment in list_groups()["experiment"]:
         config = load_config([f"experiment={experiment}"], need_files=False)

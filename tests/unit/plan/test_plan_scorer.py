@@ -115,6 +115,7 @@ def test_a_feature_network_is_the_policy_as_far_as_it_is_read() -> None:
     assert deepest.seconds < found.seconds / 2
 
 
+@pytest.mark.slow
 def test_a_feature_network_of_qlora_is_in_four_bits() -> None:
     quantized = ("model=qlora", "rollout.engine_args.quantization=bitsandbytes")
     found, plain = plan(config_of("ebft", *FEATURES, *quantized)), plan(config_of("ebft", *FEATURES))
@@ -138,6 +139,7 @@ def test_replicas_share_the_work_and_those_of_one_gpu_have_it_in_turns() -> None
     assert products < seconds[1, 1] < 4 * products
 
 
+@pytest.mark.slow
 def test_who_may_be_on_its_gpu_leaves_less() -> None:
     alone = plan(config_of("reward_model", OWN_GPU))
     assert (alone.room_bytes, alone.neighbours) == (int(SHARE_USED * H100.memory_bytes), [])

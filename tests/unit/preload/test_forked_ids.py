@@ -44,6 +44,7 @@ def chain(stage: str) -> list[str]:
     return [*([] if parent is None else chain(parent)), stage]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "stage", [pytest.param(name, marks=[pytest.mark.slow] * (name == "engine")) for name in STAGES]
 )

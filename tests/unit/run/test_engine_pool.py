@@ -58,6 +58,7 @@ class Scene:
         self.collected: list[int] = []
         self.loses = 0
         self.said: list[str] = []
+        self.kinds: list[str] = []
         self.given_up: list[EngineFailed] = []
         self.failures: list[NotLoaded] = []
         """The errors of the next loads of returning engines."""
@@ -67,11 +68,15 @@ class Scene:
             start=self.start,  # type: ignore[arg-type]
             load_newest=self.load_newest,
             collected=self.take,
-            notice=lambda _, message: self.said.append(message),
+            notice=self.note,
             give_up=self.give_up,
         )
         for name in names:
             self.pool.loaded(name, 0)
+
+    def note(self, subject: str, message: str, kind: str = "engine", /) -> None:
+        self.said.append(message)
+        self.kinds.append(kind)
 
     def start(self, name: str) -> asyncio.Future[None]:
         return asyncio.ensure_future(asyncio.sleep(0))
@@ -153,6 +158,7 @@ def test_a_process_that_has_taken_the_place_of_a_dead_one_is_not_killed(
 
     scene = play(lambda: Scene("a"), act)
     assert scene.said == ["engine a died: its process died or was killed", "engine a serves again, version 0"]
+    assert scene.kinds == ["death", "recovery"]
     assert not killed
 
 

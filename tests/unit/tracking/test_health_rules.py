@@ -123,7 +123,7 @@ def test_a_rule_is_over_once_its_values_are_well_for_some_steps() -> None:
     assert not others
     assert start == 20 + 2, "the median of five steps"
     assert end == 80 + 2 + WELL_STEPS - 1
-    assert over.message.startswith("gradient_norm is over: ")
+    assert re.fullmatch(r"gradient_norm is over: \d\.\d+, within 10", over.message)
 
 
 def evaluated(values: Iterable[float], name: str, change: Change = lambda step: {}) -> list[Row]:

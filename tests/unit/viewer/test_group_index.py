@@ -131,6 +131,18 @@ def test_a_ledger_that_a_copy_replaces_is_indexed_anew(tmp_path: Path) -> None:
     assert len(ids(run)) == 4
 
 
+def test_a_run_in_the_place_of_a_removed_one_is_indexed_anew(tmp_path: Path) -> None:
+    """Check a file that got the number of the removed one, as file systems give it again."""
+    finished_run(tmp_path / "first", num_steps=1, reward_of={0: 5.0})
+    finished_run(tmp_path / "second", num_steps=1)
+    first, second = viewed(tmp_path / "first"), viewed(tmp_path / "second")
+    assert first.index is not None
+    for run, large in ((first, [0]), (second, [])):
+        with run.ledger() as ledger:
+            first.index.update(ledger, (1, 2, ledger.get("run_id")))
+        assert ids(first, bounds=(("reward", 2, None),)) == large
+
+
 def test_a_damaged_index_is_made_anew(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=1)
     run = viewed(tmp_path / "run")

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from viewer_cases import ATTACK, ViewerRun, finished_run, picture
+from viewer_cases import ATTACK, ViewerRun, finished_run, picture, recorded_outcome_of
 
 from rlpipe.cli import main
+from rlpipe.tracking.outcome import OUTCOME_FILE
+from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.viewed_run import ViewedRun
 from rlpipe.viewer.web_app import Refresher, make_app, static_files, to_json
@@ -54,6 +56,11 @@ def test_a_wrong_token_gets_401(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 401
     assert "run" not in answer.json() if "json" in answer.headers["content-type"] else "wrong token" in answer.text
+
+
+def test_an_address_without_its_last_slash_leads_to_the_page(client: TestClient) -> None:
+    answer = client.get(f"/{TOKEN}", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, f"/{TOKEN}/")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +255,34 @@ def test_a_run_without_a_ledger_has_curves_and_says_why_it_has_no_groups(tmp_pat
     answer = client.get(f"/{TOKEN}/api/groups")
     assert answer.status_code == 400
     assert "has no ledger.sqlite" in answer.text
+
+
+def test_a_process_with_the_number_of_a_dead_driver_is_not_taken_for_it(tmp_path: Path) -> None:
+    with recorded_outcome_of(tmp_path):
+        state = json.loads((tmp_path / OUTCOME_FILE).read_text())
+        assert ViewedRun(tmp_path, "run").summary()["state"] == "running"
+        (tmp_path / OUTCOME_FILE).write_text(json.dumps({**state, "began_at": state["began_at"] - 86400}))
+        assert ViewedRun(tmp_path, "run").summary()["state"] == "killed"
+
+
+def test_the_number_of_steps_of_a_run_without_a_ledger_is_that_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "loss": 2.0}\n')
+    run = ViewedRun(tmp_path, "run")
+    assert run.summary()["num_steps"] is None
+    (tmp_path / "config.yaml").write_text("algorithm: {num_steps: 40}\n")
+    assert run.summary()["num_steps"] == 40
+
+
+def test_curves_are_shown_where_no_index_can_be_written(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run")
+    (tmp_path / "cache").write_text("a file in the place of the cache")
+    run = ViewedRun(tmp_path / "run", "run")
+    run.read_metrics()
+    assert run.series.last_step == 6
+    assert run.summary()["why_no_ledger"].startswith("the index of its groups can't be written: ")
+    (tmp_path / "cache").unlink()
+    run.refresh()
+    assert len(run.groups(GroupQuery(), 10)["rows"]) == 10
 
 
 def test_what_is_not_finite_or_not_unicode_is_still_json() -> None:

@@ -197,6 +197,7 @@ LONG = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_script_takes_no_more_than_seconds(name: str, tmp_path: Path) -> None:
     path = tmp_path / "long.sh"
