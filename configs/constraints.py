@@ -292,11 +292,12 @@ def check_replay(config: Config) -> Iterator[str]:
     yield from check_function(config.algorithm.replay, "algorithm.replay")
     if config.algorithm.replay.path is not None and not replay.reuse_groups:
         yield "algorithm.replay.path: no groups are kept to choose from; set replay.reuse_groups above 0, or path=null"
-    if advantage in ("reinforce", "reinforce_plus_plus") and replay.refill_attempts:
-        yield (
-            f"replay.refill_attempts: with algorithm.advantage.name={advantage}, a group whose rewards are all the "
-            "same trains like any other; set it to 0, or another advantage"
-        )
+    for name in ("refill_attempts", "reuse_groups"):
+        if advantage in ("reinforce", "reinforce_plus_plus", "gae") and getattr(replay, name):
+            yield (
+                f"replay.{name}: with algorithm.advantage.name={advantage}, a group whose rewards are all the "
+                "same trains like any other; set it to 0, or another advantage"
+            )
     if replay.reuse_groups and config.algorithm.correction.mode == "none":
         yield (
             "replay.reuse_groups: older policies sampled the groups that are reused; set algorithm.correction.mode, "

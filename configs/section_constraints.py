@@ -8,7 +8,13 @@ from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import ROLE_OPTION, all_sources, mixed_sources, read_role_boundaries
 from rlpipe.configs.options import leaves, to_tree
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, CriticConfig, RewardKlConfig
+from rlpipe.configs.schema.algorithm_config import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    RewardKlConfig,
+)
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -453,6 +459,10 @@ def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
     if algorithm.loss.entropy_target is not None:
         yield "algorithm.loss.entropy_target: has no effect on the loss dpo; leave it out"
+    if algorithm.combine != AlgorithmConfig().combine:
+        yield "algorithm.combine: the loss dpo compares sums of rewards; leave it out"
+    if algorithm.correction != CorrectionConfig():
+        yield "algorithm.correction: the loss dpo has no importance weights; leave it out"
     if algorithm.advantage != AdvantageConfig():
         yield "algorithm.advantage: the loss dpo compares rewards in pairs, without advantages; leave it out"
 

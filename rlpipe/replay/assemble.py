@@ -58,12 +58,16 @@ def assemble_step(
 ) -> list[TrainBatch]:
     """Set the advantages of a step's rollouts and pack them into one batch per rank, with the step's metrics.
 
-    ``replayed`` groups of earlier steps are trained with ``groups``, but metrics of rewards, lengths and staleness
-    cover ``groups`` only. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators
-    but left out of the batch, unless the loss reads them all the same. If the learner computes the advantages, the
-    batches hold the rewards instead.
+    ``replayed`` groups of earlier steps are trained in the place of as many of ``groups`` whose rewards are all equal,
+    but metrics of rewards, lengths and staleness cover all ``groups``, and no others. With ``skip_zero_advantage``,
+    rollouts whose advantage is 0 are counted in the denominators but left out of the batch, unless the loss reads them
+    all the same. If the learner computes the advantages, the batches hold the rewards instead.
     """
-    whole = [*groups, *replayed]
+    flat = [group for group in groups if not has_signal(group, algorithm.combine)] if replayed else []
+    replaced = {group.group_id for group in flat[: len(replayed)]}
+    whole = [*(group for group in groups if group.group_id not in replaced), *replayed]
+    for rollout in (rollout for group in flat[: len(replayed)] for rollout in group):
+        _write_advantages(rollout, np.zeros(()))
     trained = [replace(group, rollouts=group.sampled) for group in whole]
     in_learner = algorithm.credits_in_learner
     skip_zero_advantage = skip_zero_advantage and not in_learner
@@ -90,7 +94,7 @@ def assemble_step(
     if algorithm.ebft.reward and algorithm.ebft.ce_coef:
         _add_truths(batches, trained, algorithm, learner, seed=seed + step)
     metrics = {
-        **step_metrics(trained[: len(groups)], step),
+        **step_metrics([replace(group, rollouts=group.sampled) for group in groups], step),
         **_greedy_metrics(rewards),
         "num_tokens": float(sum(group.num_tokens for group in trained)),
         "num_completion_tokens": float(sum(group.num_loss_tokens for group in trained)),

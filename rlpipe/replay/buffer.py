@@ -154,12 +154,16 @@ class Admission:
 
 
 class Rerolls:
-    """Queue whose prompts come back from ``first_version`` on, at most ``per_step`` per version."""
+    """Queue whose prompts come back from ``first_version`` on, at most ``per_step`` for each step up to a version.
+
+    A version that is published after several steps stands for all of them.
+    """
 
     def __init__(self, *, first_version: int, per_step: int) -> None:
         self._first_version, self._per_step = first_version, per_step
         self._waiting: deque[GroupTicket] = deque()
-        self._version = self._taken = 0
+        self._version: int | None = None
+        self._left = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -170,11 +174,12 @@ class Rerolls:
     def take(self, version: int, at_most: int) -> list[GroupTicket]:
         """Remove and return up to ``at_most`` groups of earlier versions than ``version``, the oldest first."""
         if version != self._version:
-            self._version, self._taken = version, 0
+            steps = 1 if self._version is None else max(version - self._version, 1)
+            self._version, self._left = version, self._per_step * steps
         due: list[GroupTicket] = []
-        while self._waiting and len(due) < at_most and self._taken < self._per_step:
+        while self._waiting and len(due) < at_most and self._left > 0:
             if version < self._first_version or version <= self._waiting[0].version:
                 break
             due.append(self._waiting.popleft())
-            self._taken += 1
+            self._left -= 1
         return due

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -149,15 +150,18 @@ class ReplayStore:
         groups = [self._generated.pop(group_id) for group_id in group_ids if group_id in self._generated]
         outcome = Outcome()
         failed: dict[int, str] = {}
+        best: dict[int, float] = {}
         for group in groups:
             apply_scores(group, scores.get(group.group_id, []), self._rewards)
             if group.failure is not None:
                 failed[group.group_id] = group.failure
-            elif self._is_refilled(group):
+                continue
+            if self._is_refilled(group):
                 attempt = self._entries[group.group_id].attempt + 1
                 failed[group.group_id] = f"{NO_VARIANCE} (attempt {attempt})"
                 outcome.attempts.append(attempt)
-            elif self._has_zero_reward(group):
+                best[group.group_id] = max(_known_rewards(group), default=math.nan)
+            if self._has_zero_reward(group):
                 outcome.zero_reward.append(self._entries[group.group_id])
         kept = [group for group in groups if group.group_id not in failed]
         self.ledger.scored(kept)
@@ -166,7 +170,7 @@ class ReplayStore:
         self._answer_again(outcome, group_ids, with_tokens=True)
         if repeated := set(group_ids) - {group.group_id for group in groups}:
             outcome.zero_reward += [group for group in self._zero_reward() if group.group_id in repeated]
-        outcome.discarded |= self._discard(failed).discarded
+        outcome.discarded |= self._discard(failed, best).discarded
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -242,8 +246,8 @@ class ReplayStore:
     def _awaits(self, group_id: int) -> bool:
         return group_id in self._entries and not self._buffer.holds(group_id)
 
-    def _discard(self, reasons: dict[int, str]) -> Outcome:
-        self.ledger.discard(reasons)
+    def _discard(self, reasons: dict[int, str], best_rewards: Mapping[int, float] | None = None) -> Outcome:
+        self.ledger.discard(reasons, best_rewards)
         for group_id in reasons:
             self._buffer.discard(group_id)
             self._entries.pop(group_id, None)
@@ -263,7 +267,7 @@ class ReplayStore:
     def _has_zero_reward(self, group: RolloutGroup) -> bool:
         if self._replay.reroll_after is None:
             return False
-        known = [rollout.reward for rollout in group.sampled if rollout.reward is not None]
+        known = _known_rewards(group)
         return bool(known) and max(known) <= self._replay.reroll_below
 
     def _assemble(self, step: int, groups: StepGroups) -> list[TrainBatch]:
@@ -292,3 +296,7 @@ class ReplayStore:
             "groups/refilled": float(sum(attempt > 0 for attempt in attempts)),
             "groups/streamed": float(sum(scored < max(generated_at) for scored in scored_at)),
         }
+
+
+def _known_rewards(group: RolloutGroup) -> list[float]:
+    return [rollout.reward for rollout in group.sampled if rollout.reward is not None]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PROMPTS = ("prompt", "question", INSTRUCTION)
+PROMPTS = ("prompt", "question", INSTRUCTION, INPUT)
 """Columns with a prompt, in addition to ``data.prompt_column``; the first one that is not null is read."""
 ENDINGS = ("", "_response")
 """Endings of the columns ``chosen`` and ``rejected`` in common data sets."""
@@ -91,6 +91,8 @@ class PreferenceForm:
         name = self._data.completion_column
         completion = _completion(present(row, name), name)
         prompt, used = self._prompt(row)
+        if not isinstance(completion, str) and completion[0]["role"] in ("system", "user"):
+            prompt, completion = _split_conversation(completion, name)
         if prompt is None:
             raise UnusableRow(f"column {self._data.prompt_column!r} is missing or null")
         column = self._data.label_column
@@ -112,13 +114,19 @@ class PreferenceForm:
             prompt, used = row[name], (name, INPUT, SYSTEM)
             if name == INSTRUCTION and row.get(INPUT):
                 prompt = f"{prompt}\n{row[INPUT]}"
-            if not system or not isinstance(prompt, str):
+            if not system:
                 return prompt, used
+            if not isinstance(prompt, str):
+                messages = column_messages(prompt, name)
+                return messages if messages[0]["role"] == SYSTEM else [*_turns((SYSTEM, system)), *messages], used
             if not self._data.chat:
                 raise UnusableRow(f"column {SYSTEM!r} needs data.chat=true")
             return [*_turns((SYSTEM, system), ("user", prompt))], used
         if (name := conversation_column(row, self._data.messages_column)) is not None:
-            return conversation(row, name), (*conversation_columns(self._data.messages_column), SYSTEM)
+            messages = conversation(row, name)
+            if system and messages[0]["role"] != SYSTEM:
+                messages = [*_turns((SYSTEM, system)), *messages]
+            return messages, (*conversation_columns(self._data.messages_column), SYSTEM)
         return None, ()
 
     def _take_prompt_off(self, chosen: Completion, rejected: Completion) -> tuple[Completion, Completion, Completion]:
@@ -152,6 +160,14 @@ def _completion(value: Any, column: str) -> Completion:
             raise UnusableRow(f"column {column!r} is an empty text")
         return value
     return column_messages([value] if isinstance(value, Mapping) else value, column, "assistant")
+
+
+def _split_conversation(messages: ChatMessages, column: str) -> tuple[ChatMessages, ChatMessages]:
+    """Return a conversation's turns before the last one of the assistant, and that; ``UnusableRow`` without one."""
+    place = max((place for place, turn in enumerate(messages) if turn["role"] == "assistant"), default=0)
+    if not place:
+        raise UnusableRow(f"column {column!r} holds a conversation without an answer of the assistant")
+    return messages[:place], messages[place:]
 
 
 def _truth_value(value: Any, found: str) -> bool:

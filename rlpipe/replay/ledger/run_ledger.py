@@ -144,12 +144,14 @@ class Ledger(Database):
                         "UPDATE payloads SET record = ? WHERE group_id = ?", (pack_record(group), group.group_id)
                     )
 
-    def discard(self, reasons: Mapping[int, str]) -> None:
-        """Discard groups that will never be trained, with the reasons, by group id."""
+    def discard(self, reasons: Mapping[int, str], best_rewards: Mapping[int, float] | None = None) -> None:
+        """Discard groups that will never be trained, with the reasons and known best rewards, by group id."""
+        best = best_rewards or {}
         with self._transaction():
             self._connection.executemany(
-                "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE group_id = ? AND step IS NULL",
-                [(reason, group_id) for group_id, reason in reasons.items()],
+                "UPDATE groups SET state = 'DISCARDED', reason = ?, best_reward = coalesce(?, best_reward)"
+                " WHERE group_id = ? AND step IS NULL",
+                [(reason, best.get(group_id), group_id) for group_id, reason in reasons.items()],
             )
             self._connection.executemany("DELETE FROM payloads WHERE group_id = ?", [(g,) for g in reasons])
 
@@ -345,9 +347,10 @@ class Ledger(Database):
     def zero_reward(self, at_most: float) -> list[GroupTicket]:
         """Return groups in which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
         return self._admitted(
-            "state NOT IN ('DISCARDED') AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups AS later"
-            " WHERE later.epoch = groups.epoch AND later.position = groups.position"
+            "(state NOT IN ('DISCARDED') OR reason LIKE ?) AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups"
+            " AS later WHERE later.epoch = groups.epoch AND later.position = groups.position"
             " AND later.reroll > groups.reroll)",
+            f"{NO_VARIANCE}%",
             at_most,
         )
 

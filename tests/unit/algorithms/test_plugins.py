@@ -56,6 +56,9 @@ def raising(inputs):
 def misshapen(inputs):
     return SurrogateOutput(per_token=plain(inputs), metrics={"mine/total": plain(inputs).sum()})
 
+def shares(inputs):
+    return SurrogateOutput(per_token=plain(inputs), clipped_low=inputs.advantages.abs())
+
 NUMBER = 3
 """
 ADVANTAGES = """
@@ -190,6 +193,7 @@ def test_an_own_loss_is_corrected_as_the_built_in_ones(files: Path) -> None:
         ("detached", "returned a loss without a gradient; compute it from inputs.logprobs"),
         ("undefined", "returned NaN or infinity for 1 of 2 loss tokens"),
         ("raising", "raised IndexError: no such token (losses.py, line 27)"),
+        ("shares", "returned clipped_low of type torch.float32, not bool"),
         ("misshapen", "returned mine/total of shape [], not [3], one value for each token"),
     ],
 )

@@ -105,6 +105,18 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "replay.reuse_groups",
             "set algorithm.correction.mode, such as token_truncate",
         ),
+        ({"replay.reuse_groups": 1, "algorithm.advantage.name": "gae"}, "replay.reuse_groups", "set it to 0"),
+        ({"replay.refill_attempts": 1, "algorithm.advantage.name": "gae"}, "replay.refill_attempts", "set it to 0"),
+        (
+            {"algorithm.loss.name": "dpo", "algorithm.combine": "normalize_then_sum"},
+            "algorithm.combine",
+            "leave it out",
+        ),
+        (
+            {"algorithm.loss.name": "dpo", "algorithm.correction.mode": "token_mask"},
+            "algorithm.correction",
+            "leave it out",
+        ),
         (
             {"replay.refill_attempts": 1, "algorithm.advantage.name": "reinforce"},
             "replay.refill_attempts",

@@ -82,6 +82,7 @@ def test_a_pair_has_one_prompt_and_opposite_advantages() -> None:
         },
         {"question": "2+2?", "chosen": "4", "rejected": "five"},  # Intel's
         {"instruction": "2+2?", "chosen_response": "4", "rejected_response": "five"},  # Argilla's
+        {"input": "2+2?", "chosen": "4", "rejected": "five"},  # Intel's Orca pairs, as axolotl's chatml.icr reads them
         {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: five"},  # HH-RLHF
     ],
 )
@@ -96,6 +97,16 @@ def test_other_columns_and_a_system_turn() -> None:
     assert "Be brief." in prompt
     assert (chosen, rejected) == IN_CHAT[1:]
     assert pair_of({**row, "level": 3}, **options).task == {"level": 3}
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_system_column_comes_before_messages(column: str) -> None:
+    row = {column: [USER], "chosen": FOUR, "rejected": FIVE, "system": "Be brief."}
+    prompt, chosen, rejected = texts(row)
+    assert prompt == texts({"prompt": "2+2?", "chosen": "4", "rejected": "five", "system": "Be brief."})[0]
+    assert (chosen, rejected) == IN_CHAT[1:]
+    own = {"role": "system", "content": "Be long."}
+    assert "Be brief." not in texts({**row, column: [own, USER]})[0]
 
 
 def test_an_instruction_with_an_input_is_one_prompt() -> None:
@@ -187,6 +198,16 @@ def test_labelled_completions_are_good_or_bad(label: Any, sign: float) -> None:
     rollout = pair_of({"prompt": "2+2?", "completion": "4", "label": label}, takes_pairs=False)
     assert rollout.rejected is None
     assert set(rollout.advantages[rollout.loss_mask]) == {sign}
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": "2+2?"}, {"prompt": "something else"}])
+def test_a_labelled_conversation_has_its_own_prompt(more: dict[str, Any]) -> None:
+    whole = pair_of({"completion": [USER, FOUR], "label": True, **more}, takes_pairs=False)
+    apart = pair_of({"prompt": "2+2?", "completion": "4", "label": True}, takes_pairs=False)
+    assert whole.token_ids.tolist() == apart.token_ids.tolist()
+    assert whole.loss_mask.tolist() == apart.loss_mask.tolist()
+    with pytest.raises(UnusableRow, match="without an answer of the assistant"):
+        pair_of({"completion": [USER], "label": True}, takes_pairs=False)
 
 
 def test_a_label_that_is_no_truth_value_is_skipped() -> None:

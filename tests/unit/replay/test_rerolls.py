@@ -20,6 +20,15 @@ def test_prompts_come_back_once_a_share_of_the_run_is_over() -> None:
     assert ids(rerolls, 7) == [8]
 
 
+def test_a_version_of_several_steps_brings_back_the_prompts_of_them_all() -> None:
+    rerolls = Rerolls(first_version=0, per_step=1)
+    for group_id in range(9):
+        rerolls.add(admitted(group_id))
+    assert ids(rerolls, 8) == [0], "a resumed run does not know how many steps its first version has had"
+    assert ids(rerolls, 12) == [1, 2, 3, 4]
+    assert ids(rerolls, 12) == []
+
+
 def test_at_most_so_many_come_back_in_a_step() -> None:
     rerolls = Rerolls(first_version=0, per_step=2)
     for group_id in range(5):

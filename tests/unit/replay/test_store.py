@@ -238,7 +238,7 @@ def run_step(store: ReplayStore, step: int, rewards: dict[int, list[float]]) -> 
     return store.batches(step)
 
 
-def test_kept_groups_stand_beside_groups_without_signal(tmp_path: Path) -> None:
+def test_kept_groups_take_the_place_of_groups_without_signal(tmp_path: Path) -> None:
     replay = ReplayConfig(reuse_groups=2)
     store = open_store(tmp_path, replay=replay)
     assert metric(run_step(store, 0, {0: MIXED, 1: MIXED}), "groups/replayed") == 0
@@ -246,7 +246,8 @@ def test_kept_groups_stand_beside_groups_without_signal(tmp_path: Path) -> None:
     assert metric(batches, "groups/replayed") == 1
     assert trained_groups(batches) == 2, "group 3, and one of the first step"
     assert batches is not None
-    assert batches[0].mini_batches[0].num_sequences == 6
+    assert batches[0].mini_batches[0].num_sequences == 4, "the group that is replaced is in no denominator"
+    assert metric(batches, "frac_reward_zero_std") == 0.5, "but in the metrics of rewards"
     assert metric(batches, "staleness/max") == 0, "which is that of fresh groups"
     assert store.ledger.rows("SELECT * FROM replays") == [(1, 1)], "the newest first"
     assert store.ledger.rows("SELECT state, count(*) FROM groups GROUP BY state") == [("ASSIGNED", 4)]
@@ -355,6 +356,16 @@ def test_prompts_that_earned_nothing_are_named(tmp_path: Path) -> None:
     assert [g.group_id for g in bring(store, 0, [0.0, -1.0, None]).zero_reward] == [0]
     assert not bring(store, 1, [0.0, 0.1]).zero_reward
     assert not bring(store, 2, [None, None]).zero_reward, "who knows"
+    assert [g.group_id for g in open_store(tmp_path, replay=replay).resume_state([]).zero_reward] == [0]
+
+
+def test_prompts_that_earned_nothing_are_named_when_their_group_is_refilled(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, reroll_after=0.25, refill_attempts=1)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1)
+    outcome = bring(store, 0, [0.0, 0.0])
+    assert (list(outcome.discarded), outcome.attempts, [g.group_id for g in outcome.zero_reward]) == ([0], [1], [0])
+    assert not bring(store, 1, [1.0, 1.0]).zero_reward
     assert [g.group_id for g in open_store(tmp_path, replay=replay).resume_state([]).zero_reward] == [0]
 
 
