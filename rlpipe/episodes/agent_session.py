@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,8 @@ class ChatAnswer:
 @dataclass(slots=True)
 class _Asked:
     answer: asyncio.Task[ChatAnswer]
+    listens: Callable[[], bool]
+    """Whether the program still waits for the answer."""
     is_received: bool = field(default=False)
 
 
@@ -156,7 +159,8 @@ class AgentSession:
         self._known: Known = {}
         self._tools: dict[int, str] = {}
         """Tools of conversations, by the id in memory of their first node."""
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, list[_Asked]] = {}
+        """Equal requests, by their digest."""
         self._num_drawn = 0
         self._is_sealed = False
         self._templates: dict[str, ChatTemplate] = {}
@@ -194,23 +198,31 @@ class AgentSession:
             messages = [message for node in path for message in node.messages]
             begins = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
             self.episode.messages = messages[len(opening) :] if begins else messages
-        for asked in self._asked.values():
+        for asked in chain.from_iterable(self._asked.values()):
             asked.answer.cancel()
         return self.episode
 
-    async def ask(self, question: ChatQuestion, *, is_retry: bool) -> ChatAnswer:
-        """Return the policy's answer; a retry, or the question of an answer that was lost, gets the first one's."""
+    async def ask(
+        self, question: ChatQuestion, *, is_retry: bool, listens: Callable[[], bool] = lambda: True
+    ) -> ChatAnswer:
+        """Return the policy's answer; a retry, or the question of an answer that was lost, gets the first one's.
+
+        ``listens`` tells whether the program still waits for the answer. Equal questions of a program that waits for
+        all their answers are several turns.
+        """
         if self._is_sealed:
             raise RequestRefused(409, "sealed", "the episode is over")
-        digest = question.digest
-        earlier = self._asked.get(digest)
-        if earlier is None or (earlier.is_received and not is_retry) or _has_failed(earlier.answer):
-            earlier = self._asked[digest] = _Asked(asyncio.ensure_future(self._answer(question)))
-        return await asyncio.shield(earlier.answer)
+        equal = self._asked.setdefault(question.digest, [])
+        asked = next((asked for asked in reversed(equal) if _is_repeated(asked, is_retry)), None)
+        if asked is None:
+            asked = _Asked(asyncio.ensure_future(self._answer(question)), listens)
+            equal.append(asked)
+        asked.listens = listens
+        return await asyncio.shield(asked.answer)
 
     def received(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Add an answer to the graph, as the program receives it; the next request may come before it all is sent."""
-        self._asked[question.digest].is_received = True
+        self._request(question, answer).is_received = True
         if answer.node is not None or self._is_sealed:
             return
         begins = answer.continuation.node
@@ -227,11 +239,14 @@ class AgentSession:
         """Take an answer back that did not reach the program; if it asks again, it gets the same one."""
         if answer.node is None or self._is_sealed or answer.node not in self.episode.graph.leaves:
             return
-        self._asked[question.digest].is_received = False
+        self._request(question, answer).is_received = False
         self.episode.graph.remove_turn(answer.node)
         self._known.clear()  # its keys are places in memory, which other nodes may get
         self._received.remove(answer)
         answer.node = None
+
+    def _request(self, question: ChatQuestion, answer: ChatAnswer) -> _Asked:
+        return next(own for own in self._asked[question.digest] if own.answer.done() and own.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         if self._num_drawn >= self._rules.max_turns:
@@ -316,6 +331,10 @@ class AgentSession:
         if key not in self._templates:
             self._templates[key] = self._bridge.template.with_tools(list(tools))
         return replace(self._bridge, template=self._templates[key])
+
+
+def _is_repeated(asked: _Asked, is_retry: bool) -> bool:
+    return not _has_failed(asked.answer) and (is_retry or not (asked.is_received or asked.listens()))
 
 
 def _has_failed(answer: asyncio.Task[ChatAnswer]) -> bool:

@@ -164,7 +164,8 @@ async def _read(request: web.Request) -> Mapping[str, Any]:
 
 async def _ask(request: web.Request, session: AgentSession, question: ChatQuestion) -> ChatAnswer:
     try:
-        return await session.ask(question, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+        is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
+        return await session.ask(question, is_retry=is_retry, listens=lambda: _listens(request))
     except asyncio.CancelledError:
         if session.is_sealed:
             raise RequestRefused(409, "sealed", "the episode ended before the answer") from None
@@ -209,4 +210,8 @@ async def _is_sent(request: web.Request, response: web.StreamResponse, texts: It
         await response.write_eof()
     except ConnectionError:
         return False
+    return _listens(request)
+
+
+def _listens(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlpipe.common.formatting import printable
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import HeadLost, WaitTimeout
 from rlpipe.replay.step_queue import StepReport
+from rlpipe.tracking.jsonl import StepLog
 from rlpipe.tracking.part_states import PartState, write_parts
 
 PROBE_S = 1.0
@@ -222,7 +223,10 @@ class RunMonitor:
         message: Callable[[str], None],
         first_step: int,
         last_event: int = 0,
+        events: StepLog | None = None,
     ) -> None:
+        """Create a monitor; ``events`` keeps events that are in no ledger."""
+        self._events = events
         self._name, self._batches, self._cluster = name, batches, cluster
         self._report, self._message = report, message
         self._last_step, self._last_event = first_step - 1, last_event
@@ -238,6 +242,8 @@ class RunMonitor:
             for event in news.events:
                 self._last_event = event.number
                 self._message(event.message)
+                if self._events is not None:
+                    self._events.append(self._last_step + 1, [asdict(event)])
             for report in news.reports:
                 self._last_step = report.step
                 self._report(report)

@@ -65,7 +65,15 @@ from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
 from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.health import HealthFinding, HealthWatch
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, CompletionsLog, num_steps_logged, read_rows
+from rlpipe.tracking.jsonl import (
+    COMPLETIONS_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    CompletionsLog,
+    StepLog,
+    num_steps_logged,
+    read_rows,
+)
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
@@ -219,6 +227,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 report=reporter.trained,
                 message=reporter.message,
                 first_step=start.step,
+                events=StepLog(run.output / EVENTS_FILE, start.step),
             )
             stopped: list[RunError] = []
 

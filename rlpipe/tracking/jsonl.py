@@ -22,6 +22,8 @@ from rlpipe.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
+EVENTS_FILE = "events.jsonl"
+"""Events of a run that has no ledger, which keeps those of others."""
 FOLDERS_UP = 3
 """Levels from a checkpoint's ledger up to the run's folder, and one more."""
 

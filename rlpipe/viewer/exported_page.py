@@ -74,6 +74,8 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Sequence[int]) -> t
     if any(found["stands_for"] > 1 for found in series.values()):
         lines.append(f"curves have at most {MOST_POINTS} points, means of several steps")
     if run.index is None:
+        with suppress(DataError):
+            tree["events"] = run.events()
         return tree, 0, [*lines, "it has no ledger, which keeps the groups"]
     extremes = [GroupQuery(sort="reward", descending=descending) for descending in (True, False)]
     newest = run.groups(GroupQuery(), NUM_NEWEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, LoggedTexts
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVENTS_FILE, METRICS_FILE, LoggedTexts, read_rows
 from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
 from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged
@@ -29,7 +30,7 @@ from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.run_folders import CONFIG_FILE, index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
 
-FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE)
+FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE, EVENTS_FILE)
 QUIET_S = 120.0
 """Seconds without a change of any file after which a run without a record of its end counts as ended."""
 CLOCK_S = 2.0
@@ -189,6 +190,8 @@ class ViewedRun:
 
     def events(self, *, before: int | None = None, kind: str = "", limit: int = 200) -> dict[str, Any]:
         """Return the newest events before one, the kinds of events, and why groups were discarded."""
+        if self.index is None and (self.folder / EVENTS_FILE).is_file():
+            return self._logged_events(before, kind, limit)
         with self.ledger() as ledger:
             rows = ledger.rows(
                 "SELECT id, time, kind, subject, message FROM events WHERE id < ? AND (? = '' OR kind = ?)"
@@ -211,6 +214,19 @@ class ViewedRun:
             "before": rows[limit - 1][0] if len(rows) > limit else None,
             "kinds": dict(kinds),
             "discards": [dict(zip(("reason", "count", "first", "last"), row, strict=True)) for row in discards],
+        }
+
+    def _logged_events(self, before: int | None, kind: str, limit: int) -> dict[str, Any]:
+        """Return what ``events`` does for a run without a ledger, from its log of events."""
+        names = ("time", "kind", "subject", "message", "step")
+        rows = [{"id": number, **row} for number, row in enumerate(read_rows(self.folder / EVENTS_FILE))]
+        chosen = [row for row in reversed(rows) if row["kind"] == (kind or row["kind"])]
+        chosen = [row for row in chosen if before is None or row["id"] < before]
+        return {
+            "events": [{name: row[name] for name in ("id", *names)} for row in chosen[:limit]],
+            "before": chosen[limit - 1]["id"] if len(chosen) > limit else None,
+            "kinds": dict(Counter(row["kind"] for row in rows).most_common()),
+            "discards": [],
         }
 
     # Groups -------------------------------------------------------------------------------------------------------

@@ -40,3 +40,5 @@ def test_a_supervised_run_is_stopped_too(local_ray: None, tiny_policy: Path, tmp
         rlpipe.train(rlpipe.load_config(options))
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 60
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert [event["kind"] for event in events if event["subject"] == "gradient_norm"] == ["health"]

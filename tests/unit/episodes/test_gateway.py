@@ -271,6 +271,20 @@ def test_a_thousand_retries_get_the_same_answer() -> None:
     assert len(ids) == len(scene.contexts) == len(episode.graph.turns) == 1
 
 
+def test_equal_questions_at_the_same_time_are_several_turns() -> None:
+    async def program(scene: Scene) -> list[str | None]:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        made = scene.client().chat.completions.create
+        answers = await asyncio.gather(*(made(**body) for _ in range(3)))
+        return [answer.choices[0].message.content for answer in answers]
+
+    scene = Scene(["North.", "East.", "South."], pause_s=0.2)
+    episode, texts = play(scene, program)
+    assert sorted(filter(None, texts)) == ["East.", "North.", "South."]
+    assert len(scene.contexts) == len(episode.graph.turns) == 3
+    assert len(episode.graph.branches()) == 3
+
+
 def test_a_client_that_gives_up_and_asks_again_gets_the_turn_that_was_drawn() -> None:
     async def program(scene: Scene) -> str | None:
         body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}

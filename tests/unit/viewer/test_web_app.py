@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from starlette.testclient import TestClient
 from viewer_cases import ATTACK, ViewerRun, finished_run, picture, recorded_outcome_of
 
 from rlpipe.cli import main
+from rlpipe.replay.ledger.run_ledger import LedgerEvent
+from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
 from rlpipe.tracking.outcome import OUTCOME_FILE
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
@@ -271,6 +274,24 @@ def test_the_number_of_steps_of_a_run_without_a_ledger_is_that_of_its_config(tmp
     assert run.summary()["num_steps"] is None
     (tmp_path / "config.yaml").write_text("algorithm: {num_steps: 40}\n")
     assert run.summary()["num_steps"] == 40
+
+
+def test_events_of_a_run_without_a_ledger_come_from_its_log(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / EVENTS_FILE, 0)
+    for number, kind in enumerate(["health", "death", "health"]):
+        event = LedgerEvent(number=number, time=50.0 + number, kind=kind, subject="rank", message=f"event {number}")
+        log.append(number + 1, [asdict(event)])
+    run = ViewedRun(tmp_path, "run")
+    found = run.events()
+    assert [(event["message"], event["step"]) for event in found["events"]] == [
+        ("event 2", 3),
+        ("event 1", 2),
+        ("event 0", 1),
+    ]
+    assert (found["kinds"], found["before"]) == ({"health": 2, "death": 1}, None)
+    first = run.events(kind="health", limit=1)
+    assert [event["message"] for event in first["events"]] == ["event 2"]
+    assert [event["message"] for event in run.events(kind="health", before=first["before"])["events"]] == ["event 0"]
 
 
 def test_curves_are_shown_where_no_index_can_be_written(tmp_path: Path) -> None:
