@@ -89,9 +89,9 @@ def _call_own(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             expected = list(inputs.mask.shape)
             raise own_error(config, LOSS, f"returned {name} of shape {shape}, not {expected}, one value for each token")
-    for name in ("clipped_low", "clipped_high"):
-        if tensors[name] is not None and tensors[name].dtype is not torch.bool:
-            raise own_error(config, LOSS, f"returned {name} of type {tensors[name].dtype}, not bool")
+    for name, marks in {"clipped_low": output.clipped_low, "clipped_high": output.clipped_high}.items():
+        if marks is not None and marks.dtype is not torch.bool:
+            raise own_error(config, LOSS, f"returned {name} of type {marks.dtype}, not bool")
     if inputs.logprobs.requires_grad and not output.per_token.requires_grad:
         raise own_error(config, LOSS, "returned a loss without a gradient; compute it from inputs.logprobs")
     unfit = inputs.mask & ~output.per_token.isfinite()

@@ -67,7 +67,7 @@ def assemble_step(
     replaced = {group.group_id for group in flat[: len(replayed)]}
     whole = [*(group for group in groups if group.group_id not in replaced), *replayed]
     for rollout in (rollout for group in flat[: len(replayed)] for rollout in group):
-        _write_advantages(rollout, np.zeros(()))
+        _write_advantages(rollout, np.zeros((), np.float32))
     trained = [replace(group, rollouts=group.sampled) for group in whole]
     in_learner = algorithm.credits_in_learner
     skip_zero_advantage = skip_zero_advantage and not in_learner

@@ -319,7 +319,7 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
         start=parts.start_engine,
         load_newest=version_on_disk,
         collected=flow.collected,
-        notice=lambda _, message: logger.warning(message),
+        notice=lambda subject, message, kind="engine": logger.warning(message),
         give_up=end,
         episodes=parts.episodes,
     )

@@ -170,23 +170,24 @@ def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reward_model(tiny_policy: Path, tmp_path: Path) -> None:
-    """Check the reward model, itself trained for two steps, with Ray Serve serving it."""
+@pytest.mark.parametrize(("example", "reward"), [("reward_model", "preference"), ("process_reward", "steps")])
+def test_reward_model(example: str, reward: str, tiny_policy: Path, tmp_path: Path) -> None:
+    """Check a reward model, itself trained for two steps, with Ray Serve serving it."""
     training = ("algorithm.num_steps=2", "algorithm.groups_per_step=4", "data.held_out.size=4", "tracking=quiet")
-    config = ("--config", "examples/reward_model/train.yaml", f"output={tmp_path / 'reward_model'}")
+    config = ("--config", f"examples/{example}/train.yaml", f"output={tmp_path / 'reward_model'}")
     assert main(["train", *config, *training, "learner.num_cpus=1", "learner.schedule.warmup_steps=0"]) == 0
     steps = run(
         tmp_path / "run",
         tiny_policy,
         "--config",
-        "examples/reward_model/run.yaml",
-        f"scoring.rewards.preference.kwargs.model={tmp_path / 'reward_model' / 'policy'}",
+        f"examples/{example}/run.yaml",
+        f"scoring.rewards.{reward}.kwargs.model={tmp_path / 'reward_model' / 'policy'}",
         "data.held_out.size=4",
         *SMALL_GROUPS,
         "rollout=hf",
     )
     assert [step["step"] for step in steps] == [1, 2]
-    assert all(step["rewards/preference/std"] > 0 for step in steps)
+    assert all(step[f"rewards/{reward}/std"] > 0 for step in steps)
     assert steps[-1]["groups/failed"] == 0
 
 

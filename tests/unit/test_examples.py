@@ -82,6 +82,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "own_algorithm",
         "own_data",
         "preferences",
+        "process_reward",
         "reward_model",
         "sft",
         "tictactoe",
@@ -270,6 +271,43 @@ def test_pairs_of_the_reward_model_are_spoiled_differently_and_always_in_the_sam
         assert all(row["chosen"] != rejected for row, rejected in zip(rows, spoiled[name], strict=True))
     same = [one == other for one, other in zip(spoiled["spoiled"], spoiled["spoiled_again"], strict=True)]
     assert sum(same) < len(rows) / 10
+
+
+def process_reward_rows(file: str, count: int = 200) -> list[dict[str, Any]]:
+    data = load_config(file=f"examples/process_reward/{file}.yaml").data
+    transform = import_object(data.transform)(data.transform_args)
+    rows = open_rows(data, seed=0)
+    return [transform(rows[index]) for index in range(count)]
+
+
+def test_labelled_solutions_end_at_their_first_wrong_step() -> None:
+    wrong = Counter[str]()
+    for row in process_reward_rows("train"):
+        total, *others = (int(number) for number in row["prompt"][:-1].split("+"))
+        for number, step, label in zip(others, row["completions"], row["labels"], strict=False):
+            found = re.fullmatch(r"(\d+)\+(\d+)=(\d+)", step)
+            assert found is not None
+            first, second, result = map(int, found.groups())
+            assert label == (first == total and second == number and result == first + second)
+            kinds = {"first": first != total, "second": second != number, "result": result != first + second}
+            wrong.update(kind for kind, is_wrong in kinds.items() if is_wrong)
+            total = result
+        assert all(row["labels"][:-1])
+        assert len(row["labels"]) == len(others) or not row["labels"][-1]
+    assert wrong["result"] > wrong["first"] > 10
+    assert wrong["second"] > 10
+
+
+def test_solutions_of_the_policy_are_whole_and_wrong_where_carries_are_forgotten() -> None:
+    rows = process_reward_rows("run")
+    config = load_config(file="examples/process_reward/run.yaml")
+    complete, right = (config.scoring.rewards[name] for name in ("complete", "right"))
+    texts = [row["completion"] for row in rows]
+    assert load_reward(complete.path, complete.kwargs)(texts, **complete.kwargs) == [1.0] * len(rows)
+    found = load_reward(right.path, right.kwargs)(texts, [row["answer"] for row in rows])
+    assert 0.15 < sum(found) / len(rows) < 0.4
+    differences = {int(row["answer"]) - int(re.findall(r"\d+", row["completion"])[-1]) for row in rows}
+    assert differences <= {0, 10, 20, 30}
 
 
 def test_math_answers_of_made_rows_are_right() -> None:
