@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from feature_cases import baseline_reference, score_reference, score_whitened, unit, whiten_layers_reference
+from feature_cases import (
+    baseline_reference,
+    score_reference,
+    score_whitened,
+    unit,
+    whiten_layers_reference,
+    whiten_reference,
+)
 from torch import Tensor
 
 from rlpipe.algorithms import features
@@ -186,6 +193,20 @@ def ebft_advantages(name: str, alignment: Array, diversity: Array, coefs: tuple[
 
 def diversity_of(products: Array) -> Array:
     return (products.sum(1) - products.diagonal()) / max(len(products) - 1, 1)
+
+
+@pytest.mark.parametrize("method", ["sample", "feature", "none"])
+def test_jointly_normalised_layers_give_the_advantages_of_the_spec(method: str) -> None:
+    """Check the authors' way, from hidden states of three layers of very different sizes to advantages."""
+    count, width = 5, 12
+    samples = [10.0**place * draw(1, count, width, seed=place) for place in range(3)]
+    truth = [10.0**place * draw(1, width, seed=9 + place) for place in range(3)]
+    scores = score_features(join_layers(samples, normalize="joint"), join_layers(truth, normalize="joint"), method)
+    got = ebft_advantages("rloo", scores.alignment[0].numpy(), scores.diversity[0].numpy())
+    rows = np.stack([unit(row) for row in np.concatenate([layer[0].numpy() for layer in samples], axis=1)])
+    x, y = whiten_reference(rows, unit(np.concatenate([layer[0].numpy() for layer in truth])), method)
+    alignment, *_ = score_whitened(x, y)
+    np.testing.assert_allclose(got, baseline_reference(np.array(alignment), x @ x.T, 1.0, 1.0), atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
