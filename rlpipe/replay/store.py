@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
@@ -170,7 +170,9 @@ class ReplayStore:
         self._answer_again(outcome, group_ids, with_tokens=True)
         if repeated := set(group_ids) - {group.group_id for group in groups}:
             outcome.zero_reward += [group for group in self._zero_reward() if group.group_id in repeated]
-        outcome.discarded |= self._discard(failed, best).discarded
+        dropped = self._discard(failed, best)
+        outcome.discarded |= dropped.discarded
+        outcome.zero_reward += dropped.zero_reward
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -248,11 +250,13 @@ class ReplayStore:
 
     def _discard(self, reasons: dict[int, str], best_rewards: Mapping[int, float] | None = None) -> Outcome:
         self.ledger.discard(reasons, best_rewards)
-        for group_id in reasons:
-            self._buffer.discard(group_id)
-            self._entries.pop(group_id, None)
-        self._num_discarded += len(reasons)
         outcome = Outcome(discarded=reasons)
+        for group_id, reason in reasons.items():
+            self._buffer.discard(group_id)
+            ticket = self._entries.pop(group_id, None)
+            if ticket is not None and ticket.reroll and not reason.startswith(NO_VARIANCE):
+                outcome.zero_reward.append(replace(ticket, reroll=ticket.reroll - 1))  # it is still to be put back
+        self._num_discarded += len(reasons)
         self._num_failed += len(outcome.failures)
         return outcome
 

@@ -349,9 +349,10 @@ class Ledger(Database):
         return self._admitted(
             "(state NOT IN ('DISCARDED') OR reason LIKE ?) AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups"
             " AS later WHERE later.epoch = groups.epoch AND later.position = groups.position"
-            " AND later.reroll > groups.reroll)",
+            " AND later.reroll > groups.reroll AND (later.state NOT IN ('DISCARDED') OR later.reason LIKE ?))",
             f"{NO_VARIANCE}%",
             at_most,
+            f"{NO_VARIANCE}%",
         )
 
     def counts(self) -> dict[GroupState, int]:

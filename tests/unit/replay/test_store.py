@@ -1,5 +1,6 @@
 """The decisions of the replay store, feature by feature, and their effects on the accounts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import RunError
 from rlpipe.replay.assemble import assemble_step
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState
@@ -367,6 +369,22 @@ def test_prompts_that_earned_nothing_are_named_when_their_group_is_refilled(tmp_
     assert (list(outcome.discarded), outcome.attempts, [g.group_id for g in outcome.zero_reward]) == ([0], [1], [0])
     assert not bring(store, 1, [1.0, 1.0]).zero_reward
     assert [g.group_id for g in open_store(tmp_path, replay=replay).resume_state([]).zero_reward] == [0]
+
+
+def test_a_prompt_that_was_put_back_and_failed_is_named_again(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, reroll_after=0.25)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0)
+    (earned_nothing,) = bring(store, 0, [0.0, 0.0]).zero_reward
+    again = replace(earned_nothing, group_id=1, reroll=1)
+    store.admit([again], Cursor(epoch=0, position=1))
+    assert not open_store(tmp_path, replay=replay).resume_state([]).zero_reward
+    broken = group(1, [1.0], scored=False)
+    broken.failure = "the engine refused it"
+    (named,) = store.generated([broken]).zero_reward
+    assert (named.position, named.reroll) == (earned_nothing.position, 0)
+    (found,) = open_store(tmp_path, replay=replay).resume_state([]).zero_reward
+    assert found == earned_nothing
 
 
 def test_without_rerolls_nobody_is_named(tmp_path: Path) -> None:
