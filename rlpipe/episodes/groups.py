@@ -95,9 +95,7 @@ class GroupPlayer:
         played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
         episodes = [episode for episode, _ in played]
         if any(own.is_rewarded and own.failure is None for own in episodes):
-            for (
-                own
-            ) in episodes:  # one that met a limit had no chance to tell its reward: left out, it would never count
+            for own in episodes:  # at a limit, a program may not get to tell a reward; left out, such would never count
                 own.is_rewarded |= own.status is RolloutStatus.TRUNCATED
         group = RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[])
         group.generate_s = asyncio.get_running_loop().time() - began
@@ -241,10 +239,9 @@ def refused_messages(bridge: Bridge, kind: EpisodeKind) -> dict[str, str]:
 
     Tools of servers and of programs are not known yet; another one stands for them.
     """
-    unknown = [FunctionTool(_look).schema]
-    tools = [*kind.schemas, *(unknown if kind.servers else [])]
+    unknown = [FunctionTool(_look).schema] if kind.servers or kind.agent is not None else []
     refused: dict[str, str] = {}
-    for schemas in [[], unknown] if kind.agent is not None else [tools]:
+    for schemas in [[], unknown] if kind.agent is not None else [[*kind.schemas, *unknown]]:
         refused |= prove(replace(bridge, template=bridge.template.with_tools(schemas or None))).refused
     return refused
 
