@@ -63,11 +63,7 @@ def assemble_step(
     rollouts whose advantage is 0 are counted in the denominators but left out of the batch, unless the loss reads them
     all the same. If the learner computes the advantages, the batches hold the rewards instead.
     """
-    flat = [group for group in groups if not has_signal(group, algorithm.combine)] if replayed else []
-    replaced = {group.group_id for group in flat[: len(replayed)]}
-    whole = [*(group for group in groups if group.group_id not in replaced), *replayed]
-    for rollout in (rollout for group in flat[: len(replayed)] for rollout in group):
-        _write_advantages(rollout, np.zeros((), np.float32))
+    whole = [*_without_replaced(groups, len(replayed), algorithm.combine), *replayed]
     trained = [replace(group, rollouts=group.sampled) for group in whole]
     in_learner = algorithm.credits_in_learner
     skip_zero_advantage = skip_zero_advantage and not in_learner
@@ -109,6 +105,15 @@ def assemble_step(
     if in_learner:
         _clear_advantages(trained)
     return batches
+
+
+def _without_replaced(groups: Sequence[RolloutGroup], num_replaced: int, combine: str) -> list[RolloutGroup]:
+    """Return the groups without the first ones whose rewards are all equal, which get advantages of 0."""
+    flat = [group for group in groups if not has_signal(group, combine)] if num_replaced else []
+    replaced = flat[:num_replaced]
+    for rollout in (rollout for group in replaced for rollout in group):
+        _write_advantages(rollout, np.zeros((), np.float32))
+    return [group for group in groups if not any(group is other for other in replaced)]
 
 
 def pair_up(groups: Iterable[RolloutGroup], *, without_truncated: bool) -> list[Rollout]:
