@@ -72,6 +72,15 @@ def cold_start(config: Config, *options: str) -> None:
     train(load_config([*(f"{name}={value}" for name, value in shared.items() if name not in given), *options]))
 
 
+def train_reward_model(config: Config, reward: str, file: Path) -> None:
+    """Train the reward model that a reward of the config loads, by the config in ``file``, unless it is there."""
+    from rlpipe.run.pipeline import train
+
+    model = Path(config.scoring.rewards[reward].kwargs["model"])
+    if not model.is_dir():
+        train(load_config([f"output={model.parent}", f"seed={config.seed}"], file=file))
+
+
 def learn_solutions(config: Config, column: str) -> None:
     """Train a new policy by SFT on the solutions in a column of the rows, until some of its own are right."""
     cold_start(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rlpipe
-from rlpipe.quickstart import cold_start
+from rlpipe.quickstart import cold_start, train_reward_model
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -94,13 +94,7 @@ def make_model(config: rlpipe.Config) -> None:
 
 def prepare(config: rlpipe.Config) -> None:
     """Train the reward model, unless there is one, and the policy; ``model.prepare`` of the example."""
-    from rlpipe.configs.compose import load_config
-    from rlpipe.run.pipeline import train
-
-    model = Path(config.scoring.rewards["steps"].kwargs["model"])
-    if not model.is_dir():
-        options = [f"output={model.parent}", f"seed={config.seed}"]
-        train(load_config(options, file=Path(__file__).with_name("train.yaml")))
+    train_reward_model(config, "steps", Path(__file__).with_name("train.yaml"))
     warm_up(config)
 
 

@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import rlpipe
-from rlpipe.quickstart import cold_start
+from rlpipe.quickstart import cold_start, train_reward_model
 
 Row = dict[str, Any]
 
 
 def prepare(config: rlpipe.Config) -> None:
     """Train the reward model, unless there is one, and the policy; ``model.prepare`` of the example."""
-    from rlpipe.configs.compose import load_config
-    from rlpipe.run.pipeline import train
-
-    model = Path(config.scoring.rewards["preference"].kwargs["model"])
-    if not model.is_dir():
-        options = [f"output={model.parent}", f"seed={config.seed}"]
-        train(load_config(options, file=Path(__file__).with_name("train.yaml")))
+    train_reward_model(config, "preference", Path(__file__).with_name("train.yaml"))
     warm_up(config)
 
 

@@ -218,12 +218,12 @@ class ViewedRun:
 
     def _logged_events(self, before: int | None, kind: str, limit: int) -> dict[str, Any]:
         """Return what ``events`` does for a run without a ledger, from its log of events."""
-        names = ("time", "kind", "subject", "message", "step")
+        names = ("id", "time", "kind", "subject", "message", "step")
         rows = [{"id": number, **row} for number, row in enumerate(read_rows(self.folder / EVENTS_FILE))]
-        chosen = [row for row in reversed(rows) if row["kind"] == (kind or row["kind"])]
-        chosen = [row for row in chosen if before is None or row["id"] < before]
+        earlier = rows if before is None else rows[: max(before, 0)]
+        chosen = [row for row in reversed(earlier) if not kind or row["kind"] == kind]
         return {
-            "events": [{name: row[name] for name in ("id", *names)} for row in chosen[:limit]],
+            "events": [{name: row[name] for name in names} for row in chosen[:limit]],
             "before": chosen[limit - 1]["id"] if len(chosen) > limit else None,
             "kinds": dict(Counter(row["kind"] for row in rows).most_common()),
             "discards": [],

@@ -275,11 +275,8 @@ class Refresher(threading.Thread):
             try:
                 read(run)
                 run.problem = ""
-            except (
-                InputError,
-                OSError,
-                sqlite3.Error,
-            ) as error:  # a ledger that is being replaced is missing for a moment
+            # A ledger that is being replaced is missing for a moment.
+            except (InputError, OSError, sqlite3.Error) as error:
                 run.problem = str(error)
 
     def stop(self) -> None:

@@ -125,10 +125,14 @@ def conversation(row: Row, column: str) -> ChatMessages:
     Raises ``UnusableRow`` if the column does not hold messages.
     """
     messages = column_messages(row[column], column)
-    system = row.get(SYSTEM) if column == CONVERSATIONS else None
-    if system and messages[0]["role"] != SYSTEM:
-        return [*chat_messages([{"role": SYSTEM, "content": system}]), *messages]
-    return messages
+    return with_system(messages, row.get(SYSTEM)) if column == CONVERSATIONS else messages
+
+
+def with_system(messages: ChatMessages, system: Any) -> ChatMessages:
+    """Return messages after a system turn with the text ``system``, unless it is empty or they begin with one."""
+    if not system or messages[0]["role"] == SYSTEM:
+        return messages
+    return [*chat_messages([{"role": SYSTEM, "content": system}]), *messages]
 
 
 def no_conversation(columns: Collection[str], messages_column: str) -> str:

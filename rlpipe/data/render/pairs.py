@@ -23,6 +23,7 @@ from rlpipe.data.render.formats import (
     conversation,
     conversation_column,
     conversation_columns,
+    with_system,
 )
 from rlpipe.data.render.messages import chat_messages, column_messages
 from rlpipe.data.render.processor import Encoded, ImageProcessor
@@ -117,15 +118,12 @@ class PreferenceForm:
             if not system:
                 return prompt, used
             if not isinstance(prompt, str):
-                messages = column_messages(prompt, name)
-                return messages if messages[0]["role"] == SYSTEM else [*_turns((SYSTEM, system)), *messages], used
+                return with_system(column_messages(prompt, name), system), used
             if not self._data.chat:
                 raise UnusableRow(f"column {SYSTEM!r} needs data.chat=true")
             return [*_turns((SYSTEM, system), ("user", prompt))], used
         if (name := conversation_column(row, self._data.messages_column)) is not None:
-            messages = conversation(row, name)
-            if system and messages[0]["role"] != SYSTEM:
-                messages = [*_turns((SYSTEM, system)), *messages]
+            messages = with_system(conversation(row, name), system)
             return messages, (*conversation_columns(self._data.messages_column), SYSTEM)
         return None, ()
 
