@@ -290,8 +290,8 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return value
-    inside = (option.name for option in options() if fnmatchcase(name, option.pattern.rpartition(".")[0]))
-    example = next(inside, f"{name}.<name>")
+    inside = [option.name for option in options() if fnmatchcase(name, option.pattern.rpartition(".")[0])]
+    example = f"{name}.name" if f"{name}.name" in inside else next(iter(inside), f"{name}.<name>")
     message = f"{name}: must be a section with options such as {example}, not {value!r:.200}"
     if name in list_groups():
         message += f"; to choose a file of the group, write `defaults: [{name}: {value!s:.80}]`"

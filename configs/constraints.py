@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, OwnFunction
+from rlpipe.configs.objective_constraints import (
+    check_correction,
+    check_function,
+    check_group_size,
+    check_loss,
+    check_preference,
+    check_reward_kl,
+    check_reward_model,
+)
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging
@@ -23,11 +32,7 @@ from rlpipe.configs.section_constraints import (
     check_learner,
     check_masks,
     check_optimizer,
-    check_preference,
     check_replicas,
-    check_reward_kl,
-    check_reward_model,
-    check_sampled_pairs,
     check_schedule,
     check_step_size,
     check_strided,
@@ -215,83 +220,14 @@ def check_adapter(config: Config) -> Iterator[str]:
         )
 
 
-def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
-    advantage, size = algorithm.advantage, algorithm.group_size
-    pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
-    alone = advantage.path is not None or advantage.name in ("reinforce", "reinforce_plus_plus", "remax", "gae")
-    if size < 2 and not alone and not pairs:
-        yield (
-            f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
-            "more, or algorithm=reinforce"
-        )
-    elif size < 2 and algorithm.combine == "normalize_then_sum":
-        yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalizes within a group; set 2 or more"
-    if algorithm.samples_greedy and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
-        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
-        yield f"{part}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
-    if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
-        yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
-    yield from check_function(advantage, "algorithm.advantage")
-
-
-def check_function(config: OwnFunction, section: str) -> Iterator[str]:
-    """Yield contradictions of a function of the user's own; its import is checked when a run begins."""
-    if config.path is not None and ":" not in config.path:
-        yield (
-            f"{section}.path: {config.path!r:.200} names no function; write file.py:function or package.module:function"
-        )
-    for name in ("kwargs", "digest"):
-        if config.path is None and getattr(config, name):
-            yield f"{section}.{name}: there is no function to use it; set {section}.path, or leave it out"
-
-
-def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
-    loss = algorithm.loss
-    yield from check_function(loss, "algorithm.loss")
-    if loss.path is not None:
-        return
-    if algorithm.samples_pairs:
-        yield from check_sampled_pairs(algorithm)
-    if loss.name == "vespo" and algorithm.correction.mode.startswith("sequence"):
-        yield (
-            f"algorithm.correction.mode: {algorithm.correction.mode} would count a sequence's ratio once for each "
-            "token of vespo's product; set token_truncate, token_mask or none"
-        )
-    if loss.name == "clip_cov" and loss.covariance.low >= loss.covariance.high:
-        yield (
-            f"algorithm.loss.covariance.low: {loss.covariance.low:g} is not below high={loss.covariance.high:g}, so no "
-            "token is chosen; set it lower"
-        )
-    if loss.name == "cispo" and loss.cispo_floor > 1 + loss.clip_high:
-        yield "algorithm.loss.cispo_floor: is above 1 + clip_high; set it lower"
-    if loss.level != "token" and loss.name != "clip":
-        yield f"algorithm.loss.level: {loss.level} needs algorithm.loss.name=clip; {loss.name} works per token"
-    if loss.name == "clip" and loss.clip_low >= 1:
-        yield f"algorithm.loss.clip_low: {loss.clip_low} leaves no lower bound; set it below 1"
-    if loss.clip_delta is not None and loss.name != "clip":
-        yield f"algorithm.loss.clip_delta: has no effect on the loss {loss.name}; set it to null"
-    elif loss.clip_delta is not None and loss.clip_delta < 1 + loss.clip_high:
-        yield f"algorithm.loss.clip_delta: {loss.clip_delta} is below 1 + clip_high; set {1 + loss.clip_high:g} or more"
-
-
-def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
-    correction, usual = algorithm.correction, CorrectionConfig()
-    yield from check_function(correction, "algorithm.correction")
-    for option in ("mode", "cap", "floor", "off_policy_threshold") if correction.path is not None else ():
-        if getattr(correction, option) != getattr(usual, option):
-            yield f"algorithm.correction.{option}: has no effect on the function of path; remove it, or set path=null"
-    name = "algorithm.correction.bias_corrected_kl"
-    if correction.bias_corrected_kl and algorithm.loss.beta == 0:
-        yield f"{name}: there is no KL to weight; set algorithm.loss.beta above 0, or false here"
-    if correction.bias_corrected_kl and correction.mode == "none":
-        yield f"{name}: there are no weights with algorithm.correction.mode=none; set another mode, or false here"
-
-
 def check_replay(config: Config) -> Iterator[str]:
     replay, advantage = config.replay, config.algorithm.advantage.name
     yield from check_function(config.algorithm.replay, "algorithm.replay")
-    if config.algorithm.replay.path is not None and not replay.reuse_groups:
-        yield "algorithm.replay.path: no groups are kept to choose from; set replay.reuse_groups above 0, or path=null"
+    policy = config.algorithm.replay
+    if policy.path is not None and policy.name != ReplayPolicyConfig().name:
+        yield f"algorithm.replay.name: {policy.name} has no effect on the function of path; remove it, or set path=null"
+    if policy != ReplayPolicyConfig() and not replay.reuse_groups:
+        yield "algorithm.replay: no groups are kept to choose from; set replay.reuse_groups above 0, or leave it out"
     for name in ("refill_attempts", "reuse_groups"):
         if advantage in ("reinforce", "reinforce_plus_plus", "gae") and getattr(replay, name):
             yield (

@@ -6,47 +6,16 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 
-from rlpipe.configs.data_sources import ROLE_OPTION, all_sources, mixed_sources, read_role_boundaries
-from rlpipe.configs.options import leaves, to_tree
-from rlpipe.configs.schema.algorithm_config import (
-    AdvantageConfig,
-    AlgorithmConfig,
-    CorrectionConfig,
-    CriticConfig,
-    RewardKlConfig,
-)
+from rlpipe.configs.data_sources import ROLE_OPTION, mixed_sources, read_role_boundaries
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, RewardKlConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 
 KIND = "algorithm.kind=ebft_strided"
-PREFERENCE = "algorithm.preference"
-PRECOMPUTE = f"{PREFERENCE}.precompute_ref_log_probs"
-PREFERENCE_TAKERS = {
-    "label_smoothing": ("dpo", "robust", "exo", "simpo", "cpo"),
-    "margin": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-"""Losses that an option has an effect on."""
-OF_ROWS = ("preference", "reward_model", "process_reward_model")
-"""Kinds of algorithms with rows of their own; each has a section of its name."""
-OF_ROLLOUTS = (
-    "algorithm.advantage",
-    "algorithm.loss",
-    "algorithm.correction",
-    "algorithm.replay",
-    "algorithm.reward_kl",
-    "algorithm.critic",
-    "algorithm.ebft",
-    "algorithm.combine",
-    "replay",
-)
-"""Options, and sections of them, that only rollouts, or blocks of raw text, have a use for."""
 
 
 def check_strided(config: Config) -> Iterator[str]:
@@ -83,33 +52,6 @@ def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
                 "set 0, or algorithm.ebft.features.weights=own"
             )
     yield from check_features(algorithm)
-
-
-def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield contradictions of the KL in the reward, and of other advantages that the learner computes."""
-    name, options, advantage = "algorithm.reward_kl", algorithm.reward_kl, algorithm.advantage
-    if advantage.name != "gae" and (advantage.gamma, advantage.lam) != (1.0, 1.0):
-        yield f"algorithm.advantage.gamma: gamma and lam have no effect on {advantage.name}; leave them out, or set gae"
-    if not algorithm.has_critic and algorithm.critic != CriticConfig():
-        yield "algorithm.critic: only algorithm.advantage.name=gae has a critic; set that, or leave it out"
-    if algorithm.has_critic and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
-        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
-        yield f"{part}: gae compares plain rewards with a critic's values; leave it out, or set rloo"
-    if algorithm.credits_in_learner and algorithm.loss.mask_truncated:
-        yield (
-            "algorithm.loss.mask_truncated: the learner computes the advantages from the log-probs of all rollouts "
-            "(reward_kl, optimal_token_baseline, gae), and has none of these; set false"
-        )
-    if not options.coef and options != RewardKlConfig():
-        yield f"{name}: there is no KL in the reward with coef=0, which stays 0; set {name}.coef, or leave it out"
-    elif options.target is None and options.horizon != RewardKlConfig().horizon:
-        yield f"{name}.horizon: coef is constant without a target; set {name}.target, or leave it out"
-    elif options.coef and algorithm.samples_pairs:
-        yield f"{name}.coef: has no effect on the loss dpo, which has a reference of its own; set 0"
-    elif options.coef and advantage.path is not None:
-        yield f"{name}.coef: only built-in advantages take the KL; set 0, or algorithm.advantage.path=null"
-    elif options.coef and advantage.credit == "turns":
-        yield f"{name}.coef: rewards of single turns take no KL; set 0, or algorithm.advantage.credit=episode"
 
 
 def check_replicas(option: str, serve: ServeConfig) -> Iterator[str]:
@@ -363,133 +305,3 @@ def _check_template(data: DataConfig, at: str) -> Iterator[str]:
             yield f"{option}: can't be set here; set {OPTIONS[name].replace('data', at)} instead"
         elif name in GIVEN:
             yield f"{option}: rlpipe sets it for each row; leave it out"
-
-
-def check_unused(config: Config) -> Iterator[str]:
-    """Yield the changed options that an algorithm on rows of preferences or labels ignores.
-
-    Those of engines and rewards are not among them, because ``rlpipe eval`` reads them.
-    """
-    kind, usual = config.algorithm.kind, dict(leaves(to_tree(Config())))
-    unused = (*OF_ROLLOUTS, *(f"algorithm.{other}" for other in OF_ROWS if other != kind))
-    for name, value in leaves(to_tree(config)):
-        is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
-        has_own_check = kind == "preference" and name == "algorithm.loss.beta"
-        if is_unused and not has_own_check and (name, value) not in usual.items():
-            yield f"{name}: has no effect with algorithm.kind={kind}; remove it"
-
-
-def check_preference(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    yield from check_unused(config)
-    yield from _check_preference_loss(algorithm.preference)
-    yield from _check_kto_update(algorithm)
-    if algorithm.loss.beta:
-        yield f"algorithm.loss.beta: has no effect on preferences; set {PREFERENCE}.beta"
-    if algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
-    if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
-        yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
-    yield from _check_precomputed(config)
-    yield from _check_preference_rows(config)
-    if algorithm.preference.loss == "kto":
-        for name, value in (("loss_mask", "all"), ("train_on_inputs", True)):
-            if any(getattr(source.data, name) == value for source in all_sources(config.data)):
-                yield f"data.{name}: kto trains only completions, so prompts can't count; remove it"
-
-
-def _check_precomputed(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if not algorithm.preference.precompute_ref_log_probs:
-        return
-    if not algorithm.preference.needs_reference:
-        yield f"{PRECOMPUTE}: {algorithm.preference.loss} has no reference; remove it"
-    if algorithm.reference.sync_steps:
-        yield f"{PRECOMPUTE}: log-probs of a reference that moves can't be computed before; set reference.sync_steps=0"
-    if any(source.data.streaming for source in all_sources(config.data)):
-        yield f"{PRECOMPUTE}: the rows of a stream would be read twice; set data.streaming=false, or remove it"
-
-
-def check_reward_model(config: Config) -> Iterator[str]:
-    model, kind = config.model, config.algorithm.kind
-    yield from check_unused(config)
-    if config.learner.offload == "chunked":
-        yield "learner.offload: chunked can't hold a reward model so far; set none, or policy with strategy=fsdp2"
-    if model.images:
-        yield f"model.images: {kind} takes no images so far; set false"
-    if model.adapter.kind == "qlora":
-        yield f"model.adapter.kind: qlora has no whole weights, which {kind} exports; set lora, or model=full"
-    if model.adapter.path is not None:
-        yield (
-            "model.adapter.path: an adapter without a reward head can't be trained further; merge it (rlpipe merge), "
-            "and give the merged model as model.path"
-        )
-    if config.algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
-    if config.algorithm.reference.sync_steps:
-        yield f"algorithm.reference.sync_steps: {kind} has no reference; set it to 0"
-    yield from _check_preference_rows(config)
-
-
-def _check_preference_rows(config: Config) -> Iterator[str]:
-    has_steps = config.algorithm.kind == "process_reward_model"
-    for source in all_sources(config.data):
-        at = f"data.sources.{source.name}" if source.name else "data"
-        if source.data.text_column is not None:
-            what = "labels are of steps after" if has_steps else "preferences are between completions of"
-            yield f"{at}.text_column: {what} a prompt; set it to null"
-        if source.data.source == "reasoning_gym" and source.data.transform is None:
-            what = "labelled steps" if has_steps else "preferences"
-            yield f"{at}.source: tasks of reasoning_gym have no {what}; set jsonl, parquet or datasets"
-
-
-def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield contradictions of ``algorithm.loss.name=dpo``, which compares rollouts of a group."""
-    yield from _check_preference_loss(algorithm.preference)
-    if algorithm.preference.precompute_ref_log_probs:
-        yield f"{PRECOMPUTE}: rollouts are not known before they are sampled; remove it"
-    if not algorithm.preference.takes_pairs:
-        yield f"{PREFERENCE}.loss: kto takes no pairs; set dpo, ipo or another loss of pairs"
-    if algorithm.ebft.reward:
-        yield "algorithm.loss.name: dpo has no part for EBFT's losses; set algorithm.ebft.reward=false, or another loss"
-    if algorithm.loss.top_entropy_quantile < 1:
-        yield "algorithm.loss.top_entropy_quantile: has no effect on the loss dpo; set it to 1"
-    for name in ("beta", "entropy_coef"):
-        if getattr(algorithm.loss, name):
-            yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
-    if algorithm.loss.entropy_target is not None:
-        yield "algorithm.loss.entropy_target: has no effect on the loss dpo; leave it out"
-    if algorithm.combine != AlgorithmConfig().combine:
-        yield "algorithm.combine: the loss dpo compares sums of rewards; leave it out"
-    if algorithm.correction != CorrectionConfig():
-        yield "algorithm.correction: the loss dpo has no importance weights; leave it out"
-    if algorithm.advantage != AdvantageConfig():
-        yield "algorithm.advantage: the loss dpo compares rewards in pairs, without advantages; leave it out"
-
-
-def _check_preference_loss(preference: PreferenceConfig) -> Iterator[str]:
-    loss, default = preference.loss, PreferenceConfig()
-    for name, losses in PREFERENCE_TAKERS.items():
-        if loss not in losses and getattr(preference, name) != getattr(default, name):
-            yield f"{PREFERENCE}.{name}: has no effect on {loss}, only on {', '.join(losses)}; remove it"
-    if preference.label_smoothing == 0.5:
-        yield f"{PREFERENCE}.label_smoothing: with half of all labels wrong there is nothing to learn; set it below 0.5"
-    if loss == "exo" and not preference.label_smoothing:
-        yield f"{PREFERENCE}.label_smoothing: exo needs more than 0; set 0.001"
-    if loss == "orpo" and not preference.cross_entropy_coef:
-        yield (
-            f"{PREFERENCE}.cross_entropy_coef: orpo's odds ratio is added to a cross-entropy; set 1, or algorithm=orpo"
-        )
-    if loss == "kto" and preference.cross_entropy_coef:
-        yield f"{PREFERENCE}.cross_entropy_coef: kto has no chosen completions; set it to 0"
-    if loss == "kto" and not preference.desirable_weight and not preference.undesirable_weight:
-        yield f"{PREFERENCE}.desirable_weight: with both weights 0 nothing is trained; set one above 0"
-
-
-def _check_kto_update(algorithm: AlgorithmConfig) -> Iterator[str]:
-    rows = algorithm.groups_per_step // algorithm.num_minibatches
-    if algorithm.preference.loss == "kto" and rows < 2:
-        yield (
-            "algorithm.groups_per_step: kto estimates the KL from the completions of other rows, so an update needs "
-            f"at least 2; set it to {2 * algorithm.num_minibatches} or more"
-        )

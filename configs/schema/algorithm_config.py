@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlpipe.configs.schema.option import (
     MAX_PROCESSES,
@@ -12,12 +11,11 @@ from rlpipe.configs.schema.option import (
     MAX_TOKENS,
     MAX_WEIGHT,
     Freezable,
+    OwnFunction,
     option,
 )
 from rlpipe.configs.schema.preference_config import PreferenceConfig, ProcessRewardConfig, RewardModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
-
-DIGEST = "SHA-256 of the file in path, which the run fills in; a run rejects a file with another digest."
 
 
 @dataclass(kw_only=True)
@@ -112,14 +110,13 @@ ADVANTAGES = (
 
 
 @dataclass(kw_only=True)
-class AdvantageConfig(Freezable):
-    name: str = option("grpo", "How rewards become advantages.", choices=ADVANTAGES)
-    path: str | None = option(
-        None,
-        "Your own advantage function, as file.py:function or package.module:function; null: the one that name selects.",
+class AdvantageConfig(OwnFunction):
+    name: str = option(
+        "grpo",
+        "How rewards become advantages. With path, what your function gets beside the rewards: the greedy completions' "
+        "of remax, the energies of optimal_token_baseline, or the estimates of gae.",
+        choices=ADVANTAGES,
     )
-    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
-    digest: str | None = option(None, DIGEST)
     scale: str = option(
         "group",
         "Standard deviation that advantages are divided by (grpo, pass_at_k).",
@@ -182,18 +179,13 @@ class CovarianceConfig(Freezable):
 
 
 @dataclass(kw_only=True)
-class LossConfig(Freezable):
+class LossConfig(OwnFunction):
     name: str = option(
         "clip",
         "The policy-gradient surrogate; or dpo: the loss of algorithm.preference, on the best and the worst rollout of "
         "each group.",
         choices=(*LOSSES, PAIRS),
     )
-    path: str | None = option(
-        None, "Your own loss function, as file.py:function or package.module:function; null: the one that name selects."
-    )
-    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
-    digest: str | None = option(None, DIGEST)
     level: str = option(
         "token",
         "The ratio of each token, the length-normalized product over the sequence (GSPO), or the plain product (RLOO).",
@@ -257,7 +249,7 @@ class LossConfig(Freezable):
 
 
 @dataclass(kw_only=True)
-class CorrectionConfig(Freezable):
+class CorrectionConfig(OwnFunction):
     mode: str = option(
         "token_truncate",
         "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
@@ -279,26 +271,18 @@ class CorrectionConfig(Freezable):
         maximum=MAX_WEIGHT,
     )
     bias_corrected_kl: bool = option(False, "Also weight the KL to the reference by w.")
-    path: str | None = option(
-        None, "Your own correction, as file.py:function or package.module:function; null: the one that mode selects."
-    )
-    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
-    digest: str | None = option(None, DIGEST)
+
+
+REPLAY_POLICIES = ("newest", "most_spread")
 
 
 @dataclass(kw_only=True)
-class ReplayPolicyConfig(Freezable):
-    path: str | None = option(
-        None,
-        "Your own choice of the kept groups that are trained again, as file.py:function or package.module:function; "
-        "null: the newest ones.",
+class ReplayPolicyConfig(OwnFunction):
+    name: str = option(
+        "newest",
+        "Which of the kept groups are trained again: the newest ones, or those whose rewards differ most.",
+        choices=REPLAY_POLICIES,
     )
-    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
-    digest: str | None = option(None, DIGEST)
-
-
-OwnFunction = AdvantageConfig | LossConfig | CorrectionConfig | ReplayPolicyConfig
-"""Sections that may name a function of the user's own."""
 
 
 @dataclass(kw_only=True)
@@ -384,8 +368,7 @@ class AlgorithmConfig(Freezable):
     @property
     def samples_greedy(self) -> bool:
         """Whether each prompt has a greedy completion, too, which the others are compared with."""
-        own = self.advantage.name == "remax" and self.advantage.path is None
-        return own and self.kind == "rl" and not self.samples_pairs
+        return self.advantage.name == "remax" and self.kind == "rl" and not self.samples_pairs
 
     @property
     def completions_per_prompt(self) -> int:
@@ -395,15 +378,14 @@ class AlgorithmConfig(Freezable):
     @property
     def credits_in_learner(self) -> bool:
         """Whether the learner computes the advantages, because they depend on its log-probs."""
-        has_energies = self.advantage.name == "optimal_token_baseline" and self.advantage.path is None
+        has_energies = self.advantage.name == "optimal_token_baseline"
         needs_learner = has_energies or self.has_critic or self.reward_kl.coef > 0
         return self.kind == "rl" and not self.samples_pairs and needs_learner
 
     @property
     def has_critic(self) -> bool:
         """Whether the learner trains a value head, from which advantages are computed."""
-        own = self.advantage.name == "gae" and self.advantage.path is None
-        return own and self.kind == "rl" and not self.samples_pairs
+        return self.advantage.name == "gae" and self.kind == "rl" and not self.samples_pairs
 
     @property
     def precomputes_reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""Building blocks of the schema's sections: options with a range and a doc line, and a freezable base class."""
+"""Building blocks of the schema's sections: options with a range and a doc line, and the sections' base classes."""
 
 from __future__ import annotations
 
@@ -89,3 +89,18 @@ class Freezable:
         if getattr(self, "_frozen", False):
             raise AttributeError(f"the config is frozen: {type(self).__name__}.{name} can't be set after validation")
         object.__setattr__(self, name, value)
+
+
+@dataclass(kw_only=True)
+class OwnFunction(Freezable):
+    """A section that may name a function of the user's own in place of a built-in one."""
+
+    path: str | None = option(
+        None,
+        "Your own function in place of the built-in one, as file.py:function or package.module:function; null: the "
+        "built-in one.",
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function at path.")
+    digest: str | None = option(
+        None, "SHA-256 of the file in path, which the run fills in; a run rejects a file with another digest."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, Freezable, option
+from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, Freezable, OwnFunction, option
 
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
 PAIR_LOSSES = (
@@ -14,10 +14,11 @@ PAIR_LOSSES = (
 
 
 @dataclass(kw_only=True)
-class PreferenceConfig(Freezable):
+class PreferenceConfig(OwnFunction):
     loss: str = option(
         "dpo",
-        "The loss of pairs of a chosen and a rejected completion; for kto, of completions that are good or bad.",
+        "The loss of pairs of a chosen and a rejected completion; for kto, of completions that are good or bad. With "
+        "path, the built-in loss of pairs whose reference your function has.",
         choices=(*PAIR_LOSSES, "kto"),
     )
     beta: float = option(

@@ -107,6 +107,9 @@ def estimate_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) 
     The penalties of the inputs are subtracted from the rewards of their rollouts first.
     """
     name = inputs.config.name
+    if inputs.config.path is not None:
+        reduced = rewards if inputs.penalties is None else _subtract_penalties(rewards, inputs)
+        return own_advantages([np.asarray(group, np.float32) for group in reduced], inputs)
     if name not in ADVANTAGES:
         raise ValueError(f"advantage.name is {name!r}; use {', '.join(ADVANTAGES)}")
     return [

@@ -10,14 +10,14 @@ that a loss is divided by, so a step can still be split into micro batches in an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.plugins import CORRECTION, call_function, load_function, own_error
+from rlpipe.algorithms.plugins import CORRECTION, call_function, load_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 LOGPROB_DIFFERENCE = "sampling/logp_difference/max"
@@ -59,6 +59,61 @@ class CorrectionOutput:
 
     weights: Tensor  # [N]
     kept: Tensor | None = None  # [N] bool; None: all tokens
+    clipped: Tensor | None = None  # [N] bool, tokens whose weight a bound changed; None: no tokens
+
+
+Weighing = Callable[[CorrectionInputs], Tensor | CorrectionOutput]
+"""Function that returns the weights of a micro batch, alone or with what else it does to tokens."""
+CORRECTIONS: dict[str, Weighing] = {}
+"""The built-in corrections by ``algorithm.correction.mode``."""
+register_correction = registrar(CORRECTIONS)
+
+
+@register_correction("none")
+def uncorrected(inputs: CorrectionInputs) -> Tensor:
+    """Return 1 for each token."""
+    return torch.ones_like(inputs.log_ratios)
+
+
+@register_correction("token_truncate")
+def token_truncate(inputs: CorrectionInputs) -> CorrectionOutput:
+    """Return w of each token, bounded (truncated importance sampling, arXiv:1802.01561)."""
+    return _truncate(inputs.log_ratios, inputs)
+
+
+@register_correction("token_mask")
+def token_mask(inputs: CorrectionInputs) -> Tensor:
+    """Return w of each token, 0 outside the bounds (IcePop, arXiv:2510.18855)."""
+    return _mask(inputs.log_ratios, inputs)
+
+
+@register_correction("sequence_truncate")
+def sequence_truncate(inputs: CorrectionInputs) -> CorrectionOutput:
+    """Return the product of w over each token's sequence, bounded."""
+    return _truncate(sequence_sums(inputs.log_ratios, inputs.sequence_ids), inputs)
+
+
+@register_correction("sequence_mask")
+def sequence_mask(inputs: CorrectionInputs) -> Tensor:
+    """Return the product of w over each token's sequence, 0 outside the bounds."""
+    return _mask(sequence_sums(inputs.log_ratios, inputs.sequence_ids), inputs)
+
+
+def _bounded(log_weights: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights ``[N]`` as they are, clamped to the bounds, and which of them are outside."""
+    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
+    floor = 1 / config.cap if config.floor is None else config.floor
+    return weights, weights.clamp(floor, config.cap), (weights < floor) | (weights > config.cap)
+
+
+def _truncate(log_weights: Tensor, inputs: CorrectionInputs) -> CorrectionOutput:
+    _, clamped, outside = _bounded(log_weights, inputs.config)
+    return CorrectionOutput(weights=clamped, clipped=outside)
+
+
+def _mask(log_weights: Tensor, inputs: CorrectionInputs) -> Tensor:
+    weights, _, outside = _bounded(log_weights, inputs.config)
+    return weights.masked_fill(outside, 0)
 
 
 def own_correction(inputs: CorrectionInputs) -> CorrectionOutput:
@@ -69,31 +124,21 @@ def own_correction(inputs: CorrectionInputs) -> CorrectionOutput:
     if not isinstance(output, CorrectionOutput):
         problem = f"returned {type(found).__name__}, not a tensor [N] or a CorrectionOutput"
         raise own_error(config, CORRECTION, problem)
-    for name, values in (("weights", output.weights), ("kept", output.kept)):
-        if values is None and name == "kept":
+    for name, values in (("weights", output.weights), ("kept", output.kept), ("clipped", output.clipped)):
+        if values is None and name != "weights":
             continue
         if not isinstance(values, Tensor):
             raise own_error(config, CORRECTION, f"returned {name} of type {type(values).__name__}, not a tensor")
         if values.shape != inputs.mask.shape:
             shapes = f"{list(values.shape)}, not {list(inputs.mask.shape)}"
             raise own_error(config, CORRECTION, f"returned {name} of shape {shapes}, one value for each token")
-    if output.kept is not None and output.kept.dtype != torch.bool:
-        raise own_error(config, CORRECTION, f"returned kept of type {output.kept.dtype}, not torch.bool")
+        if name != "weights" and values.dtype != torch.bool:
+            raise own_error(config, CORRECTION, f"returned {name} of type {values.dtype}, not torch.bool")
     num_bad = int((inputs.mask & ~output.weights.isfinite()).sum())
     if num_bad and bool(inputs.log_ratios[inputs.mask].isfinite().all()):
         total = int(inputs.mask.sum())
         raise own_error(config, CORRECTION, f"returned NaN or infinity for {num_bad} of {total} loss tokens")
     return output
-
-
-def _correct_by_own(inputs: CorrectionInputs, metrics: MetricSums) -> Correction:
-    mask, output = inputs.mask, own_correction(inputs)
-    weights = torch.where(mask, output.weights.detach().to(inputs.log_ratios.dtype), 1)
-    kept = torch.ones_like(mask) if output.kept is None else output.kept | ~mask
-    _add_metrics(metrics, inputs.log_ratios, mask)
-    metrics.add_mean("sampling/dropped_ratio", mask & (~kept | (weights == 0)))
-    kl_weights = weights if inputs.config.bias_corrected_kl else torch.ones_like(weights)
-    return Correction(weights=weights, kept=kept, kl=kl_weights)
 
 
 def correct(
@@ -106,31 +151,21 @@ def correct(
 ) -> Correction:
     """Return the weights of a micro batch; add how far p is from b, and the share of changed tokens, to ``metrics``."""
     log_weights = log_weights.detach()
-    if config.path is not None:
-        inputs = CorrectionInputs(
-            log_ratios=log_weights, advantages=advantages, mask=loss_mask, sequence_ids=sequence_ids, config=config
-        )
-        return _correct_by_own(inputs, metrics)
-    level = sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
-    raw = level.clamp(max=MAX_LOG_RATIO).exp()
-    floor = 1 / config.cap if config.floor is None else config.floor
-    outside = loss_mask & ((raw < floor) | (raw > config.cap))
-    weights = torch.ones_like(raw)
-    dropped = clipped = torch.zeros_like(loss_mask)
-    if config.mode.endswith("truncate"):
-        weights, clipped = raw.clamp(floor, config.cap), outside
-    elif config.mode.endswith("mask"):
-        weights, dropped = raw.masked_fill(outside, 0), outside
-    kl_weights = weights if config.bias_corrected_kl else torch.ones_like(weights)
-    kept = torch.ones_like(loss_mask)
+    inputs = CorrectionInputs(
+        log_ratios=log_weights, advantages=advantages, mask=loss_mask, sequence_ids=sequence_ids, config=config
+    )
+    found = CORRECTIONS[config.mode](inputs) if config.path is None else own_correction(inputs)
+    output = CorrectionOutput(weights=found) if isinstance(found, Tensor) else found
+    weights = torch.where(loss_mask, output.weights.detach().to(log_weights.dtype), 1)
+    kept = torch.ones_like(loss_mask) if output.kept is None else output.kept | ~loss_mask
     if config.off_policy_threshold is not None:
         far = sequence_means(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
-        off_policy = loss_mask & far & (advantages < 0)
-        kept, dropped = ~off_policy, dropped | off_policy
+        kept = kept & ~(loss_mask & far & (advantages < 0))
     _add_metrics(metrics, log_weights, loss_mask)
+    clipped = torch.zeros_like(loss_mask) if output.clipped is None else output.clipped & loss_mask
     metrics.add_mean("sampling/clipped_ratio", clipped)
-    metrics.add_mean("sampling/dropped_ratio", dropped)
-    return Correction(weights=weights, kept=kept, kl=kl_weights)
+    metrics.add_mean("sampling/dropped_ratio", loss_mask & (~kept | (weights == 0)))
+    return Correction(weights=weights, kept=kept, kl=weights if config.bias_corrected_kl else torch.ones_like(weights))
 
 
 def keep_top_entropy(entropy: Tensor, loss_mask: Tensor, share: float) -> Tensor:

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.imports import describe_error, import_object
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, OwnFunction
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.option import OwnFunction
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 
-ADVANTAGE, LOSS = "algorithm.advantage", "algorithm.loss"
+ADVANTAGE, LOSS, PREFERENCE = "algorithm.advantage", "algorithm.loss", "algorithm.preference"
 CORRECTION, REPLAY = "algorithm.correction", "algorithm.replay"
 """Sections that may name a function."""
 
@@ -51,6 +52,7 @@ def record_code(algorithm: AlgorithmConfig) -> AlgorithmConfig:
         loss=_record(algorithm.loss, LOSS, num_arguments=1),
         correction=_record(algorithm.correction, CORRECTION, num_arguments=1),
         replay=_record(algorithm.replay, REPLAY, num_arguments=2),
+        preference=_record(algorithm.preference, PREFERENCE, num_arguments=1),
     )
 
 

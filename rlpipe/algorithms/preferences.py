@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.plugins import PREFERENCE, call_function, load_function, own_error, registrar
 from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 
 
@@ -51,11 +52,17 @@ class LabelledInputs:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Scores:
+class PairScores:
     """Log-ratios of completions to the reference, or their log-probs without one; the chosen ones are in column 0."""
 
-    sums: Tensor  # [P, 2]
-    means: Tensor  # [P, 2], over the completions' tokens
+    sums: Tensor  # [P, 2], with gradient
+    lengths: Tensor  # [P, 2], loss tokens
+    config: PreferenceConfig
+
+    @property
+    def means(self) -> Tensor:
+        """Means over the completions' tokens ``[P, 2]``."""
+        return self.sums / self.lengths.clamp(min=1)
 
     @property
     def difference(self) -> Tensor:
@@ -66,71 +73,90 @@ class Scores:
         return self.means[:, 0] - self.means[:, 1]  # [P]
 
 
-def dpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+PairLoss = Callable[[PairScores], Tensor]
+"""A loss of each pair ``[P]``."""
+PAIR_LOSSES: dict[str, PairLoss] = {}
+"""The built-in losses of pairs by ``algorithm.preference.loss``."""
+register_pair_loss = registrar(PAIR_LOSSES)
+
+
+@register_pair_loss("dpo")
+def dpo(scores: PairScores) -> Tensor:
     """Return DPO's loss (arXiv:2305.18290), with label smoothing that of cDPO."""
-    return _smoothed(config.beta * scores.difference, config.label_smoothing)
+    return _smoothed(scores.config.beta * scores.difference, scores.config.label_smoothing)
 
 
-def hinge(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("hinge")
+def hinge(scores: PairScores) -> Tensor:
     """Return SLiC's hinge loss (arXiv:2309.06657)."""
-    return (1 - config.beta * scores.difference).relu()
+    return (1 - scores.config.beta * scores.difference).relu()
 
 
-def ipo(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("ipo")
+def ipo(scores: PairScores) -> Tensor:
     """Return IPO's squared loss (arXiv:2310.12036), of means over tokens."""
-    return (scores.mean_difference - 1 / (2 * config.beta)) ** 2
+    return (scores.mean_difference - 1 / (2 * scores.config.beta)) ** 2
 
 
-def robust(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("robust")
+def robust(scores: PairScores) -> Tensor:
     """Return the loss that is unbiased if a share of the labels is flipped (arXiv:2403.00409)."""
-    logits, flipped = config.beta * scores.difference, config.label_smoothing
+    logits, flipped = scores.config.beta * scores.difference, scores.config.label_smoothing
     return (flipped * logsigmoid(-logits) - (1 - flipped) * logsigmoid(logits)) / (1 - 2 * flipped)
 
 
-def exo(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("exo")
+def exo(scores: PairScores) -> Tensor:
     """Return EXO's reverse KL for pairs (arXiv:2402.00856, equation 16)."""
-    logits, flipped = config.beta * scores.difference, config.label_smoothing
+    logits, flipped = scores.config.beta * scores.difference, scores.config.label_smoothing
     won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-flipped))
     return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(flipped))
 
 
-def nca_pair(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("nca_pair")
+def nca_pair(scores: PairScores) -> Tensor:
     """Return NCA's loss for pairs (arXiv:2402.05369)."""
-    chosen, rejected = (config.beta * scores.sums).unbind(1)
+    chosen, rejected = (scores.config.beta * scores.sums).unbind(1)
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-def sppo(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("sppo")
+def sppo(scores: PairScores) -> Tensor:
     """Return SPPO's loss with hard labels (arXiv:2405.00675)."""
     chosen, rejected = scores.sums.unbind(1)
-    return (chosen - 0.5 / config.beta) ** 2 + (rejected + 0.5 / config.beta) ** 2
+    return (chosen - 0.5 / scores.config.beta) ** 2 + (rejected + 0.5 / scores.config.beta) ** 2
 
 
-def apo_zero(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("apo_zero")
+def apo_zero(scores: PairScores) -> Tensor:
     """Return APO's loss for chosen completions better than the model's own (arXiv:2408.06266, equation 7)."""
-    chosen, rejected = (config.beta * scores.sums).sigmoid().unbind(1)
+    chosen, rejected = (scores.config.beta * scores.sums).sigmoid().unbind(1)
     return 1 - chosen + rejected
 
 
-def apo_down(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("apo_down")
+def apo_down(scores: PairScores) -> Tensor:
     """Return APO's loss for chosen completions worse than the model's own (arXiv:2408.06266, equation 8)."""
-    return (config.beta * scores.sums[:, 0]).sigmoid() + 1 - (config.beta * scores.difference).sigmoid()
+    return (scores.config.beta * scores.sums[:, 0]).sigmoid() + 1 - (scores.config.beta * scores.difference).sigmoid()
 
 
-def cpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("cpo")
+def cpo(scores: PairScores) -> Tensor:
     """Return CPO's contrast (arXiv:2401.08417), which its cross-entropy is added to."""
-    return dpo(scores, config)
+    return dpo(scores)
 
 
-def simpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("simpo")
+def simpo(scores: PairScores) -> Tensor:
     """Return SimPO's loss (arXiv:2405.14734), of means over tokens with a target margin."""
-    return _smoothed(config.beta * scores.mean_difference - config.margin, config.label_smoothing)
+    return _smoothed(scores.config.beta * scores.mean_difference - scores.config.margin, scores.config.label_smoothing)
 
 
-def orpo(scores: Scores, config: PreferenceConfig) -> Tensor:
+@register_pair_loss("orpo")
+def orpo(scores: PairScores) -> Tensor:
     """Return ORPO's log odds ratio (arXiv:2403.07691), which its cross-entropy is added to."""
     log_odds = scores.means - _log1mexp(scores.means)
-    return -config.beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+    return -scores.config.beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
 
 
 def _smoothed(logits: Tensor, flipped: float) -> Tensor:
@@ -145,20 +171,16 @@ def _log1mexp(logs: Tensor) -> Tensor:
     return torch.where(near, log_near, torch.log1p(-torch.exp(below)))
 
 
-PairLoss = Callable[[Scores, PreferenceConfig], Tensor]
-"""A loss of each pair ``[P]``."""
-LOSSES: Mapping[str, PairLoss] = {
-    function.__name__: function
-    for function in (dpo, ipo, hinge, robust, exo, nca_pair, sppo, apo_zero, apo_down, orpo, simpo, cpo)
-}
 OF_MEANS = ("ipo", "orpo", "simpo")
 """Losses that compare means over tokens; so do their implicit rewards."""
 
 
 def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
     """Return the share of a micro batch's pairs in the loss: the mean over pairs, plus the chosen's cross-entropy."""
-    scores = _scores(inputs)
-    loss = LOSSES[config.loss](scores, config).sum() / max(inputs.num_pairs, 1)
+    sums = inputs.logprobs if inputs.ref_logprobs is None else inputs.logprobs - inputs.ref_logprobs
+    scores = PairScores(sums=sums, lengths=inputs.lengths, config=config)
+    losses = PAIR_LOSSES[config.loss](scores) if config.path is None else _own_losses(scores)
+    loss = losses.sum() / max(inputs.num_pairs, 1)
     metrics = MetricSums(num_tokens=inputs.lengths.new_tensor(len(inputs.lengths)))
     if config.cross_entropy_coef:
         cross_entropy = -inputs.logprobs[:, 0].sum() / max(inputs.num_chosen_tokens, 1)
@@ -181,9 +203,19 @@ def add_pair_rewards(metrics: MetricSums, rewards: Tensor) -> None:
     metrics.add_mean("rewards/accuracies", (chosen > rejected).float())
 
 
-def _scores(inputs: PairInputs) -> Scores:
-    sums = inputs.logprobs if inputs.ref_logprobs is None else inputs.logprobs - inputs.ref_logprobs
-    return Scores(sums=sums, means=sums / inputs.lengths.clamp(min=1))
+def _own_losses(scores: PairScores) -> Tensor:
+    """Return what the user's function returns; raise ``RunError`` if it is not one finite loss for each pair."""
+    config, num_pairs = scores.config, len(scores.sums)
+    losses = call_function(load_function(config, PREFERENCE), config, PREFERENCE, scores)
+    if not isinstance(losses, Tensor) or losses.shape != (num_pairs,):
+        found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise own_error(config, PREFERENCE, f"returned {found}, not [{num_pairs}], one loss for each pair")
+    if scores.sums.requires_grad and not losses.requires_grad:
+        raise own_error(config, PREFERENCE, "returned losses without a gradient; compute them from scores.sums")
+    num_bad = int((~losses.isfinite()).sum())
+    if num_bad and scores.sums.isfinite().all():  # the learner skips updates whose log-probs are not finite
+        raise own_error(config, PREFERENCE, f"returned NaN or infinity for {num_bad} of {num_pairs} pairs")
+    return losses
 
 
 def kto_loss(inputs: LabelledInputs, config: PreferenceConfig) -> LossOutput:
@@ -200,6 +232,7 @@ def kto_loss(inputs: LabelledInputs, config: PreferenceConfig) -> LossOutput:
     metrics = MetricSums(num_tokens=good.new_tensor(len(good), dtype=torch.int64))
     metrics.add_total("loss", loss)
     metrics.add_mean("kl", inputs.kl.expand(len(good)))
+    metrics.add_mean("rewards/accuracies", ((ratios > inputs.kl) == good).float())
     for name, part in (("chosen", good), ("rejected", ~good)):
         metrics.add_total(f"count/{name}", part.sum())
         metrics.add_total(f"rewards/{name}", config.beta * torch.where(part, ratios, 0).sum())

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 
 import numpy as np
 
-from rlpipe.algorithms.advantages import (
-    AdvantageInputs,
-    combine_rewards,
-    estimate_advantages,
-    own_advantages,
-    turn_advantages,
-)
-from rlpipe.algorithms.plugins import REPLAY, call_function, load_function, own_error
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReplayPolicyConfig
+from rlpipe.algorithms.advantages import AdvantageInputs, combine_rewards, estimate_advantages, turn_advantages
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.types import (
@@ -240,8 +232,7 @@ def set_advantages(
     if algorithm.credits_in_learner:
         estimated = [np.zeros(len(rewards), np.float32) for rewards in found.rewards]
     else:
-        estimate = estimate_advantages if algorithm.advantage.path is None else own_advantages
-        estimated = estimate(found.rewards, inputs)
+        estimated = estimate_advantages(found.rewards, inputs)
     for group, advantages in zip(groups, estimated, strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
             _write_advantages(rollout, np.asarray(advantage))
@@ -405,65 +396,3 @@ def _version_spread(rollout: Rollout) -> int:
     """Return how many versions lie between the oldest and the newest that drew a rollout, in all its branches."""
     own = [sequence for sequence in rollout.sequences if sequence.loss_mask.any()] or [rollout]
     return max(one.newest_version for one in own) - min(one.oldest_version for one in own)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ReplayInputs:
-    """The step that kept groups are chosen for."""
-
-    groups: Sequence[RolloutGroup]
-    """The new groups of the step."""
-    num_wanted: int
-    """Number of them whose rewards are all equal, each of which a kept group may replace."""
-    config: ReplayPolicyConfig
-
-
-def own_choice(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
-    """Return the groups that the user's function chooses; raise ``RunError`` if they are not some of the kept ones."""
-    config = inputs.config
-    found = call_function(load_function(config, REPLAY), config, REPLAY, list(kept), inputs)
-    if not isinstance(found, list | tuple) or not all(isinstance(group, RolloutGroup) for group in found):
-        raise own_error(config, REPLAY, f"returned {found!r:.80}, not a list of kept groups")
-    ids, known = [group.group_id for group in found], {group.group_id: group for group in kept}
-    if not {*ids} <= known.keys() or len({*ids}) < len(ids):
-        raise own_error(config, REPLAY, f"returned the groups {ids}, which are not different ones of the kept groups")
-    if len(ids) > inputs.num_wanted:
-        raise own_error(config, REPLAY, f"returned {len(ids)} groups, and inputs.num_wanted is {inputs.num_wanted}")
-    return [known[group_id] for group_id in ids]
-
-
-class ReplayCache:
-    """Cache of the newest ``limit`` groups with differing rewards; each is handed out once.
-
-    Those are the newest ones, or the ones that the function at ``policy.path`` chooses.
-    """
-
-    def __init__(self, *, limit: int, combine: str, policy: ReplayPolicyConfig) -> None:
-        self._combine, self._policy = combine, policy
-        self._groups: deque[RolloutGroup] = deque(maxlen=limit)
-
-    @property
-    def ids(self) -> list[int]:
-        return [group.group_id for group in self._groups]
-
-    def keep(self, groups: Iterable[RolloutGroup]) -> None:
-        self._groups.extend(group for group in groups if has_signal(group, self._combine))
-
-    def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
-        """Add groups with differing rewards as older ones, until the cache is full."""
-        for group in newest_first:
-            if len(self._groups) == self._groups.maxlen:
-                return
-            if has_signal(group, self._combine):
-                self._groups.appendleft(group)
-
-    def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
-        wanted = sum(not has_signal(group, self._combine) for group in groups)
-        if self._policy.path is None or not wanted or not self._groups:
-            return [self._groups.pop() for _ in range(min(wanted, len(self._groups)))]
-        inputs = ReplayInputs(groups=groups, num_wanted=wanted, config=self._policy)
-        found = own_choice(tuple(self._groups), inputs)
-        ids = {group.group_id for group in found}
-        self._groups = deque((group for group in self._groups if group.group_id not in ids), self._groups.maxlen)
-        return found

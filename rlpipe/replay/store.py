@@ -11,9 +11,10 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
-from rlpipe.replay.assemble import ReplayCache, assemble_step, has_signal
+from rlpipe.replay.assemble import assemble_step, has_signal
 from rlpipe.replay.buffer import GroupTicket, ReplayBuffer
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState, Ledger, StepGroups
+from rlpipe.replay.reuse import ReplayCache
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.scorer import GroupScores, apply_scores
 from rlpipe.types import RolloutGroup, TrainBatch

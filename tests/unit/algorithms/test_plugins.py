@@ -14,6 +14,7 @@ import torch
 from rlpipe.algorithms.advantages import AdvantageInputs, own_advantages
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.plugins import record_code
+from rlpipe.algorithms.preferences import PairInputs, pair_loss
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
 from rlpipe.configs.schema.algorithm_config import (
     AdvantageConfig,
@@ -22,6 +23,7 @@ from rlpipe.configs.schema.algorithm_config import (
     LossConfig,
     ReplayPolicyConfig,
 )
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, RunError
 
@@ -119,11 +121,34 @@ def undefined(inputs):
 def raising(inputs):
     raise KeyError("w")
 """
+PREFERENCES = """
+from rlpipe.algorithms.preferences import PairScores
+
+def squared(scores, *, target=1.0):
+    assert isinstance(scores, PairScores) and scores.lengths.shape == scores.sums.shape
+    return (scores.config.beta * scores.mean_difference - target) ** 2
+
+def summed(scores):
+    return squared(scores).sum()
+
+def nothing(scores):
+    pass
+
+def detached(scores):
+    return squared(scores).detach()
+
+def undefined(scores):
+    return squared(scores) / 0
+
+def raising(scores):
+    return scores.rewards
+"""
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     (tmp_path / "corrections.py").write_text(CORRECTIONS)
+    (tmp_path / "preferences.py").write_text(PREFERENCES)
     (tmp_path / "losses.py").write_text(LOSSES)
     (tmp_path / "advantages.py").write_text(ADVANTAGES)
     return tmp_path
@@ -249,14 +274,67 @@ def test_problems_of_an_own_correction_are_one_line(files: Path, name: str, prob
     assert message(error) == f"algorithm.correction.path: {files}/corrections.py:{name} {problem}{fix}"
 
 
-def test_own_corrections_and_replay_policies_are_recorded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def compared(files: Path, name: str, **options: Any) -> LossOutput:
+    inputs = PairInputs(
+        logprobs=torch.tensor([[-2.0, -6.0], [-9.0, -3.0]], requires_grad=True),
+        ref_logprobs=torch.tensor([[-4.0, -4.0], [-9.0, -6.0]]),
+        lengths=torch.tensor([[2, 4], [3, 3]]),
+        num_pairs=2,
+        num_chosen_tokens=5,
+    )
+    return pair_loss(inputs, PreferenceConfig(path=f"{files}/preferences.py:{name}", **options))
+
+
+def test_an_own_preference_loss_gets_log_ratios_and_the_built_in_metrics(files: Path) -> None:
+    output = compared(files, "squared", kwargs={"target": 0.5}, beta=2.0)
+    differences = [2 * (2 / 2 + 2 / 4) - 0.5, 2 * (0 - 3 / 3) - 0.5]
+    assert output.loss.item() == pytest.approx(sum(value**2 for value in differences) / 2)
+    output.loss.backward()
+    values = output.metrics.values()
+    assert (values["rewards/chosen"], values["rewards/accuracies"]) == (2.0, 0.5)
+    plain, penalized = compared(files, "squared"), compared(files, "squared", cross_entropy_coef=0.5)
+    assert penalized.loss.item() == pytest.approx(plain.loss.item() + 0.5 * 11 / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("summed", "returned a tensor of shape [], not [2], one loss for each pair"),
+        ("nothing", "returned NoneType, not [2], one loss for each pair"),
+        ("detached", "returned losses without a gradient; compute them from scores.sums"),
+        ("undefined", "returned NaN or infinity for 2 of 2 pairs"),
+        ("raising", "raised AttributeError: 'PairScores' object has no attribute 'rewards' (preferences.py, line 21)"),
+    ],
+)
+def test_problems_of_an_own_preference_loss_are_one_line(files: Path, name: str, problem: str) -> None:
+    with pytest.raises(RunError) as error:
+        compared(files, name)
+    fix = "; fix the function, or set algorithm.preference.path=null"
+    assert message(error) == f"algorithm.preference.path: {files}/preferences.py:{name} {problem}{fix}"
+
+
+def test_an_own_correction_is_followed_by_the_off_policy_mask(files: Path) -> None:
+    inputs = make_inputs()
+    inputs.sampling_logprobs, inputs.advantages = torch.tensor([0.0, 0.0, 0.0]), -inputs.advantages
+    correction = CorrectionConfig(path=f"{files}/corrections.py:gains", off_policy_threshold=1.0)
+    output = policy_loss(inputs, LossConfig(name="reinforce"), correction)
+    assert (output.loss.item(), output.metrics.values()["sampling/dropped_ratio"]) == (0, 1)
+
+
+def test_all_own_functions_are_recorded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     (files / "replays.py").write_text("def choose(kept, inputs, *, power=1):\n    return []\n")
     given = AlgorithmConfig(
-        correction=CorrectionConfig(path="corrections.py:squared"), replay=ReplayPolicyConfig(path="replays.py:choose")
+        correction=CorrectionConfig(path="corrections.py:squared"),
+        replay=ReplayPolicyConfig(path="replays.py:choose"),
+        preference=PreferenceConfig(path="preferences.py:squared"),
     )
     recorded, text = record_code(given), to_yaml(Config(algorithm=record_code(given)))
-    for section, name in ((recorded.correction, "corrections.py"), (recorded.replay, "replays.py")):
+    for section, name in (
+        (recorded.correction, "corrections.py"),
+        (recorded.replay, "replays.py"),
+        (recorded.preference, "preferences.py"),
+    ):
         assert section.path is not None
         assert section.path.startswith(f"{files}/{name}:")
         assert section.digest == hashlib.sha256((files / name).read_bytes()).hexdigest()

@@ -40,6 +40,8 @@ def test_presets_are_valid(name: str) -> None:
         (["algorithm=dpo", "algorithm.preference.loss=exo"], "exo needs more than 0"),
         (["algorithm=dpo", "algorithm.preference.loss=orpo"], "orpo's odds ratio is added to a cross-entropy"),
         (["algorithm=kto", "algorithm.preference.cross_entropy_coef=1"], "kto has no chosen completions"),
+        (["algorithm=kto", "algorithm.preference.path=mine.py:f"], "takes pairs, which kto has none of; set dpo"),
+        (["algorithm=dpo", "algorithm.preference.kwargs={a: 1}"], "there is no function to use it"),
         (["algorithm=kto", "algorithm.groups_per_step=1"], "an update needs at least 2"),
         (["algorithm=kto", "data.train_on_inputs=true"], "data.train_on_inputs: kto trains only completions"),
         (["algorithm=kto", "data.loss_mask=all"], "data.loss_mask: kto trains only completions"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from rlpipe.configs.schema.algorithm_config import (
     RewardKlConfig,
 )
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.errors import RunError
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.objectives import LearnerInputs
 from rlpipe.learner.step import Learner
@@ -117,6 +119,56 @@ def test_the_kl_of_a_rollout_is_subtracted_before_the_groups_mean(
     np.testing.assert_allclose([found[place] for place in range(len(expected))], expected, atol=2e-5)
     assert metrics["kl/in_reward"] == pytest.approx(np.mean([own.mean() for own in divergences]), abs=1e-6)
     assert metrics["kl/coefficient"] == COEF
+
+
+OWN = """
+import numpy as np
+
+def energies(rewards, inputs):
+    assert inputs.estimates is None and len(inputs.energies) == len(rewards)
+    return [[values.astype(np.float32) for values in group] for group in inputs.energies]
+
+def estimates(rewards, inputs, *, factor):
+    assert inputs.energies is None
+    return [[factor * values for values in group] for group in inputs.estimates]
+
+def reduced(rewards, inputs):
+    for group, penalties in zip(rewards, inputs.penalties):
+        assert len(group) == len(penalties)
+    return rewards
+
+def raising(rewards, inputs):
+    return inputs.estimates[0]
+"""
+
+
+def own_credit(tiny: Path, folder: Path, advantage: AdvantageConfig, **options: Any) -> dict[int, float]:
+    (folder / "own.py").write_text(OWN)
+    algorithm = AlgorithmConfig(advantage=advantage, **options)
+    learner = make_perturbed(tiny, algorithm)
+    return advantages_of(assign_credit(learner, algorithm, make_batch(algorithm)[0])[0])
+
+
+def test_own_advantages_get_what_the_named_one_gets(tiny: Path, tmp_path: Path) -> None:
+    own = AdvantageConfig(name="optimal_token_baseline", path=f"{tmp_path}/own.py:energies")
+    energies = own_credit(tiny, tmp_path, own)
+    assert min(energies.values()) >= 0
+    assert len({*energies.values()}) > GROUP_SIZE, "one for each token"
+    rewards = make_batch(AlgorithmConfig(advantage=own))[0].rewards
+    assert rewards is not None
+    gae = AdvantageConfig(name="gae", path=f"{tmp_path}/own.py:estimates", kwargs={"factor": 2.0})
+    returns = np.repeat(np.concatenate(rewards.rewards), np.concatenate(rewards.num_tokens))
+    found = own_credit(tiny, tmp_path, gae)  # a new critic's values are 0, so the estimates are the rewards
+    np.testing.assert_allclose([found[place] for place in range(len(returns))], 2 * returns, atol=1e-5)
+
+
+def test_own_advantages_get_rewards_minus_the_kl(tiny: Path, tmp_path: Path) -> None:
+    kl = {"reward_kl": RewardKlConfig(coef=COEF)}
+    own = own_credit(tiny, tmp_path, AdvantageConfig(path=f"{tmp_path}/own.py:reduced"), **kl)
+    built_in = own_credit(tiny, tmp_path, AdvantageConfig(name="reinforce"), **kl)
+    assert own == pytest.approx(built_in, abs=1e-6)
+    with pytest.raises(RunError, match=r"algorithm.advantage.path: .*raised TypeError.*own.py, line 18"):
+        own_credit(tiny, tmp_path, AdvantageConfig(path=f"{tmp_path}/own.py:raising"), **kl)
 
 
 def test_the_optimal_token_baseline_is_that_of_plain_passes(tiny: Path) -> None:

@@ -285,6 +285,16 @@ def raising(kept, inputs):
 """
 
 
+@pytest.mark.parametrize(("name", "first"), [("newest", 1), ("most_spread", 0)])
+def test_the_built_in_policies_choose_by_age_or_by_the_spread_of_rewards(tmp_path: Path, name: str, first: int) -> None:
+    store = open_store(tmp_path, replay=ReplayConfig(reuse_groups=3), policy=ReplayPolicyConfig(name=name))
+    run_step(store, 0, {0: [0.0, 5.0], 1: MIXED})
+    run_step(store, 1, {2: MIXED, 3: FLAT})
+    run_step(store, 2, {4: FLAT, 5: MIXED})
+    replayed = store.ledger.rows("SELECT group_id, step FROM replays ORDER BY step")
+    assert replayed == [(first, 1), (2, 2)], "of equal spreads the newer"
+
+
 def replay_by(folder: Path, name: str, **kwargs: Any) -> ReplayStore:
     (folder / "policies.py").write_text(POLICIES)
     policy = ReplayPolicyConfig(path=f"{folder}/policies.py:{name}", kwargs=kwargs)

@@ -1,0 +1,97 @@
+"""Groups of earlier steps that are trained again in the place of groups without signal, and how they are chosen."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpipe.algorithms.plugins import REPLAY, call_function, load_function, own_error, registrar
+from rlpipe.configs.schema.algorithm_config import ReplayPolicyConfig
+from rlpipe.replay.assemble import has_signal
+from rlpipe.types import RolloutGroup
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ReplayInputs:
+    """The step that kept groups are chosen for."""
+
+    groups: Sequence[RolloutGroup]
+    """The new groups of the step."""
+    num_wanted: int
+    """Number of them whose rewards are all equal, each of which a kept group may replace."""
+    config: ReplayPolicyConfig
+
+
+ReplayPolicy = Callable[[Sequence[RolloutGroup], ReplayInputs], list[RolloutGroup]]
+"""Function that chooses at most ``num_wanted`` of the kept groups, which are given with the oldest first."""
+REPLAY_POLICIES: dict[str, ReplayPolicy] = {}
+"""The built-in policies by ``algorithm.replay.name``."""
+register_replay_policy = registrar(REPLAY_POLICIES)
+
+
+@register_replay_policy("newest")
+def newest(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
+    """Choose the groups that were sampled last."""
+    return list(reversed(kept))[: inputs.num_wanted]
+
+
+@register_replay_policy("most_spread")
+def most_spread(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
+    """Choose the groups whose rewards have the largest standard deviation; of equal ones the newer."""
+    spreads = [np.std([rollout.reward for rollout in group.sampled if rollout.reward is not None]) for group in kept]
+    order = sorted(range(len(kept)), key=lambda index: (spreads[index], index), reverse=True)
+    return [kept[index] for index in order[: inputs.num_wanted]]
+
+
+def own_choice(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
+    """Return the groups that the user's function chooses; raise ``RunError`` if they are not some of the kept ones."""
+    config = inputs.config
+    found = call_function(load_function(config, REPLAY), config, REPLAY, list(kept), inputs)
+    if not isinstance(found, list | tuple) or not all(isinstance(group, RolloutGroup) for group in found):
+        raise own_error(config, REPLAY, f"returned {found!r:.80}, not a list of kept groups")
+    ids, known = [group.group_id for group in found], {group.group_id: group for group in kept}
+    if not {*ids} <= known.keys() or len({*ids}) < len(ids):
+        raise own_error(config, REPLAY, f"returned the groups {ids}, which are not different ones of the kept groups")
+    if len(ids) > inputs.num_wanted:
+        raise own_error(config, REPLAY, f"returned {len(ids)} groups, and inputs.num_wanted is {inputs.num_wanted}")
+    return [known[group_id] for group_id in ids]
+
+
+class ReplayCache:
+    """Cache of the newest ``limit`` groups with differing rewards; each is handed out once.
+
+    Which ones, ``policy`` says.
+    """
+
+    def __init__(self, *, limit: int, combine: str, policy: ReplayPolicyConfig) -> None:
+        self._combine, self._policy = combine, policy
+        self._groups: deque[RolloutGroup] = deque(maxlen=limit)
+
+    @property
+    def ids(self) -> list[int]:
+        return [group.group_id for group in self._groups]
+
+    def keep(self, groups: Iterable[RolloutGroup]) -> None:
+        self._groups.extend(group for group in groups if has_signal(group, self._combine))
+
+    def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
+        """Add groups with differing rewards as older ones, until the cache is full."""
+        for group in newest_first:
+            if len(self._groups) == self._groups.maxlen:
+                return
+            if has_signal(group, self._combine):
+                self._groups.appendleft(group)
+
+    def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
+        wanted = sum(not has_signal(group, self._combine) for group in groups)
+        if not wanted or not self._groups:
+            return []
+        choose = REPLAY_POLICIES[self._policy.name] if self._policy.path is None else own_choice
+        found = choose(tuple(self._groups), ReplayInputs(groups=groups, num_wanted=wanted, config=self._policy))
+        ids = {group.group_id for group in found}
+        self._groups = deque((group for group in self._groups if group.group_id not in ids), self._groups.maxlen)
+        return found
