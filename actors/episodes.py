@@ -15,6 +15,7 @@ from rlpipe.common.imports import describe_error, enter_folder
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.episodes.groups import GroupPlayer, open_player
 from rlpipe.errors import RunError
+from rlpipe.scoring.processes import start_reaper
 from rlpipe.types import GroupRequest, RolloutGroup
 
 THREADS_PER_EPISODE = 2
@@ -48,6 +49,7 @@ class EpisodeActor:
             return []
         setup = self._setup
         enter_folder(setup.folder)
+        start_reaper()  # of programs, servers of tools, and what environments start
         threads = THREADS_PER_EPISODE * setup.config.environment.concurrency
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="episode"))
         player, messages = open_player(setup.config, self._client.draw)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
-import psutil
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,16 +29,17 @@ from rlpipe.episodes.tools import call_anywhere
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.http import JsonClient, RequestFailed
 from rlpipe.scoring.nemo_gym import CREATE_PARAMS, reward_of, row_as_json
+from rlpipe.scoring.processes import CHILD_MARK, end_processes, find_survivors, process_ids
 
 Reward = float | Mapping[str, float] | None
 """Reward of an episode, or rewards of answers by their ids; None if reward functions score it."""
-KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", CHILD_MARK)
 """Variables of the run's environment that a command inherits."""
 MAX_OUTPUT_BYTES = 2**20
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Variable with an episode's key, by which processes of a command are known that have left its session."""
 KEY_HEADER = "x-rlpipe-key"
 """Header for an episode's key, for programs whose requests have another key, or none, as theirs."""
-END_S = 5.0
-"""Seconds that the processes of a command have to end, once killed."""
 CONFIG_PATH = "/global_config_dict_yaml"
 """Path at which a head server gives the addresses of all servers."""
 AGENTS_KEY = "responses_api_agents"
@@ -81,7 +81,8 @@ class CommandAgent:
     """A command that gets the row as JSON on standard input, and the gateway in ``OPENAI_BASE_URL`` and ``_API_KEY``.
 
     Its reward is the last line of its output, if that is a number or an object of numbers. It runs in a session of its
-    own, with few variables and a temporary folder as its home, and all its processes are killed at the end.
+    own, with few variables and a temporary folder as its home. When it has ended, or takes too long, all that it has
+    started is killed; a process that leaves its session and drops the episode's key from its environment is missed.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -90,6 +91,7 @@ class CommandAgent:
 
     async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
         with tempfile.TemporaryDirectory(dir=self._folder.path, ignore_cleanup_errors=True) as folder:
+            strangers = process_ids()
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
@@ -98,11 +100,17 @@ class CommandAgent:
                 env=_variables(access, folder),
                 start_new_session=True,
             )
+            assert process.stdout is not None
+            assert process.stderr is not None
+            reading = asyncio.gather(_last_bytes(process.stdout), _last_bytes(process.stderr))
+            mark = f"{KEY_VARIABLE}={access.api_key}"
             try:
-                output, errors = await _talk(process, json.dumps(dict(row), default=str).encode())
-                code = await process.wait()
+                await _send(process, json.dumps(dict(row), default=str).encode())
+                await _has_ended(process)
             finally:
-                await _end(process)
+                await asyncio.to_thread(end_processes, partial(find_survivors, process.pid, mark, strangers))
+            output, errors = await reading
+            code = await process.wait()
         if code != 0:
             lines = errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"]
             raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {printable(lines[-1])[:500]}")
@@ -122,22 +130,32 @@ def read_reward(output: str) -> Reward:
 
 def _variables(access: Access, folder: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "HOME": folder, "TMPDIR": folder}
+    own = {"OPENAI_BASE_URL": access.base_url, KEY_VARIABLE: access.api_key, "HOME": folder, "TMPDIR": folder}
     return {**kept, **own, "NO_PROXY": "127.0.0.1,localhost", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[bytes, bytes]:
-    """Write the row, and return the ends of what the command wrote to both outputs."""
+async def _send(process: asyncio.subprocess.Process, row: bytes) -> None:
     assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    reading = asyncio.gather(_last_bytes(process.stdout), _last_bytes(process.stderr))
     with suppress(ConnectionError):  # it may not read its row
         process.stdin.write(row)
         await process.stdin.drain()
         process.stdin.close()
-    output, errors = await reading
-    return output, errors
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> None:
+    """Wait until the command itself has ended; ``wait`` would wait for all that hold its pipes open, too."""
+    if not hasattr(os, "pidfd_open"):  # not on Linux
+        await process.wait()
+        return
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    with suppress(ProcessLookupError):  # it has been reaped already
+        end = os.pidfd_open(process.pid)
+        loop.add_reader(end, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(end)
+            os.close(end)
 
 
 async def _last_bytes(stream: asyncio.StreamReader) -> bytes:
@@ -145,21 +163,6 @@ async def _last_bytes(stream: asyncio.StreamReader) -> bytes:
     while part := await stream.read(2**16):
         kept = (kept + part)[-MAX_OUTPUT_BYTES:]
     return kept
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill a command's processes, also those that have left its process group."""
-    descendants: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        descendants = psutil.Process(process.pid).children(recursive=True)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for descendant in descendants:
-        with suppress(psutil.Error):
-            descendant.kill()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(END_S):
-            await process.wait()
 
 
 class GymAgent:

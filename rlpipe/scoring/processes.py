@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from pathlib import Path
 PROC = Path("/proc")
 END_TIMEOUT_S = 10.0
 """Seconds after which processes that do not die, such as those in a stuck file system, are left alone."""
-SCORING_MARK = "RLPIPE_SCORING_PROCESS"
-"""Environment variable that marks the processes that one scoring process started."""
+CHILD_MARK = "RLPIPE_CHILD_OF"
+"""Environment variable that marks the processes that one process of a run started for users' code."""
 REAPER_POLL_S = 0.25
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -290,18 +291,21 @@ class MemoryLimit:
 def start_reaper() -> None:
     """Start a keeper that ends all descendants of this process after this process has ended in any way, on Linux.
 
-    It finds them by their process group, which becomes that of this process alone, and by ``SCORING_MARK`` in their
+    It finds them by their process group, which becomes that of this process alone, and by ``CHILD_MARK`` in their
     environment. A process that leaves the group and drops that variable is missed.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    os.environ[SCORING_MARK] = secrets.token_hex(8)
-    _run_module("rlpipe.scoring.processes", [str(os.getpid()), os.environ[SCORING_MARK]]).wait()
+    os.environ[CHILD_MARK] = secrets.token_hex(8)
+    _run_module("rlpipe.scoring.processes", [str(os.getpid()), os.environ[CHILD_MARK]]).wait()
 
 
-def find_survivors(group: int, mark: str) -> set[int]:
-    """Return the ids of the group's processes, of those with the mark, and of their descendants, except this one."""
-    processes = list_processes()
+def find_survivors(group: int, mark: str, strangers: AbstractSet[int] = frozenset()) -> set[int]:
+    """Return the ids of the group's processes, of those with the mark, and of their descendants, except this one.
+
+    ``strangers`` are ids of others, which are not looked at.
+    """
+    processes = read_processes(process_ids() - strangers)
     roots = {pid for pid, process in processes.items() if process.group == group} | marked(mark, processes)
     return (roots | descendants(roots, processes)) - {os.getpid()}
 
@@ -315,7 +319,7 @@ def reap() -> None:
         os._exit(0)
     while kept is not None and (now := read_process(group)) is not None and now.started == kept.started:
         time.sleep(REAPER_POLL_S)
-    end_processes(lambda: find_survivors(group, f"{SCORING_MARK}={token}"))
+    end_processes(lambda: find_survivors(group, f"{CHILD_MARK}={token}"))
 
 
 if __name__ == "__main__":

@@ -64,12 +64,13 @@ def player_of(
     name: str = "trl/qwen2_5",
     max_model_len: int = 4000,
     run_stop: Sequence[str] = (),
+    draw: ScriptedTurns | None = None,
     **options: Any,
 ) -> tuple[GroupPlayer, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
     bridge = Bridge(template, turn_ends(template, DATA))
     bridge.refused = prove(bridge).refused
-    turns = ScriptedTurns(template, said)
+    turns = draw or ScriptedTurns(template, said)
     player = GroupPlayer(
         kind,
         EnvironmentConfig(**{"max_turns": 5, "timeout_s": 20.0, **options}),
