@@ -100,7 +100,11 @@ class TrackingConfig(Freezable):
     trackio: bool = option(False, "Log to Trackio.")
     project: str = option("rlpipe", "Project in Weights & Biases and Trackio, and experiment in MLflow.")
     log_completions: int = option(
-        8, "Number of groups per step whose texts are written to completions.jsonl.", minimum=0, maximum=1_000_000
+        8,
+        "Number of groups per step whose texts are written to completions.jsonl; 0: none, and none of held-out "
+        "prompts to evaluations.jsonl either.",
+        minimum=0,
+        maximum=1_000_000,
     )
 
 

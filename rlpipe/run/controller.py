@@ -373,11 +373,12 @@ class Controller:
         return passed or version in (self._first_step, self._num_steps)
 
     async def _evaluate(self, version: int) -> None:
-        requests, metrics = self._evaluator.start(version)
+        requests, result = self._evaluator.start(version)
         if version == self._first_step:
             PHASES.begin("evaluating the initial policy")
         self._pool.dispatch(requests)
-        self._reporter.evaluated(version, await metrics)
+        found = await result
+        self._reporter.evaluated(version, found.metrics, found.groups)
 
     def _report(self, report: StepReport) -> None:
         if report.step < self._num_steps:

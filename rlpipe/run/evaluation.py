@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +15,15 @@ from rlpipe.scoring.scorer import GroupScores, apply_scores
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 Metrics = dict[str, float]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Evaluated:
+    """A finished evaluation."""
+
+    metrics: Metrics
+    groups: list[RolloutGroup]
+    """Groups that could be sampled and scored, in the order of the held-out prompts."""
 
 
 class Evaluator:
@@ -35,8 +45,8 @@ class Evaluator:
         self._running: dict[int, _Evaluation] = {}
         self._next_id = -1
 
-    def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Metrics]]:
-        """Return the requests of one evaluation of ``version`` or a newer policy, and a future of its metrics.
+    def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Evaluated]]:
+        """Return the requests of one evaluation of ``version`` or a newer policy, and a future of its outcome.
 
         ``eval/accuracy`` is the share of all held-out prompts whose reward, or the one named by ``correct_by``, is
         at least ``correct_at``; a group that can't be scored counts as wrong, and in ``eval/num_failed``.
@@ -76,20 +86,20 @@ class _Evaluation:
     def __init__(self, num_groups: int, config: HeldOutConfig) -> None:
         self._num_groups, self._config = num_groups, config
         self._groups: list[RolloutGroup] = []
-        self.result: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Evaluated] = asyncio.get_running_loop().create_future()
 
     def add(self, group: RolloutGroup) -> None:
         self._groups.append(group)
         if len(self._groups) == self._num_groups and not self.result.done():
-            self.result.set_result(self._metrics())
+            scored = sorted((own for own in self._groups if own.failure is None), key=lambda own: -own.group_id)
+            self.result.set_result(Evaluated(metrics=self._metrics(scored), groups=scored))
 
     def _is_correct(self, rollout: Rollout) -> bool:
         by = self._config.correct_by
         reward = rollout.reward if by is None else rollout.rewards.get(by)
         return reward is not None and reward >= self._config.correct_at
 
-    def _metrics(self) -> Metrics:
-        scored = [group for group in self._groups if group.failure is None]
+    def _metrics(self, scored: Sequence[RolloutGroup]) -> Metrics:
         rollouts = [rollout for group in scored for rollout in group]
         metrics = {
             "eval/accuracy": sum(map(self._is_correct, rollouts)) / self._num_groups,

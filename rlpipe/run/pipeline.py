@@ -67,8 +67,10 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import (
     COMPLETIONS_FILE,
+    EVALUATIONS_FILE,
     EVENTS_FILE,
     METRICS_FILE,
+    MOST_HELD_OUT,
     CompletionsLog,
     StepLog,
     num_steps_logged,
@@ -323,16 +325,16 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
         give_up=end,
         episodes=parts.episodes,
     )
-    requests, metrics = evaluator.start(version=0)
+    requests, result = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:
         await parts.start(run.config.cluster.start_timeout_s)
         serving = tasks.create_task(pool.run())
         for name in parts.engines:
             pool.loaded(name, 0)
         pool.dispatch(requests)
-        await metrics
+        await result
         serving.cancel()
-    return metrics.result()
+    return result.result().metrics
 
 
 def _read_ledger(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> ResumeState:
@@ -428,14 +430,13 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
         first_step=start.step + 1 if start.checkpoint else 0,
         resolved_config=to_tree(config),
     )
-    completions = CompletionsLog(
-        run.output / COMPLETIONS_FILE,
-        num_groups=config.tracking.log_completions,
-        tokenizer=load_tokenizer(run.model),
-        first_step=start.step + 1,
+    tokenizer, num_logged = load_tokenizer(run.model), config.tracking.log_completions
+    completions, evaluations = (
+        CompletionsLog(run.output / file, num_groups=num_groups, tokenizer=tokenizer, first_step=start.step + 1)
+        for file, num_groups in ((COMPLETIONS_FILE, num_logged), (EVALUATIONS_FILE, MOST_HELD_OUT if num_logged else 0))
     )
     health = HealthWatch(config, read_rows(run.output / METRICS_FILE))
-    reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, health)
+    reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, evaluations, health)
     reporter.start(config.algorithm.num_steps, start.step)
     made_of = describe_gguf(config.model.path)
     for message in (*start.messages, *([made_of] if made_of is not None else [])):

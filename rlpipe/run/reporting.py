@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rlpipe.configs.schema.rollout_config import SamplingConfig
@@ -17,6 +17,7 @@ from rlpipe.tracking.jsonl import CompletionsLog
 from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.progress import Progress
 from rlpipe.tracking.trackers import Tracker
+from rlpipe.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,16 @@ def cut_notice(sampling: SamplingConfig) -> str | None:
 class Reporter:
     """Reporter of one run; steps are counted from 1, and step n produces policy version n."""
 
-    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog, health: HealthWatch) -> None:
-        self._tracker, self._progress, self._completions, self._health = tracker, progress, completions, health
+    def __init__(
+        self,
+        tracker: Tracker,
+        progress: Progress,
+        completions: CompletionsLog,
+        evaluations: CompletionsLog,
+        health: HealthWatch,
+    ) -> None:
+        self._tracker, self._progress, self._health = tracker, progress, health
+        self._completions, self._evaluations = completions, evaluations
         self.found: Callable[[HealthFinding], None] = lambda finding: progress.message(finding.message)
         """Called with what the health rules find."""
         self._total = 0
@@ -101,10 +110,12 @@ class Reporter:
             self._sampled = now
             self.message(self._completions.describe(report.samples[0]))
 
-    def evaluated(self, version: int, metrics: dict[str, float]) -> None:
+    def evaluated(self, version: int, metrics: dict[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+        """Log an evaluation, with the answers of engines, if they have given any."""
         PHASES.end("evaluating the initial policy")
         self._tracker.log(version, metrics)
         self._progress.update(version, metrics)
+        self._evaluations.log(version, groups)
         self._check_health(version, metrics)
 
     def _check_health(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -22,6 +22,10 @@ from rlpipe.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+"""Answers to held-out prompts, in the form of the completions; a version's rows have its number as their step."""
+MOST_HELD_OUT = 100
+"""Held-out prompts whose answers are logged, the same ones at each evaluation."""
 EVENTS_FILE = "events.jsonl"
 """Events of a run that has no ledger, which keeps those of others."""
 FOLDERS_UP = 3
@@ -161,7 +165,7 @@ class CompletionsLog:
 
     def log(self, step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
         """Write the rollouts of the first groups, and return their rows."""
-        if self._log is None:
+        if self._log is None or not groups:
             return []
         rows = []
         for group in groups[: self._num_groups]:

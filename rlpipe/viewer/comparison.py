@@ -6,10 +6,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.viewer.viewed_run import ViewedRun
+from rlpipe.viewer.viewed_run import HELD_OUT, ViewedRun
 
 MOST_PROMPTS = 200
-MOST_GROUPS = 50
+MOST_GROUPS = 200
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -19,15 +19,22 @@ class Side:
     run: ViewedRun
     least: int | None = None
     most: int | None = None
+    held_out: bool = False
+    """Whether the prompts are those of evaluations, each with one greedy answer of a version."""
 
-    def condition(self, table: str) -> tuple[str, list[int]]:
-        bounds = {f"{table}.version >= ?": self.least, f"{table}.version <= ?": self.most}
+    @property
+    def table(self) -> str:
+        return "held_out" if self.held_out else "entries"
+
+    @property
+    def condition(self) -> tuple[str, list[int]]:
+        bounds = {"version >= ?": self.least, "version <= ?": self.most}
         used = {test: value for test, value in bounds.items() if value is not None}
-        return " AND ".join([f"{table}.prompt IS NOT NULL", *used]), [*used.values()]
+        return " AND ".join(["prompt IS NOT NULL", *used]), [*used.values()]
 
 
 def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, Any]]:
-    """Return the prompts that both sides have groups of, with the means of their rewards, the largest change first.
+    """Return the prompts that both sides have answers to, with the means of their rewards, the largest change first.
 
     For one run without versions, they are the prompts that more than one version has answered.
     """
@@ -36,11 +43,11 @@ def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, An
         connection.execute("ATTACH ? AS other", (f"{right.run.needed_index().path.absolute().as_uri()}?mode=ro",))
         groups = []
         for schema, side in (("main", left), ("other", right)):
-            test, values = side.condition("entries")
+            test, values = side.condition
             groups.append(
                 (
                     "SELECT key, start, lower, count(*) AS number, avg(reward) AS reward, min(version) AS oldest,"
-                    f" max(version) AS newest FROM {schema}.entries AS entries"
+                    f" max(version) AS newest FROM {schema}.{side.table}"
                     f" JOIN {schema}.prompts USING (prompt) WHERE {test} GROUP BY prompt",
                     values,
                 )
@@ -68,12 +75,15 @@ def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, An
 
 def groups_of_prompt(side: Side, key: int) -> list[dict[str, Any]]:
     """Return the groups of a prompt on one side, the newest version first."""
-    test, values = side.condition("entries")
+    test, values = side.condition
+    columns = "group_id, step, version, reward, state"
+    if side.held_out:
+        columns = f"-number, NULL, version, reward, '{HELD_OUT}'"
     with side.run.needed_index().reading() as connection:
         rows = connection.execute(
-            f"SELECT group_id, step, version, reward, state FROM entries WHERE {test}"
+            f"SELECT {columns} FROM {side.table} WHERE {test}"
             " AND prompt = (SELECT prompt FROM prompts WHERE key = ?)"
-            f" ORDER BY version DESC, group_id DESC LIMIT {MOST_GROUPS}",
+            f" ORDER BY version DESC, 1 DESC LIMIT {MOST_GROUPS}",
             (*values, key),
         ).fetchall()
     return [dict(zip(("group_id", "step", "version", "reward", "state"), row, strict=True)) for row in rows]

@@ -28,7 +28,7 @@ NUM_NEWEST, NUM_EXTREME = 300, 100
 NUM_READ, NUM_EXTREME_READ = 24, 8
 """Groups of a run with their completions, likewise."""
 NUM_COMPARED = 12
-"""Prompts whose answers can be compared."""
+"""Prompts of each kind whose answers can be compared."""
 MODULE_IMPORT = re.compile(r'^import (\{[^;]*?\}) from "\./(\w+\.js)";\n', re.MULTILINE)
 MODULE_EXPORT = re.compile(r"^export (?:async function|function|class|const) (\w+)", re.MULTILINE)
 
@@ -40,7 +40,10 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     left = MOST_BYTES
     for run in runs:
         run.refresh()
-        tree, used, lines = _describe_run(run, left // max(len(runs) - len(trees), 1), _compared(runs, run))
+        tree, used, lines = _describe_run(run, left // max(len(runs) - len(trees), 1), _compared(runs, run, False))
+        held_out = _compared(runs, run, True)
+        used += _add_groups(tree, run, held_out, max(left - used, 0))
+        tree["held_out"] = [*held_out.values()]
         left -= used
         trees.append(tree)
         left_out += [f"{run.name}: {line}" for line in lines]
@@ -53,19 +56,20 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     return len(page.encode()), left_out
 
 
-def _compared(runs: Sequence[ViewedRun], run: ViewedRun) -> list[int]:
-    """Return the groups of a run that answer prompts which other runs, or other versions, have answered, too."""
-    found: dict[int, None] = {}
+def _compared(runs: Sequence[ViewedRun], run: ViewedRun, held_out: bool) -> dict[int, dict[str, Any]]:
+    """Return the groups of a run, by id, that answer prompts which other runs, or versions, have answered, too."""
+    found: dict[int, dict[str, Any]] = {}
     for other in runs:
-        left, right = Side(run=run), Side(run=other)
+        left, right = (Side(run=one, held_out=held_out) for one in (run, other))
         with suppress(DataError):
             for prompt in shared_prompts(left, right)[:NUM_COMPARED]:
-                groups = [group["group_id"] for group in groups_of_prompt(left, int(prompt["key"]))]
-                found |= dict.fromkeys([groups[0], groups[-1]])
-    return list(found)
+                groups = groups_of_prompt(left, int(prompt["key"]))
+                shown = {"key": prompt["key"], "prompt": prompt["prompt"]}
+                found |= {group["group_id"]: {**group, **shown} for group in (groups[0], groups[-1])}
+    return found
 
 
-def _describe_run(run: ViewedRun, most_bytes: int, compared: Sequence[int]) -> tuple[dict[str, Any], int, list[str]]:
+def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> tuple[dict[str, Any], int, list[str]]:
     """Return what the page holds of a run, the bytes of its groups, and what was left out."""
     series = run.series.get(run.series.names, most_points=MOST_POINTS)
     tree: dict[str, Any] = {"summary": run.summary(), "series": series, "groups": {}, "images": {}}

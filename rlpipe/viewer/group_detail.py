@@ -122,6 +122,11 @@ def _text(piece: TextPiece) -> str:
 
 def describe_logged(row: GroupRow, logged: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a group whose tokens are dropped, from the log of completions."""
+    return {**to_tree(row), **describe_texts(logged)}
+
+
+def describe_texts(logged: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the prompt and the rollouts of a group in a log of texts."""
     rollouts: list[dict[str, Any]] = [
         {
             **{name: entry.get(name) for name in ("sample_index", "status", "finish_reason", "rewards", "reward")},
@@ -134,4 +139,4 @@ def describe_logged(row: GroupRow, logged: Sequence[dict[str, Any]]) -> dict[str
         }
         for entry in logged
     ]
-    return {**to_tree(row), "messages": messages_of(logged[0].get("prompt")), "rollouts": rollouts}
+    return {"messages": messages_of(logged[0].get("prompt")), "rollouts": rollouts}

@@ -20,7 +20,7 @@ from typing import Any
 from rlpipe.data.render.messages import content_text
 from rlpipe.replay.ledger.database import DECODING_ERRORS, stored_prompt
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import rows_after
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, rows_after
 from rlpipe.types import NO_VERSION, RolloutStatus
 
 BATCH = 2000
@@ -41,6 +41,8 @@ CREATE TABLE IF NOT EXISTS entries (
     prompt INTEGER);
 CREATE INDEX IF NOT EXISTS entries_by_prompt ON entries (prompt, version);
 CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, lower TEXT, start TEXT, key INTEGER UNIQUE);
+CREATE TABLE IF NOT EXISTS held_out (
+    number INTEGER PRIMARY KEY, version INTEGER, prompt INTEGER, reward REAL, row TEXT, UNIQUE (prompt, version));
 """
 COPIED = "group_id, step, state, reason, reward, reward_std, best_reward, length, staleness, version, num_rollouts"
 SOURCE = f"""
@@ -64,13 +66,13 @@ def prompt_key(text: str) -> int:
 
 
 class GroupIndex:
-    """Index in the file ``path`` of the groups in a run's ledger, and of the prompts in its ``completions`` log.
+    """Index in the file ``path`` of the groups in a run's ledger, and of the texts that were logged in its ``folder``.
 
     Several processes may keep the same file up to date. A file of another ledger, or one that is damaged, is replaced.
     """
 
-    def __init__(self, path: Path, completions: Path) -> None:
-        self.path, self._completions = path, completions
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self._folder = path, folder
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._make()
@@ -142,7 +144,7 @@ class GroupIndex:
         """Add what is new in the ledger, whose file has this ``identity``; return early once ``stopped``."""
         with closing(sqlite3.connect(self.path, isolation_level=None, timeout=60)) as connection:
             connection.execute("PRAGMA synchronous = OFF")
-            _IndexUpdate(self, connection, ledger, self._completions, stopped).update(json.dumps([*identity]))
+            _IndexUpdate(self, connection, ledger, self._folder, stopped).update(json.dumps([*identity]))
 
 
 class _IndexUpdate:
@@ -153,22 +155,23 @@ class _IndexUpdate:
         index: GroupIndex,
         connection: sqlite3.Connection,
         ledger: Ledger,
-        completions: Path,
+        folder: Path,
         stopped: Callable[[], bool],
     ) -> None:
         self._index, self._connection, self._ledger = index, connection, ledger
-        self._completions, self._stopped = completions, stopped
+        self._folder, self._stopped = folder, stopped
         self._functions: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
 
     def update(self, identity: str) -> None:
-        """Copy the columns of all groups first, then read their records, then the log of completions."""
+        """Copy the columns of all groups first, then read their records, then the logs of texts."""
         if self._get("identity") != identity:
             self._begin(identity)
         self._functions = {name: place for place, name in self._connection.execute("SELECT * FROM functions")}
         self._reasons = {text: reason for reason, text in self._connection.execute("SELECT * FROM reasons")}
         self._index.num_groups = self._ledger.next_group_id()
         self._copy_columns()
+        self._read_evaluations()
         self._read_records()
         self._read_completions()
 
@@ -189,6 +192,7 @@ class _IndexUpdate:
         """Forget the groups of another ledger, or of one that a copy has replaced."""
         with self._transaction():
             self._connection.execute("DELETE FROM entries")
+            self._connection.execute("DELETE FROM held_out")
             self._connection.execute("DELETE FROM meta")
             self._set(identity=identity)
 
@@ -260,21 +264,43 @@ class _IndexUpdate:
 
     def _read_completions(self) -> None:
         """Add what the log of completions has of groups whose records were dropped before they were read."""
-        offset, inode = (int(self._get(key, 0)) for key in ("log_offset", "log_inode"))
-        if not self._completions.is_file():
+        missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
+        for rows in self._new_rows(COMPLETIONS_FILE):
+            for group_id, rollouts in groupby(rows, lambda row: row.get("group_id")):
+                if self._connection.execute(missing, (group_id,)).fetchone():
+                    entries = [*rollouts]
+                    self._add(group_id, entries[0]["prompt"], entries)
+
+    def _read_evaluations(self) -> None:
+        """Add the answers to held-out prompts; of two evaluations of a version the later one counts."""
+        for rows in self._new_rows(EVALUATIONS_FILE, table="held_out"):
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO held_out (version, prompt, reward, row) VALUES (?, ?, ?, ?)",
+                [
+                    (row["step"], self._prompt(prompt_text(row["prompt"])), row["reward"], json.dumps(row))
+                    for row in rows
+                ],
+            )
+
+    def _new_rows(self, name: str, *, table: str | None = None) -> Iterator[list[dict[str, Any]]]:
+        """Yield the new rows of a log in batches, each within a transaction that also notes how far it was read.
+
+        If the log is another file than before, its ``table`` is emptied first.
+        """
+        path, offset, inode = self._folder / name, *(int(self._get(f"{name} {key}", 0)) for key in ("offset", "inode"))
+        if not path.is_file():
             return
-        file = self._completions.stat()
-        if file.st_ino != inode or file.st_size < offset:
+        file = path.stat()
+        if file.st_ino != inode or file.st_size < offset:  # a resumed run has dropped the rows of later steps
             offset = 0
         while not self._stopped():
-            rows, offset = rows_after(self._completions, offset, BATCH)
+            is_first = offset == 0
+            rows, offset = rows_after(path, offset, BATCH)
             with self._transaction():
-                missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
-                for group_id, rollouts in groupby(rows, lambda row: row.get("group_id")):
-                    if self._connection.execute(missing, (group_id,)).fetchone():
-                        entries = [*rollouts]
-                        self._add(group_id, entries[0]["prompt"], entries)
-                self._set(log_offset=offset, log_inode=file.st_ino)
+                if is_first and table is not None:
+                    self._connection.execute(f"DELETE FROM {table}")
+                yield rows
+                self._set(**{f"{name} offset": offset, f"{name} inode": file.st_ino})
             if len(rows) < BATCH:
                 return
 

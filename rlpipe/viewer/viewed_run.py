@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sqlite3
 import time
@@ -20,17 +21,19 @@ from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVENTS_FILE, METRICS_FILE, LoggedTexts, read_rows
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, LoggedTexts, read_rows
 from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
-from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged
+from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged, describe_texts
 from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.run_folders import CONFIG_FILE, index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
 
-FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE, EVENTS_FILE)
+FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE)
+HELD_OUT = "HELD OUT"
+"""State of an answer to a held-out prompt, which is in no ledger."""
 QUIET_S = 120.0
 """Seconds without a change of any file after which a run without a record of its end counts as ended."""
 CLOCK_S = 2.0
@@ -91,7 +94,7 @@ class ViewedRun:
     def _find_ledger(self) -> None:
         try:
             self._ledger_path = find_ledger(self.path)
-            self.index = GroupIndex(index_path(self._ledger_path), self.folder / COMPLETIONS_FILE)
+            self.index = GroupIndex(index_path(self._ledger_path), self.folder)
             with self.ledger() as ledger:
                 self.index.num_groups = ledger.next_group_id()
         except DataError as error:
@@ -137,6 +140,7 @@ class ViewedRun:
             "tokens_per_second": self.series.latest("tokens_per_second"),
             "num_groups": 0 if index is None else index.num_groups,
             "num_indexed": 0 if index is None else index.num_indexed,
+            "has_evaluations": (self.folder / EVALUATIONS_FILE).is_file(),
             "problem": self.problem,
             "why_no_ledger": self.why_no_ledger if index is None else "",
         }
@@ -268,7 +272,12 @@ class ViewedRun:
         return find_choices(self.needed_index())
 
     def group(self, group_id: int, *, most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
-        """Return one group in full; raise ``DataError`` if it is not in the ledger."""
+        """Return one group in full; raise ``DataError`` if it is not in the ledger.
+
+        An id below 0 stands for an answer to a held-out prompt.
+        """
+        if group_id < 0:
+            return self._held_out(-group_id)
         with self.ledger() as ledger:
             found = read_groups(ledger, [group_id])
             if not found:
@@ -287,6 +296,17 @@ class ViewedRun:
             "tokenizer_problem": problem,
             "of_step": step,
         }
+
+    def _held_out(self, number: int) -> dict[str, Any]:
+        """Return an answer to a held-out prompt as a group of one completion."""
+        with self.needed_index().reading() as connection:
+            found = connection.execute(
+                "SELECT version, reward, row FROM held_out WHERE number = ?", (number,)
+            ).fetchone()
+        if found is None:
+            raise NotInRun(f"{self.name} has no answer {number} to a held-out prompt")
+        values = {"group_id": -number, "state": HELD_OUT, "version": found[0], "reward": found[1], "why_no_tokens": ""}
+        return {**values, **describe_texts([json.loads(found[2])])}
 
     def _step_differences(self, step: int) -> dict[str, float]:
         """Return how far the learner's log-probs were from the engine's in a step; the ledger has none by token."""

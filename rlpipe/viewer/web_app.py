@@ -163,7 +163,12 @@ class Pages:
 
     def _sides(self, asked: QueryParams) -> tuple[Side, Side]:
         left, right = (
-            Side(run=self._run(asked, name), least=_integer(asked, f"{name}_min"), most=_integer(asked, f"{name}_max"))
+            Side(
+                run=self._run(asked, name),
+                least=_integer(asked, f"{name}_min"),
+                most=_integer(asked, f"{name}_max"),
+                held_out=asked.get("prompts") == "held_out",
+            )
             for name in ("left", "right")
         )
         return left, right

@@ -22,7 +22,7 @@ from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.tracking.jsonl import JsonlTracker
+from rlpipe.tracking.jsonl import EVALUATIONS_FILE, JsonlTracker, StepLog
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.part_states import PartState, write_parts
 from rlpipe.types import NO_VERSION, EpisodeTrace, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus
@@ -104,6 +104,28 @@ class ViewerRun:
             self.ledger.complete(StepReport(step=self.step, metrics=metrics))
             self.step += 1
             self._metrics.log(self.step, metrics)
+        return self
+
+    def evaluate(self, *, num_prompts: int = 3) -> ViewerRun:
+        """Log the answers of the newest version to held-out prompts, of which it knows one more with each version."""
+        rows = [
+            {
+                "group_id": -1 - place,
+                "sample_index": 0,
+                "prompt_id": place,
+                "prompt": [{"role": "user", "content": f"Held out: {place} * 3?{self.planted}"}],
+                "completion": f"{3 * place} says version {self.step}{self.planted}",
+                "rewards": {"right": float(place < self.step)},
+                "reward": float(place < self.step),
+                "advantage": None,
+                "policy_version": self.step,
+                "num_tokens": 5,
+                "status": "completed",
+                "finish_reason": "stop",
+            }
+            for place in range(num_prompts)
+        ]
+        StepLog(self.folder / EVALUATIONS_FILE, self.step).append(self.step, rows)
         return self
 
     def end(self) -> ViewerRun:

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from browser_cases import CONTRASTS, ROOT, UNNAMED, open_browser, opened, served, show
 from playwright.sync_api import Browser, Page, expect
-from viewer_cases import ATTACK, finished_run
+from viewer_cases import ATTACK, ViewerRun, finished_run
+
+from rlpipe.viewer.exported_page import write_page
+from rlpipe.viewer.viewed_run import ViewedRun
 
 VIEWS = ("overview", "groups", "group?id=1", "events", "parts", "compare")
 
@@ -208,6 +211,37 @@ def test_two_runs_and_two_versions_are_compared(browser: Browser, address: str) 
         number = right.locator("option").first.get_attribute("value")
         right.select_option(number)
         expect(page.locator(".side[data-side=right]")).to_contain_text(f"says group {number}")
+
+
+def test_answers_to_held_out_prompts_are_compared_before_those_of_training(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own_cache"))
+    ViewerRun(tmp_path / "one").evaluate().train(2).evaluate().end()
+    ViewerRun(tmp_path / "two").evaluate().train(1).end()
+
+    def look(page: Page) -> None:
+        page.get_by_role("link", name="Compare").click()
+        rows = page.locator("table.prompts tbody tr")
+        expect(rows).to_have_count(3)
+        expect(rows.first).to_contain_text("Held out:")
+        page.locator("select[name=right]").select_option("one")
+        page.locator("select[name=left]").select_option("one")
+        rows.filter(has_text="Held out: 1").click()
+        for side, text in (("left", "3 says version 0"), ("right", "3 says version 2")):
+            expect(page.locator(f".side[data-side={side}] .rollout")).to_contain_text(text)
+        page.locator("select[name=prompts]").select_option("training")
+        expect(page.locator("main")).to_contain_text("no training prompt that both sides have answered")
+
+    with (
+        served([tmp_path / "one", tmp_path / "two"], cache=tmp_path / "cache") as address,
+        opened(browser, address) as page,
+    ):
+        wait_for_index(page)
+        look(page)
+    write_page([ViewedRun(tmp_path / name, name) for name in ("one", "two")], tmp_path / "run.html")
+    with opened(browser, (tmp_path / "run.html").as_uri(), offline=True) as page:
+        look(page)
 
 
 def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import { promptCard, rolloutCard } from "./group.js";
 import { ask } from "./source.js";
 
 const SIDES = ["left", "right"];
+const KINDS = [["held_out", "held out"], ["training", "training"]];
 
 export async function compareView(body, context) {
   const other = context.runs.length > 1 && context.run === 0 ? 1 : 0;
-  const query = { left: String(context.run), right: String(other), ...context.query };
+  const hasHeldOut = [context.run, other].every((place) => context.runs[place].has_evaluations);
+  const query = { left: String(context.run), right: String(other), prompts: hasHeldOut && !context.query.text ? "held_out" : "training", ...context.query };
   let asked = 0;
   const list = make("div", { class: "card table" });
   const pair = make("div", { class: "pair" });
@@ -20,7 +22,8 @@ export async function compareView(body, context) {
     const bound = (name, text) => make("input", { name, inputmode: "numeric", size: 5, placeholder: text, value: query[name] ?? "", "aria-label": name.replace("_", " version ") });
     const side = (name, title) => make("fieldset", {}, make("legend", {}, title), context.runs.length > 1 && choose(name, runs, query[name]), labelled("versions", bound(`${name}_min`, "from")), bound(`${name}_max`, "to"));
     const form = make("form", { class: "filters card", role: "search", onsubmit: (event) => { event.preventDefault(); apply(); }, onchange: () => apply() },
-      make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }), side("left", "Left"), side("right", "Right"), make("button", { type: "submit" }, "Compare"));
+      make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }), 
+      labelled("prompts", choose("prompts", KINDS, query.prompts)), side("left", "Left"), side("right", "Right"), make("button", { type: "submit" }, "Compare"));
     function apply() {
       for (const [name, value] of new FormData(form)) query[name] = value;
       delete query.key;
@@ -36,7 +39,7 @@ export async function compareView(body, context) {
   }
 
   function parameters() {
-    return Object.fromEntries(["text", ...SIDES.flatMap((side) => [side, `${side}_min`, `${side}_max`])].map((name) => [name, query[name]]));
+    return Object.fromEntries(["text", "prompts", ...SIDES.flatMap((side) => [side, `${side}_min`, `${side}_max`])].map((name) => [name, query[name]]));
   }
 
   async function load() {
@@ -50,7 +53,7 @@ export async function compareView(body, context) {
   }
 
   function drawList(prompts) {
-    if (!prompts.length) { fill(list, notice("no prompt that both sides have answered; a prompt comes again in the next epoch, or in a run over the same data")); return; }
+    if (!prompts.length) { fill(list, notice(`no ${query.prompts === "held_out" ? "held-out" : "training"} prompt that both sides have answered; ${query.prompts === "held_out" ? "evaluations are logged with tracking.log_completions above 0" : "a prompt comes again in the next epoch, or in a run over the same data"}`)); return; }
     const head = ["Prompt", "Left reward", "Right reward", "Change", "Left versions", "Right versions"];
     const rows = prompts.map((prompt) => make("tr", { tabindex: "0", "data-key": prompt.key, onclick: () => showPair(prompt.key), onkeydown: (event) => { if (event.key === "Enter") showPair(prompt.key); else step(event); } },
       make("td", {}, make("span", { class: "prompt" }, prompt.prompt)), make("td", { class: "number" }, number(prompt.left.reward)), make("td", { class: "number" }, number(prompt.right.reward)), make("td", { class: "number" }, change(prompt)), make("td", {}, versions(prompt.left)), make("td", {}, versions(prompt.right))));
@@ -79,7 +82,7 @@ export async function compareView(body, context) {
   async function showSide(column, side, groups, chosen) {
     if (!chosen) { fill(column, notice("no group")); return; }
     const run = Number(query[side]) || 0;
-    const select = choose(`${side}-group`, groups.map((group) => [String(group.group_id), `version ${count(group.version)} · step ${count(group.step)} · group ${count(group.group_id)}`]), String(chosen.group_id),
+    const select = choose(`${side}-group`, groups.map((group) => [String(group.group_id), title(group)]), String(chosen.group_id),
       (event) => showSide(column, side, groups, groups.find((group) => String(group.group_id) === event.target.value)));
     const group = await ask("group", { run, id: chosen.group_id });
     fill(column, make("div", { class: "toolbar" }, make("b", {}, context.runs[run].name), labelled("written by", select), make("span", {}, "reward ", make("b", {}, number(group.reward))), pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? "")),
@@ -94,6 +97,10 @@ function change({ left, right }) {
   if (left.reward === null || right.reward === null) return NONE;
   const value = right.reward - left.reward;
   return make("b", { class: value > 0 ? "plus" : value < 0 ? "minus" : "" }, `${value > 0 ? "+" : ""}${number(value)}`);
+}
+
+function title({ version, step, group_id: id }) {
+  return `version ${count(version)}${id < 0 ? "" : ` · step ${count(step)} · group ${count(id)}`}`;
 }
 
 function versions({ number: groups, oldest, newest }) {

@@ -86,7 +86,8 @@ function selectGroups(run, query) {
 
 function sideRows(query, side) {
   const run = exported.runs[query[side] ?? 0];
-  return (run.rows ?? []).filter((row) => row.key && within(row, "version", query, side) && row.group_id in run.groups);
+  const rows = query.prompts === "held_out" ? run.held_out : run.rows;
+  return (rows ?? []).filter((row) => row.key && within(row, "version", query, side) && row.group_id in run.groups);
 }
 
 function summarize(rows) {

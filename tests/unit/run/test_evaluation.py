@@ -32,7 +32,7 @@ def test_accuracy_counts_every_prompt() -> None:
     async def scenario() -> dict[str, float]:
         rewards = {"r": RewardConfig(path="m:r")}
         evaluator = Evaluator(prompts, rewards=rewards, held_out=HeldOutConfig(correct_at=0.9), max_tokens=5)
-        requests, metrics = evaluator.start(version=7)
+        requests, result = evaluator.start(version=7)
         assert all(r.min_version == 7 and r.temperature == 0 and r.group_size == 1 for r in requests)
         assert all(r.group_id < 0 for r in requests)
         for request, reward in zip(requests, [1.0, 0.95, 0.5, None], strict=True):
@@ -44,7 +44,9 @@ def test_accuracy_counts_every_prompt() -> None:
                 scores.scores["r"] = [reward]
             evaluator.add(answer(request), [scores])
             assert not evaluator.owns(request.group_id)
-        return await metrics
+        found = await result
+        assert [group.prompt.prompt_id for group in found.groups] == [0, 1, 2], "those that could be scored"
+        return found.metrics
 
     metrics = asyncio.run(scenario())
     assert metrics["eval/accuracy"] == 0.5
@@ -60,12 +62,12 @@ def test_one_reward_may_say_what_is_correct() -> None:
 
     async def scenario(exact: float | None) -> float:
         evaluator = Evaluator([prompt], rewards=rewards, held_out=HeldOutConfig(correct_by="exact"), max_tokens=5)
-        (request,), metrics = evaluator.start(version=0)
+        (request,), result = evaluator.start(version=0)
         assert request.max_tokens == 3
         evaluator.add(
             answer(request), [GroupScores(group_id=request.group_id, scores={"sum": [1.0], "exact": [exact]})]
         )
-        return (await metrics)["eval/accuracy"]
+        return (await result).metrics["eval/accuracy"]
 
     assert [asyncio.run(scenario(exact)) for exact in (1.0, 0.0, None)] == [1.0, 0.0, 0.0]
 

@@ -241,7 +241,7 @@ def test_prompts_have_the_same_key_in_every_run() -> None:
 
 def test_a_stopped_update_continues_later(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=2)
-    index = GroupIndex(tmp_path / "index.sqlite", tmp_path / "run" / "completions.jsonl")
+    index = GroupIndex(tmp_path / "index.sqlite", tmp_path / "run")
     with closing(Ledger(tmp_path / "run" / "ledger.sqlite", read_only=True)) as ledger:
         index.update(ledger, (1, 1), lambda: True)
         assert index.num_indexed == 0

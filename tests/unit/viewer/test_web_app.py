@@ -249,6 +249,33 @@ def test_prompts_of_two_runs_and_of_two_versions_are_compared(tmp_path: Path) ->
     assert [group["version"] for group in answers["right"]] == [3, 0]
 
 
+def test_answers_to_held_out_prompts_are_compared(tmp_path: Path) -> None:
+    run = ViewerRun(tmp_path / "run").evaluate().train(2).evaluate(num_prompts=2)
+    viewed = ViewedRun(tmp_path / "run", "run")
+    viewed.refresh()
+    client = TestClient(make_app([viewed], TOKEN), base_url="http://127.0.0.1:1234")
+    assert ask(client, "runs")[0]["has_evaluations"]
+    prompts = ask(client, "prompts", left=0, right=0, prompts="held_out")
+    assert [found["prompt"] for found in prompts] == ["Held out: 0 * 3?", "Held out: 1 * 3?"], "both have two answers"
+    answers = ask(client, "answers", left=0, right=0, prompts="held_out", key=prompts[0]["key"])["left"]
+    assert [(answer["version"], answer["reward"], answer["state"]) for answer in answers] == [
+        (2, 1.0, "HELD OUT"),
+        (0, 0.0, "HELD OUT"),
+    ]
+    group = ask(client, "group", id=answers[0]["group_id"])
+    assert group["messages"] == [{"role": "user", "text": "Held out: 0 * 3?"}]
+    assert group["rollouts"][0]["text"] == "0 says version 2"
+    assert client.get(f"/{TOKEN}/api/group?id=-99").status_code == 404
+    assert [row["prompt"] for row in ask(client, "prompts", left=0, right=0, prompts="training")] == []
+    assert ask(client, "groups", size=50)["num_groups"] == 8
+    run.evaluate(num_prompts=1)  # a resumed run drops the later versions' rows, and evaluates again
+    viewed.refresh()
+    assert [row["prompt"] for row in ask(client, "prompts", left=0, right=0, prompts="held_out")] == [
+        "Held out: 0 * 3?"
+    ]
+    run.end()
+
+
 def test_a_run_without_a_ledger_has_curves_and_says_why_it_has_no_groups(tmp_path: Path) -> None:
     run = ViewerRun(tmp_path / "run").train(1)
     run.ledger.close()
