@@ -35,7 +35,7 @@ from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.replay.ledger.database import NAME as LEDGER
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.feature_scorer import learner_feature_scorer
-from rlpipe.types import MiniBatch, TrainBatch, Transfer, WeightsKind, WeightsManifest
+from rlpipe.types import MiniBatch, ServedRecord, TrainBatch, Transfer, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import BucketMemory
 
 
@@ -80,7 +80,7 @@ class Publisher(Protocol):
     def wait(self, call: Any, timeout_s: float) -> bool:
         """Wait for a call's answer, and return whether it has arrived."""
 
-    def digest_of(self, version: int) -> tuple[str, str] | None:
+    def digest_of(self, version: int) -> ServedRecord | None:
         """Return kind and digest of a version, on the first rank, if it was the last one to be published."""
 
 
@@ -96,7 +96,7 @@ class NoPublisher:
     def wait(self, call: Any, timeout_s: float) -> bool:
         return is_answered(call, timeout_s)
 
-    def digest_of(self, version: int) -> tuple[str, str] | None:
+    def digest_of(self, version: int) -> ServedRecord | None:
         return None
 
 
@@ -138,10 +138,10 @@ class StorePublisher:
     def wait(self, call: Any, timeout_s: float) -> bool:
         return is_answered(call, timeout_s)
 
-    def digest_of(self, version: int) -> tuple[str, str] | None:
+    def digest_of(self, version: int) -> ServedRecord | None:
         if self._published is None or self._published[0].version != version:
             return None
-        return self._published[0].kind.value, self._published[0].digest
+        return self._published[0].kind.value, self._published[0].digest, self._policy.served_dtype
 
 
 class DirectPublisher:
@@ -176,8 +176,10 @@ class DirectPublisher:
     def wait(self, call: Any, timeout_s: float) -> bool:
         return not self._any(not is_answered(call, timeout_s))
 
-    def digest_of(self, version: int) -> tuple[str, str] | None:
-        return (WeightsKind.FULL.value, self._digest) if self._digest and self._last[0] == version else None
+    def digest_of(self, version: int) -> ServedRecord | None:
+        if not self._digest or self._last[0] != version:
+            return None
+        return WeightsKind.FULL.value, self._digest, self._policy.served_dtype
 
     def _offer(self, version: int, life: int) -> Transfer | None:
         """Offer a version to the engines; return the transfer that both sides join, or None if it is outdated."""
@@ -306,6 +308,8 @@ class LearnerLoop:
         device = _device()
         note = settle_peer_access() if device.type == "cuda" and setup.learner.num_ranks > 1 else None
         self._policy = load_policy(setup.model, setup.learner, device, seed=setup.seed, workload=setup.workload)
+        if setup.served_dtype is not None:
+            self._policy.served_dtype = setup.served_dtype
         if note is not None:
             self._policy.sharding.notes.append(note)
         self._learner = Learner(

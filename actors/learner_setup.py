@@ -26,6 +26,8 @@ class LearnerSetup:
     learner: LearnerConfig
     workload: Workload
     sampling: SamplingConfig
+    served_dtype: str | None
+    """``rollout.dtype``."""
     weights: WeightsConfig
     checkpoint: CheckpointConfig
     output: Path

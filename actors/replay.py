@@ -27,7 +27,7 @@ from rlpipe.replay.step_queue import FeatureQueue, StepReport
 from rlpipe.replay.store import Outcome, ReplayStore, ResumeState
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.scoring.validation import describe_exception
-from rlpipe.types import RolloutGroup, TrainBatch
+from rlpipe.types import RolloutGroup, ServedRecord, TrainBatch
 
 MAX_WAITING = 16
 """Limit on calls that wait for the hook or run in it; groups beyond it are skipped and counted."""
@@ -196,7 +196,7 @@ class ReplayActor(StepServer):
         await asyncio.to_thread(self._store.ledger.back_up, target)
         return str(self._store.ledger.get("run_id"))
 
-    async def checkpointed(self, step: int, weights: tuple[str, str] | None) -> None:
+    async def checkpointed(self, step: int, weights: ServedRecord | None) -> None:
         self._store.checkpointed(step, weights)
 
     async def describe(self) -> dict[str, Any]:

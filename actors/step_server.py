@@ -13,7 +13,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepQueue, StepReport
-from rlpipe.types import TrainBatch
+from rlpipe.types import ServedRecord, TrainBatch
 
 SILENT_AFTER_S = 12.0
 """Seconds without a heartbeat after which a rank is reported as silent; ranks send one every five seconds."""
@@ -104,7 +104,7 @@ class StepServer(ABC):
         return None
 
     async def checkpointed(  # noqa: B027 - only actors with a ledger override it
-        self, step: int, weights: tuple[str, str] | None
+        self, step: int, weights: ServedRecord | None
     ) -> None:
         """Record that the checkpoint after ``step`` steps is complete."""
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
 from rlpipe.configs.objective_constraints import (
     check_correction,
+    check_engine_dtype,
     check_function,
     check_group_size,
     check_loss,
@@ -68,6 +69,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
         yield from check_reward_kl(config.algorithm)
+        yield from check_engine_dtype(config)
         yield from check_correction(config.algorithm)
         yield from check_replay(config)
         yield from check_reference(config.algorithm, config.model)

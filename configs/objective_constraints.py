@@ -114,6 +114,19 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{name}: there are no weights with algorithm.correction.mode=none; set another mode, or false here"
 
 
+def check_engine_dtype(config: Config) -> Iterator[str]:
+    """Yield contradictions of ``rollout.dtype``, whose rounding the correction makes up for."""
+    algorithm, dtype = config.algorithm, config.rollout.dtype
+    if dtype is None:
+        return
+    has_correction = algorithm.correction.path is not None or algorithm.correction.mode != "none"
+    if dtype != config.model.dtype and not has_correction and not algorithm.samples_pairs:
+        yield (
+            f"rollout.dtype: engines that compute in {dtype} sample from another distribution than the learner's; set "
+            "algorithm.correction.mode, such as token_truncate, or null here"
+        )
+
+
 def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield contradictions of the KL in the reward, and of other advantages that the learner computes."""
     name, options, advantage = "algorithm.reward_kl", algorithm.reward_kl, algorithm.advantage

@@ -437,6 +437,8 @@ class WeightsManifest:
 
 
 Buckets = Sequence[ByteArray]
+ServedRecord = tuple[str, str, str]
+"""Kind, digest and type of the weights of a version that engines served."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -49,6 +49,12 @@ class RolloutConfig(Freezable):
     num_threads: int | None = option(
         None, "CPU threads of an engine; null: its whole CPUs.", minimum=1, maximum=MAX_PROCESSES
     )
+    dtype: str | None = option(
+        None,
+        "Type of the engines' weights and activations, if it is another than model.dtype; needs "
+        "algorithm.correction.mode.",
+        choices=("float32", "bfloat16", "float16"),
+    )
     tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1, maximum=MAX_PROCESSES)
     max_model_len: int | None = option(
         None,
@@ -64,7 +70,7 @@ ENGINE_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
-    "dtype": "model.dtype",
+    "dtype": "rollout.dtype",
     "trust_remote_code": "model.trust_remote_code",
     "mm_processor_kwargs": "model.processor_kwargs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",

@@ -169,6 +169,11 @@ class Config(Freezable):
     health: dict[str, HealthLimits] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    @property
+    def engine_dtype(self) -> str:
+        """Type that the engines compute in."""
+        return self.rollout.dtype or self.model.dtype
+
 
 def longest_conversation(config: Config) -> int:
     """Return the limit on the tokens of a prompt and its completion, or of an episode."""

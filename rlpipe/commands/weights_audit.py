@@ -20,7 +20,7 @@ def check_weights(run: Path, digests: Mapping[str, Sequence[str]], *, trusted: b
 
     Args:
         run: the run's folder.
-        digests: kind and digest of the weights at checkpoints, by step, as the ledger has them.
+        digests: kind, digest and type of the weights at checkpoints, by step, as the ledger has them.
         trusted: whether code that comes with the model may run.
 
     Raises:
@@ -33,13 +33,11 @@ def check_weights(run: Path, digests: Mapping[str, Sequence[str]], *, trusted: b
         raise DataError(f"{run} has no checkpoint whose weights were served: give a run's folder, without --weights")
     problems = []
     for step, checkpoint in known.items():
-        kind, served = digests[step]
+        kind, served, *dtype = digests[step]  # earlier versions of rlpipe kept no type
+        policy = open_checkpoint(checkpoint, trusted=trusted)
+        policy.served_dtype = dtype[0] if dtype else policy.served_dtype
         manifest = publish_weights(
-            open_checkpoint(checkpoint, trusted=trusted),
-            version=int(step),
-            bucket_bytes=2**28,
-            emit=lambda _: None,
-            kind=WeightsKind(kind),
+            policy, version=int(step), bucket_bytes=2**28, emit=lambda _: None, kind=WeightsKind(kind)
         )
         assert manifest is not None, "there is one rank"
         if manifest.digest != served:

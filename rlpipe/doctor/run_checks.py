@@ -142,7 +142,11 @@ class RunChecks:
             yield ok("type", f"model.dtype={asked}")
             return
         kinds = [learner_products(self.config)]
-        kinds += [engine_products(self.config)] if self.config.algorithm.kind == "rl" else []
+        kinds += (
+            [engine_products(self.config)]
+            if self.config.algorithm.kind == "rl" and self.config.rollout.dtype is None
+            else []
+        )
         for made in (made for made in kinds if made is not None):
             rates = cpu_rates(made, asked)
             if asked not in rates:

@@ -61,6 +61,8 @@ class Policy:
         self.config = config
         self.device = device
         self.sharding = sharding or SingleRank()
+        self.served_dtype = str(scorer.compute_dtype).removeprefix("torch.")
+        """Type of the weights that engines are sent, such as ``bfloat16``."""
         self.num_trained = sum(parameter.numel() for parameter in self.trainable_parameters().values())
         """Number of elements of all trained parameters."""
 
@@ -92,7 +94,7 @@ class Policy:
     @cached_property
     def served(self) -> ServedWeights:
         """The weights of engines that fold the adapter into the base, from the base's files."""
-        return ServedWeights(self.config)
+        return ServedWeights(replace(self.config, dtype=self.served_dtype))
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in ``model``, each tied one once."""

@@ -51,7 +51,7 @@ def publish_weights(
         bucket_bytes=bucket_bytes,
         adapter_config=None if kind is WeightsKind.FULL else adapter_config(policy),
         emit=emit,
-        dtype=policy.scorer.compute_dtype,
+        dtype=getattr(torch, policy.served_dtype),
         memory=memory,
         merged_digest=lambda config, adapter: policy.served.digest(config, adapter, policy.device),
     )
@@ -65,10 +65,8 @@ def outline_weights(policy: Policy) -> list[TensorOutline]:
     model, outlines = policy.scorer.causal_model, []
     for name, hollow in _hollow_state(policy).items():
         for published, part in to_files(model, name, hollow).items():
-            dtype = policy.scorer.compute_dtype if part.is_floating_point() else part.dtype
-            outlines.append(
-                TensorOutline(name=published, dtype=str(dtype).removeprefix("torch."), shape=tuple(part.shape))
-            )
+            dtype = policy.served_dtype if part.is_floating_point() else str(part.dtype).removeprefix("torch.")
+            outlines.append(TensorOutline(name=published, dtype=dtype, shape=tuple(part.shape)))
     return outlines
 
 
@@ -174,7 +172,7 @@ class DirectSender:
             GlooGroup.join(transfer, 0, self._timeout_s, self._store).send(weights)
 
     def _cast_weights(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = self._policy.scorer.compute_dtype
+        dtype: torch.dtype = getattr(torch, self._policy.served_dtype)
         for name, tensor in whole_weights(self._policy):
             cast = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
             if self._policy.sharding.rank == 0:

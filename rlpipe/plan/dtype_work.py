@@ -46,7 +46,8 @@ def scorer_products(path: str, num_cpus: float) -> Products:
 
 def planned_dtype(config: Config, device: Device) -> str:
     """Return the dtype that ``model.dtype=auto`` stands for on such devices; may time this machine's CPU."""
-    kinds = (engine_products(config) if config.algorithm.kind == "rl" else None, learner_products(config))
+    has_engines = config.algorithm.kind == "rl" and config.rollout.dtype is None
+    kinds = (engine_products(config) if has_engines else None, learner_products(config))
     return dtype_on(device, [made for made in kinds if made is not None])
 
 

@@ -118,7 +118,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         engines_per_device=min(rollout.num_engines, int(1 / rollout.num_gpus + 1e-9) or 1) if on_gpu else 1,
         utilization=_utilization(config, kind, on_gpu),
         cpu_kv_bytes=_cpu_kv_bytes() if kind == "vllm" and not on_gpu else None,
-        dtype=config.model.dtype,
+        dtype=config.engine_dtype,
         quantization=_quantization(config, described),
         kv_element_bytes=_kv_element_bytes(config),
         max_sequences=sequences,
@@ -196,7 +196,7 @@ def _quantization(config: Config, described: PreTrainedConfig) -> str | None:
 def _kv_element_bytes(config: Config) -> float:
     name = str(config.rollout.engine_args.get("kv_cache_dtype", "auto"))
     if name == "auto":
-        return ELEMENT_BYTES[config.model.dtype]
+        return ELEMENT_BYTES[config.engine_dtype]
     if name.startswith("fp8"):
         return 1
     if name in ELEMENT_BYTES:

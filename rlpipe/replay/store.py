@@ -17,7 +17,7 @@ from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState, Ledger, Ste
 from rlpipe.replay.reuse import ReplayCache
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.scorer import GroupScores, apply_scores
-from rlpipe.types import RolloutGroup, TrainBatch
+from rlpipe.types import RolloutGroup, ServedRecord, TrainBatch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,7 +208,7 @@ class ReplayStore:
             del self._samples[step]
         return reports
 
-    def checkpointed(self, step: int, weights: tuple[str, str] | None = None) -> None:
+    def checkpointed(self, step: int, weights: ServedRecord | None = None) -> None:
         """Record that the checkpoint after ``step`` steps is complete, and drop tokens that are not needed any more."""
         self.ledger.checkpointed(step, weights)
         self.ledger.drop_tokens(kept=self._kept.ids)

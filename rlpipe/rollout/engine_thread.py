@@ -285,6 +285,7 @@ def open_engine(
         ConfigError: an option is unknown to the engine, or not supported by it.
         ModelError: the model or adapter can't be loaded.
     """
+    model = replace(model, dtype=rollout.dtype or model.dtype)
     if model.dtype == "auto":  # vLLM would read auto as the type of the model's files
         from rlpipe.models.loading import own_device, with_dtype
 

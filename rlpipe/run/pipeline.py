@@ -53,6 +53,7 @@ from rlpipe.run.prepare import (
     check_context,
     check_reward_columns,
     ended_summary,
+    engine_type_lines,
     find_resume_point,
     open_output,
     prepare_run,
@@ -162,14 +163,17 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
     needs = [*workers.generation_needs(run), *workers.learner_needs(config)]
-    policy_needs = [*workers.engine_needs(config), *workers.learner_needs(config)]
+    engines = workers.engine_needs(config)
+    policy_needs = [*([] if config.rollout.dtype else engines), *workers.learner_needs(config)]
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = workers.start_replay(run)
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
-        run, types = resolve_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        ask = ask_cluster(config.cluster, is_own=is_own)
+        run, types = resolve_dtype(run, policy_needs, ask, begun=start.dtype)
+        types += engine_type_lines(run, engines, ask)
         run, served = resolve_serving(run)
         parts = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=is_own))
         weights = workers.start_weights(config, parts.engines)
@@ -366,6 +370,7 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
         learner=config.learner,
         workload=read_workload(config),
         sampling=config.rollout.sampling,
+        served_dtype=config.rollout.dtype,
         weights=config.weights,
         checkpoint=config.checkpoint,
         output=run.output,

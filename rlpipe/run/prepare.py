@@ -414,6 +414,16 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
     return settled, [*lines, *_reward_lines(run, dtype, ask)]
 
 
+def engine_type_lines(run: Run, engines: Sequence[Need], ask: Ask) -> list[str]:
+    """Return a line for the user if ``rollout.dtype`` is slow on a device of the engines."""
+    asked = run.config.rollout.dtype
+    if asked in (None, WIDE):
+        return []
+    devices = [device for need in {need.products: need for need in engines}.values() for device in ask(need, asked)]
+    line = choose_dtype(asked, devices, option="rollout.dtype", mend="null is model.dtype").line
+    return [] if line is None else [line]
+
+
 def resolve_serving(run: Run) -> tuple[Run, list[str]]:
     """Return the run with ``weights.serve=auto`` replaced, and a line about the choice for the user."""
     asked = replace(run.config, model=run.model)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from run_cases import run_options, supervised_options
+from run_cases import run_options, supervised_options, trained_steps
 
 from rlpipe import cli
 from rlpipe.hardware.dtypes import DeviceTypes, cpu_name
@@ -80,6 +80,49 @@ def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
     assert line.startswith("model.dtype=bfloat16 is slow here: an old CPU")
     assert train("model.dtype=float32", "algorithm.num_steps=4") == 2
     assert 'model.dtype: "bfloat16" -> "float32"' in capsys.readouterr().err
+
+
+WAYS = {
+    "adapter": ["weights.serve=adapter"],
+    "merged": ["weights.serve=merged"],
+    "full": ["model.adapter.kind=none"],
+    "qlora": ["model.adapter.kind=qlora"],
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "engine"),
+    [
+        ("adapter", "hf"),
+        *(pytest.param(way, "hf", marks=pytest.mark.slow) for way in ("merged", "full", "qlora")),
+        *(
+            pytest.param(way, "vllm", marks=[pytest.mark.slow, pytest.mark.vllm])
+            for way in ("adapter", "merged", "full")
+        ),
+    ],
+)
+def test_engines_may_compute_in_another_type_than_the_learner(
+    way: str,
+    engine: str,
+    tiny_policy: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    local_ray: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "run"
+    given = ["rollout.dtype=bfloat16", f"rollout.engine={engine}", "checkpoint.every_steps=1", *WAYS[way]]
+    assert cli.main(["train", *run_options(tiny_policy, prompts_file, output, *given)]) == 0
+    differences = [step["sampling/logp_difference/max"] for step in trained_steps(output)]
+    assert len(differences) == 3
+    assert all(1e-4 < difference < 0.5 for difference in differences)
+    assert recorded_types(output, 3) == ["float32", "float32"]
+    assert cli.main(["audit", str(output), "--weights"]) == 0
+    assert "engines served the weights in the checkpoints" in capsys.readouterr().out
+    back = [*given[1:], "algorithm.num_steps=4", "resume_changes=allow"]
+    assert cli.main(["train", *run_options(tiny_policy, prompts_file, output, *back)]) == 0
+    assert trained_steps(output)[-1]["sampling/logp_difference/max"] < 1e-4, "resumed with the learner's type"
+    assert cli.main(["audit", str(output), "--weights"]) == 0
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from rlpipe.errors import LedgerError
 from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.database import WITH_EPISODES, Database, has_episodes, pack_arrays, pack_record, unpack_group
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.types import RolloutGroup
+from rlpipe.types import RolloutGroup, ServedRecord
 
 COMPARED = "compared after the last step, not trained"
 NO_VARIANCE = "no reward variance"
@@ -195,8 +195,8 @@ class Ledger(Database):
                     (COMPARED, report.step),
                 )
 
-    def checkpointed(self, step: int, weights: tuple[str, str] | None = None) -> None:
-        """Record that the checkpoint after ``step`` steps is complete, with kind and digest of its published weights.
+    def checkpointed(self, step: int, weights: ServedRecord | None = None) -> None:
+        """Record that the checkpoint after ``step`` steps is complete, with a record of its published weights.
 
         ``weights`` is None if engines were not sent this version.
         """

@@ -448,6 +448,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "algorithm.reward_kl.coef",
             "algorithm.advantage.credit=episode",
         ),
+        (
+            {"rollout.dtype": "bfloat16", "model.dtype": "float32", "algorithm.correction.mode": "none"},
+            "rollout.dtype",
+            "set algorithm.correction.mode, such as token_truncate",
+        ),
         ({"algorithm.correction.path": "mine.py"}, "algorithm.correction.path", "names no function"),
         ({"algorithm.correction.kwargs": {"a": 1}}, "algorithm.correction.kwargs", "set algorithm.correction.path"),
         (
