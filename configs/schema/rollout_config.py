@@ -70,7 +70,7 @@ ENGINE_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
-    "dtype": "rollout.dtype",
+    "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
     "mm_processor_kwargs": "model.processor_kwargs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
