@@ -75,6 +75,8 @@ def check_function(config: OwnFunction, section: str) -> Iterator[str]:
 def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
     yield from check_function(loss, "algorithm.loss")
+    if algorithm.preference.path is not None and not algorithm.samples_pairs:
+        yield f"{PREFERENCE}.path: only the loss dpo compares pairs; remove it, or set algorithm=online_dpo"
     if loss.path is not None:
         return
     if algorithm.samples_pairs:
@@ -119,6 +121,10 @@ def check_engine_dtype(config: Config) -> Iterator[str]:
     algorithm, dtype = config.algorithm, config.rollout.dtype
     if dtype is None:
         return
+    if dtype == "float16" and not config.rollout.num_gpus:
+        yield "rollout.dtype: float16 needs a GPU; set float32, bfloat16, or null"
+    if dtype == "float32" and config.model.attention == "flash_attention_2":
+        yield "rollout.dtype: flash_attention_2 does not support float32; set model.attention=sdpa, or bfloat16 here"
     has_correction = algorithm.correction.path is not None or algorithm.correction.mode != "none"
     if dtype != config.model.dtype and not has_correction and not algorithm.samples_pairs:
         yield (

@@ -109,7 +109,10 @@ def estimate_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) 
     name = inputs.config.name
     if inputs.config.path is not None:
         reduced = rewards if inputs.penalties is None else _subtract_penalties(rewards, inputs)
-        return own_advantages([np.asarray(group, np.float32) for group in reduced], inputs)
+        known = [np.array(group, np.float32) for group in reduced]
+        for group, baseline in zip(known, inputs.baselines, strict=False):
+            group[np.isnan(baseline)] = np.nan  # a comparison with an unscored greedy completion says nothing
+        return own_advantages(known, inputs)
     if name not in ADVANTAGES:
         raise ValueError(f"advantage.name is {name!r}; use {', '.join(ADVANTAGES)}")
     return [

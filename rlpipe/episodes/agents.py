@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +31,7 @@ from rlpipe.episodes.tools import call_anywhere
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.http import JsonClient, RequestFailed
 from rlpipe.scoring.nemo_gym import CREATE_PARAMS, reward_of, row_as_json
-from rlpipe.scoring.processes import CHILD_MARK, end_processes, find_survivors, process_ids
+from rlpipe.scoring.processes import CHILD_MARK, PROC, end_processes, find_survivors, process_ids
 
 Reward = float | Mapping[str, float] | None
 """Reward of an episode, or rewards of answers by their ids; None if reward functions score it."""
@@ -40,6 +42,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 """Variable with an episode's key, by which processes of a command are known that have left its session."""
 KEY_HEADER = "x-rlpipe-key"
 """Header for an episode's key, for programs whose requests have another key, or none, as theirs."""
+END_S = 5.0
+"""Seconds in which a command's output ends once its processes are killed."""
 CONFIG_PATH = "/global_config_dict_yaml"
 """Path at which a head server gives the addresses of all servers."""
 AGENTS_KEY = "responses_api_agents"
@@ -102,15 +106,19 @@ class CommandAgent:
             )
             assert process.stdout is not None
             assert process.stderr is not None
-            reading = asyncio.gather(_last_bytes(process.stdout), _last_bytes(process.stderr))
+            output, errors = bytearray(), bytearray()
+            reading = asyncio.gather(_read(process.stdout, output), _read(process.stderr, errors))
             mark = f"{KEY_VARIABLE}={access.api_key}"
             try:
                 await _send(process, json.dumps(dict(row), default=str).encode())
                 await _has_ended(process)
             finally:
-                await asyncio.to_thread(end_processes, partial(find_survivors, process.pid, mark, strangers))
-            output, errors = await reading
-            code = await process.wait()
+                await asyncio.to_thread(_end_all, process.pid, mark, strangers)
+            with suppress(TimeoutError):  # a process that is missed may hold the pipes open
+                async with asyncio.timeout(END_S):
+                    await reading
+                    await process.wait()
+        code = process.returncode
         if code != 0:
             lines = errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"]
             raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {printable(lines[-1])[:500]}")
@@ -144,25 +152,35 @@ async def _send(process: asyncio.subprocess.Process, row: bytes) -> None:
 
 async def _has_ended(process: asyncio.subprocess.Process) -> None:
     """Wait until the command itself has ended; ``wait`` would wait for all that hold its pipes open, too."""
-    if not hasattr(os, "pidfd_open"):  # not on Linux
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    try:
+        end = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # it has been reaped already
+        return
+    except (AttributeError, OSError):  # another system, an old kernel, or a sandbox that forbids it
         await process.wait()
         return
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    with suppress(ProcessLookupError):  # it has been reaped already
-        end = os.pidfd_open(process.pid)
-        loop.add_reader(end, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(end)
-            os.close(end)
+    loop.add_reader(end, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(end)
+        os.close(end)
 
 
-async def _last_bytes(stream: asyncio.StreamReader) -> bytes:
-    kept = b""
+async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Read a stream to its end, and keep its last bytes."""
     while part := await stream.read(2**16):
-        kept = (kept + part)[-MAX_OUTPUT_BYTES:]
-    return kept
+        kept += part
+        del kept[:-MAX_OUTPUT_BYTES]
+
+
+def _end_all(pid: int, mark: str, strangers: AbstractSet[int]) -> None:
+    """Kill what a command has started: its session, processes with its mark, and their descendants."""
+    if not PROC.is_dir():  # the session is all that can be found
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    end_processes(partial(find_survivors, pid, mark, strangers))
 
 
 class GymAgent:

@@ -19,6 +19,7 @@ from jsonschema.validators import validator_for
 
 from rlpipe.episodes.tools import InvalidArguments, Tool
 from rlpipe.errors import ConfigError
+from rlpipe.scoring.processes import CHILD_MARK
 from rlpipe.scoring.remote_program import end_program, start_program
 
 if TYPE_CHECKING:
@@ -88,9 +89,11 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
     with open(os.devnull, "w") as nowhere:
         async with AsyncExitStack() as stack:
             tools: list[Tool] = []
+            # The mark has them ended with this process.
+            mark = {name: value for name, value in os.environ.items() if name == CHILD_MARK}
             for server in servers:
                 program, *arguments = server.command
-                started = StdioServerParameters(command=program, args=arguments, env=dict(server.env))
+                started = StdioServerParameters(command=program, args=arguments, env=mark | dict(server.env))
                 client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))
                 listed = await client.list_tools()
                 tools += [McpTool(client, own.name, own.description or "", own.input_schema) for own in listed.tools]

@@ -69,10 +69,11 @@ class StepCredit:
             energies=_split(energies, rewards) if self._needs_energies else None,
             estimates=estimates,
         )
-        advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
         is_bad = not np.isfinite(tokens).all()
-        if is_bad:
-            advantages = np.full_like(advantages, np.nan)
+        if is_bad:  # the user's function is not to blame
+            advantages = np.full(tokens.shape[1], np.nan, np.float32)
+        else:
+            advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
         for part in (part for update in updates for part in update if not part.is_truth):
             part.advantages = torch.from_numpy(advantages[part.places]).to(part.advantages.device)
         metrics = {} if estimates is None or is_bad else self._fit(values, estimates, updates)

@@ -63,7 +63,7 @@ def own_choice(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[Rollo
 class ReplayCache:
     """Cache of the newest ``limit`` groups with differing rewards; each is handed out once.
 
-    Which ones, ``policy`` says.
+    ``policy`` says which ones are handed out.
     """
 
     def __init__(self, *, limit: int, combine: str, policy: ReplayPolicyConfig) -> None:

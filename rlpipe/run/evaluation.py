@@ -12,6 +12,7 @@ from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.replay.assemble import EBFT, reward_metrics
 from rlpipe.scoring.scorer import GroupScores, apply_scores
+from rlpipe.tracking.jsonl import MOST_HELD_OUT
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 Metrics = dict[str, float]
@@ -23,7 +24,7 @@ class Evaluated:
 
     metrics: Metrics
     groups: list[RolloutGroup]
-    """Groups that could be sampled and scored, in the order of the held-out prompts."""
+    """Groups of the first ``MOST_HELD_OUT`` prompts, in their order, except those that could not be scored."""
 
 
 class Evaluator:
@@ -91,8 +92,10 @@ class _Evaluation:
     def add(self, group: RolloutGroup) -> None:
         self._groups.append(group)
         if len(self._groups) == self._num_groups and not self.result.done():
-            scored = sorted((own for own in self._groups if own.failure is None), key=lambda own: -own.group_id)
-            self.result.set_result(Evaluated(metrics=self._metrics(scored), groups=scored))
+            scored = [own for own in self._groups if own.failure is None]
+            first = sorted(self._groups, key=lambda own: -own.group_id)[:MOST_HELD_OUT]
+            groups = [own for own in first if own.failure is None]
+            self.result.set_result(Evaluated(metrics=self._metrics(scored), groups=groups))
 
     def _is_correct(self, rollout: Rollout) -> bool:
         by = self._config.correct_by

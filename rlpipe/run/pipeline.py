@@ -281,7 +281,8 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     """Return the held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
     features = replace(config.algorithm.ebft.features, weights="own")
     algorithm = replace(config.algorithm, ebft=replace(config.algorithm.ebft, features=features))
-    config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
+    model = replace(without_learner(config.model, adapter), dtype=config.engine_dtype)
+    config = replace(config, model=model, algorithm=algorithm)
     run = prepare_run(config, rewards)
     tokenizer = load_tokenizer(run.model)
     _, held_out = open_run_prompts(config, run.model, tokenizer)
@@ -435,11 +436,10 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
         first_step=start.step + 1 if start.checkpoint else 0,
         resolved_config=to_tree(config),
     )
-    tokenizer, num_logged = load_tokenizer(run.model), config.tracking.log_completions
-    completions, evaluations = (
-        CompletionsLog(run.output / file, num_groups=num_groups, tokenizer=tokenizer, first_step=start.step + 1)
-        for file, num_groups in ((COMPLETIONS_FILE, num_logged), (EVALUATIONS_FILE, MOST_HELD_OUT if num_logged else 0))
-    )
+    log, num_logged = partial(CompletionsLog, tokenizer=load_tokenizer(run.model)), config.tracking.log_completions
+    completions = log(run.output / COMPLETIONS_FILE, num_groups=num_logged, first_step=start.step + 1)
+    num_held_out = MOST_HELD_OUT if num_logged else 0  # the version that a run begins with is evaluated again
+    evaluations = log(run.output / EVALUATIONS_FILE, num_groups=num_held_out, first_step=start.step)
     health = HealthWatch(config, read_rows(run.output / METRICS_FILE))
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, evaluations, health)
     reporter.start(config.algorithm.num_steps, start.step)

@@ -196,10 +196,12 @@ def overfitting(run: RunHistory) -> float | None:
 def unpreferred(run: RunHistory) -> float | None:
     """Return the share of pairs whose chosen completion has the higher reward, over 20 steps.
 
-    Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect.
+    Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect. KTO has no
+    pairs, and begins with all completions on one side of its reference point.
     """
-    values = run.last("rewards/accuracies", 20)
-    return None if values is None or run.config.algorithm.kind == "rl" else fmean(values)
+    values, algorithm = run.last("rewards/accuracies", 20), run.config.algorithm
+    is_kto = algorithm.kind == "preference" and not algorithm.preference.takes_pairs
+    return None if values is None or algorithm.kind == "rl" or is_kto else fmean(values)
 
 
 def failed_groups(run: RunHistory) -> float | None:

@@ -16,7 +16,7 @@ from rlpipe.errors import DataError, InputError
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import image_kind
 from rlpipe.viewer.group_query import GroupQuery
-from rlpipe.viewer.viewed_run import ViewedRun
+from rlpipe.viewer.viewed_run import NotInRun, ViewedRun
 from rlpipe.viewer.web_app import static_files, to_json
 
 MOST_BYTES = 6 * 2**20
@@ -40,8 +40,10 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     left = MOST_BYTES
     for run in runs:
         run.refresh()
-        tree, used, lines = _describe_run(run, left // max(len(runs) - len(trees), 1), _compared(runs, run, False))
-        held_out = _compared(runs, run, True)
+        tree, used, lines = _describe_run(
+            run, left // max(len(runs) - len(trees), 1), _compared(runs, run, held_out=False)
+        )
+        held_out = _compared(runs, run, held_out=True)
         used += _add_groups(tree, run, held_out, max(left - used, 0))
         tree["held_out"] = [*held_out.values()]
         left -= used
@@ -56,7 +58,7 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     return len(page.encode()), left_out
 
 
-def _compared(runs: Sequence[ViewedRun], run: ViewedRun, held_out: bool) -> dict[int, dict[str, Any]]:
+def _compared(runs: Sequence[ViewedRun], run: ViewedRun, *, held_out: bool) -> dict[int, dict[str, Any]]:
     """Return the groups of a run, by id, that answer prompts which other runs, or versions, have answered, too."""
     found: dict[int, dict[str, Any]] = {}
     for other in runs:
@@ -65,7 +67,7 @@ def _compared(runs: Sequence[ViewedRun], run: ViewedRun, held_out: bool) -> dict
             for prompt in shared_prompts(left, right)[:NUM_COMPARED]:
                 groups = groups_of_prompt(left, int(prompt["key"]))
                 shown = {"key": prompt["key"], "prompt": prompt["prompt"]}
-                found |= {group["group_id"]: {**group, **shown} for group in (groups[0], groups[-1])}
+                found |= {group["group_id"]: {**group, **shown} for group in [*groups[:1], *groups[-1:]]}
     return found
 
 
@@ -108,7 +110,10 @@ def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], 
     """Add groups in full, with their images, as long as there is room; return the bytes that they take."""
     used = 0
     for group_id in group_ids:
-        group = run.group(group_id, most_tokens=MOST_TOKENS)
+        try:
+            group = run.group(group_id, most_tokens=MOST_TOKENS)
+        except NotInRun:  # another viewer has read the run's evaluations anew
+            continue
         images = [run.image(group_id, number) for number in range(group.get("num_images", 0))]
         size = len(to_json(group)) + sum(len(image) * 4 // 3 for image in images)
         if used + size > most_bytes:

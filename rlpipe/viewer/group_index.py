@@ -42,7 +42,8 @@ CREATE TABLE IF NOT EXISTS entries (
 CREATE INDEX IF NOT EXISTS entries_by_prompt ON entries (prompt, version);
 CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, lower TEXT, start TEXT, key INTEGER UNIQUE);
 CREATE TABLE IF NOT EXISTS held_out (
-    number INTEGER PRIMARY KEY, version INTEGER, prompt INTEGER, reward REAL, row TEXT, UNIQUE (prompt, version));
+    number INTEGER PRIMARY KEY, version INTEGER, prompt INTEGER, prompt_id INTEGER, reward REAL, row TEXT,
+    UNIQUE (prompt, prompt_id, version));
 """
 COPIED = "group_id, step, state, reason, reward, reward_std, best_reward, length, staleness, version, num_rollouts"
 SOURCE = f"""
@@ -275,9 +276,16 @@ class _IndexUpdate:
         """Add the answers to held-out prompts; of two evaluations of a version the later one counts."""
         for rows in self._new_rows(EVALUATIONS_FILE, table="held_out"):
             self._connection.executemany(
-                "INSERT OR REPLACE INTO held_out (version, prompt, reward, row) VALUES (?, ?, ?, ?)",
+                "INSERT INTO held_out (version, prompt, prompt_id, reward, row) VALUES (?, ?, ?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET reward = excluded.reward, row = excluded.row",
                 [
-                    (row["step"], self._prompt(prompt_text(row["prompt"])), row["reward"], json.dumps(row))
+                    (
+                        row["step"],
+                        self._prompt(prompt_text(row["prompt"])),
+                        row["prompt_id"],
+                        row["reward"],
+                        json.dumps(row),
+                    )
                     for row in rows
                 ],
             )
@@ -289,6 +297,10 @@ class _IndexUpdate:
         """
         path, offset, inode = self._folder / name, *(int(self._get(f"{name} {key}", 0)) for key in ("offset", "inode"))
         if not path.is_file():
+            if offset and table is not None:
+                with self._transaction():
+                    self._connection.execute(f"DELETE FROM {table}")
+                    self._set(**{f"{name} offset": 0})
             return
         file = path.stat()
         if file.st_ino != inode or file.st_size < offset:  # a resumed run has dropped the rows of later steps

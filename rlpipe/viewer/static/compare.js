@@ -11,7 +11,8 @@ const KINDS = [["held_out", "held out"], ["training", "training"]];
 export async function compareView(body, context) {
   const other = context.runs.length > 1 && context.run === 0 ? 1 : 0;
   const hasHeldOut = [context.run, other].every((place) => context.runs[place].has_evaluations);
-  const query = { left: String(context.run), right: String(other), prompts: hasHeldOut && !context.query.text ? "held_out" : "training", ...context.query };
+  const isAsked = ["text", "key", "prompts"].some((name) => context.query[name]);
+  const query = { left: String(context.run), right: String(other), prompts: hasHeldOut && !isAsked ? "held_out" : "training", ...context.query };
   let asked = 0;
   const list = make("div", { class: "card table" });
   const pair = make("div", { class: "pair" });
@@ -45,7 +46,11 @@ export async function compareView(body, context) {
   async function load() {
     fill(pair);
     try {
-      const prompts = await ask("prompts", parameters());
+      let prompts = await ask("prompts", parameters());
+      if (!prompts.length && hasHeldOut && !isAsked && query.prompts === "held_out") {
+        query.prompts = body.querySelector("select[name=prompts]").value = "training"; // one evaluation so far, or other prompts
+        prompts = await ask("prompts", parameters());
+      }
       drawList(prompts);
       const key = query.key ?? prompts[0]?.key;
       if (key !== undefined) await showPair(key);
@@ -53,7 +58,7 @@ export async function compareView(body, context) {
   }
 
   function drawList(prompts) {
-    if (!prompts.length) { fill(list, notice(`no ${query.prompts === "held_out" ? "held-out" : "training"} prompt that both sides have answered; ${query.prompts === "held_out" ? "evaluations are logged with tracking.log_completions above 0" : "a prompt comes again in the next epoch, or in a run over the same data"}`)); return; }
+    if (!prompts.length) { fill(list, notice(`no ${query.prompts === "held_out" ? "held-out" : "training"} prompt that both sides have answered; ${query.prompts === "held_out" ? "a run logs them at each evaluation, if it has data.held_out and tracking.log_completions above 0" : "a prompt comes again in the next epoch, or in a run over the same data"}`)); return; }
     const head = ["Prompt", "Left reward", "Right reward", "Change", "Left versions", "Right versions"];
     const rows = prompts.map((prompt) => make("tr", { tabindex: "0", "data-key": prompt.key, onclick: () => showPair(prompt.key), onkeydown: (event) => { if (event.key === "Enter") showPair(prompt.key); else step(event); } },
       make("td", {}, make("span", { class: "prompt" }, prompt.prompt)), make("td", { class: "number" }, number(prompt.left.reward)), make("td", { class: "number" }, number(prompt.right.reward)), make("td", { class: "number" }, change(prompt)), make("td", {}, versions(prompt.left)), make("td", {}, versions(prompt.right))));

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.algorithms.advantages import AdvantageInputs, own_advantages
+from rlpipe.algorithms.advantages import AdvantageInputs, estimate_advantages, own_advantages
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.algorithms.preferences import PairInputs, pair_loss
@@ -72,6 +72,9 @@ def centered(rewards, inputs, *, factor=1.0):
 def by_token(rewards, inputs):
     return [[np.full(count, reward) for reward, count in zip(group, counts)]
             for group, counts in zip(rewards, inputs.num_tokens)]
+
+def above_greedy(rewards, inputs):
+    return [group - baseline for group, baseline in zip(rewards, inputs.baselines)]
 
 def too_few(rewards, inputs):
     return [group[:-1] for group in rewards]
@@ -356,6 +359,13 @@ def test_own_advantages_are_one_for_each_rollout(files: Path) -> None:
     assert {group.dtype for group in got} == {np.dtype(np.float32)}
 
 
+def test_a_group_without_a_greedy_reward_counts_as_not_scored(files: Path) -> None:
+    config = AdvantageConfig(name="remax", path=f"{files}/advantages.py:above_greedy")
+    inputs = AdvantageInputs(config=config, num_tokens=[np.ones(2, np.int32)] * 2, baselines=[0.5, float("nan")])
+    got = estimate_advantages([np.array([1.0, 0.0], np.float32)] * 2, inputs)
+    assert [np.asarray(group).tolist() for group in got] == [[0.5, -0.5], [0, 0]]
+
+
 def test_own_advantages_may_be_one_for_each_loss_token(files: Path) -> None:
     got = own(files, "by_token", [[1.0, 3.0], [float("nan")]])
     assert [[values.tolist() for values in group] for group in got] == [[[1, 1], [3, 3, 3]], [[0, 0]]]
@@ -377,7 +387,7 @@ def test_own_advantages_may_be_one_for_each_loss_token(files: Path) -> None:
         ),
         ("nothing", "returned NoneType for 2 groups of rewards"),
         ("undefined", "returned NaN or infinity for group 0, whose rewards are [1. 3.]"),
-        ("raising", "raised ZeroDivisionError: division by zero (advantages.py, line 27)"),
+        ("raising", "raised ZeroDivisionError: division by zero (advantages.py, line 30)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero")

@@ -162,6 +162,16 @@ def test_own_advantages_get_what_the_named_one_gets(tiny: Path, tmp_path: Path) 
     np.testing.assert_allclose([found[place] for place in range(len(returns))], 2 * returns, atol=1e-5)
 
 
+def test_own_advantages_are_not_asked_in_a_step_whose_log_probs_are_not_finite(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = AdvantageConfig(name="optimal_token_baseline", path=f"{tmp_path}/own.py:energies")
+    algorithm = AlgorithmConfig(advantage=own)
+    learner = make_perturbed(tiny, algorithm)
+    next(iter(learner.policy.trainable_parameters().values())).data.fill_(math.nan)
+    updates, _ = assign_credit(learner, algorithm, make_batch(algorithm)[0])
+    assert all(inputs.advantages.isnan().all() for update in updates for inputs in update)
+
+
 def test_own_advantages_get_rewards_minus_the_kl(tiny: Path, tmp_path: Path) -> None:
     kl = {"reward_kl": RewardKlConfig(coef=COEF)}
     own = own_credit(tiny, tmp_path, AdvantageConfig(path=f"{tmp_path}/own.py:reduced"), **kl)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.tracking.health import WELL_STEPS, HealthFinding, HealthWatch
@@ -170,6 +172,8 @@ def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None
 
 def test_pairs_that_the_policy_samples_itself_are_new_to_it() -> None:
     assert found_in(make_config(), run_with(ILLNESSES["wrong_preferences"])) == []
+    kto = AlgorithmConfig(kind="preference", preference=PreferenceConfig(loss="kto"))
+    assert found_in(make_config(algorithm=kto), run_with(ILLNESSES["wrong_preferences"])) == []
 
 
 def test_processes_that_share_cores_may_wait_for_each_other() -> None:

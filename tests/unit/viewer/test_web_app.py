@@ -273,6 +273,9 @@ def test_answers_to_held_out_prompts_are_compared(tmp_path: Path) -> None:
     assert [row["prompt"] for row in ask(client, "prompts", left=0, right=0, prompts="held_out")] == [
         "Held out: 0 * 3?"
     ]
+    (tmp_path / "run" / "evaluations.jsonl").unlink()
+    viewed.refresh()
+    assert ask(client, "prompts", left=0, right=0, prompts="held_out") == []
     run.end()
 
 
