@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.algorithms.plugins import ADVANTAGE, call_function, load_function, own_error, registrar
+from rlpipe.algorithms.plugins import ADVANTAGE, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
 from rlpipe.errors import RunError
 from rlpipe.types import FloatArray, IntArray, RolloutGroup
@@ -142,7 +142,7 @@ def own_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> li
     another shape or values that are not finite.
     """
     config = inputs.config
-    given = call_function(load_function(config, ADVANTAGE), config, ADVANTAGE, list(rewards), inputs)
+    given = call_function(config, ADVANTAGE, list(rewards), inputs)
     if not isinstance(given, list | tuple | np.ndarray) or len(given) != len(rewards):
         found = f"{len(given)} groups" if isinstance(given, list | tuple | np.ndarray) else type(given).__name__
         raise own_error(config, ADVANTAGE, f"returned {found} for {len(rewards)} groups of rewards")

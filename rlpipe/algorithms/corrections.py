@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.plugins import CORRECTION, call_function, load_function, own_error, registrar
+from rlpipe.algorithms.plugins import CORRECTION, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 LOGPROB_DIFFERENCE = "sampling/logp_difference/max"
@@ -119,7 +119,7 @@ def _mask(log_weights: Tensor, inputs: CorrectionInputs) -> Tensor:
 def own_correction(inputs: CorrectionInputs) -> CorrectionOutput:
     """Return what the user's function returns; raise ``RunError`` if it is not one finite factor for each token."""
     config = inputs.config
-    found = call_function(load_function(config, CORRECTION), config, CORRECTION, inputs)
+    found = call_function(config, CORRECTION, inputs)
     output = CorrectionOutput(weights=found) if isinstance(found, Tensor) else found
     if not isinstance(output, CorrectionOutput):
         problem = f"returned {type(found).__name__}, not a tensor [N] or a CorrectionOutput"

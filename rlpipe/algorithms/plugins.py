@@ -75,8 +75,9 @@ def _load(path: str, expected: str | None, section: str) -> Callable[..., Any]:
     return function
 
 
-def call_function(function: Callable[..., Any], config: OwnFunction, section: str, *inputs: Any) -> Any:
+def call_function(config: OwnFunction, section: str, *inputs: Any) -> Any:
     """Return what the user's function returns; raise ``RunError`` in one line, with the line of code, if it raises."""
+    function = load_function(config, section)
     try:
         return function(*inputs, **config.kwargs)
     except RlpipeError:

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.plugins import PREFERENCE, call_function, load_function, own_error, registrar
+from rlpipe.algorithms.plugins import PREFERENCE, call_function, own_error, registrar
 from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 
 
@@ -206,7 +206,7 @@ def add_pair_rewards(metrics: MetricSums, rewards: Tensor) -> None:
 def _own_losses(scores: PairScores) -> Tensor:
     """Return what the user's function returns; raise ``RunError`` if it is not one finite loss for each pair."""
     config, num_pairs = scores.config, len(scores.sums)
-    losses = call_function(load_function(config, PREFERENCE), config, PREFERENCE, scores)
+    losses = call_function(config, PREFERENCE, scores)
     if not isinstance(losses, Tensor) or losses.shape != (num_pairs,):
         found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise own_error(config, PREFERENCE, f"returned {found}, not [{num_pairs}], one loss for each pair")

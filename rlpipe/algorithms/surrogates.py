@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.corrections import MAX_LOG_RATIO, sequence_means, sequence_sums
-from rlpipe.algorithms.plugins import LOSS, call_function, load_function, own_error, registrar
+from rlpipe.algorithms.plugins import LOSS, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import LossConfig
 
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
@@ -78,7 +78,7 @@ def find_surrogate(config: LossConfig) -> Surrogate:
 
 def _call_own(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
     """Return the output of the user's function, which may return ``per_token`` alone; ``RunError`` if it is unfit."""
-    output = call_function(load_function(config, LOSS), config, LOSS, inputs)
+    output = call_function(config, LOSS, inputs)
     output = SurrogateOutput(per_token=output) if isinstance(output, Tensor) else output
     if not isinstance(output, SurrogateOutput):
         given = type(output).__name__

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlpipe.algorithms.plugins import REPLAY, call_function, load_function, own_error, registrar
+from rlpipe.algorithms.plugins import REPLAY, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import ReplayPolicyConfig
 from rlpipe.replay.assemble import has_signal
 from rlpipe.types import RolloutGroup
@@ -49,7 +49,7 @@ def most_spread(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[Roll
 def own_choice(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
     """Return the groups that the user's function chooses; raise ``RunError`` if they are not some of the kept ones."""
     config = inputs.config
-    found = call_function(load_function(config, REPLAY), config, REPLAY, list(kept), inputs)
+    found = call_function(config, REPLAY, list(kept), inputs)
     if not isinstance(found, list | tuple) or not all(isinstance(group, RolloutGroup) for group in found):
         raise own_error(config, REPLAY, f"returned {found!r:.80}, not a list of kept groups")
     ids, known = [group.group_id for group in found], {group.group_id: group for group in kept}
