@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -141,7 +141,13 @@ def nearest_name(wrong: str) -> str | None:
     """Return the option or section that ``wrong`` was most likely meant to be; None if nothing is similar.
 
     In order of preference: the same last word elsewhere, a similar last word in the same section, a similar whole name.
+    Names of entries that the user gave, such as a reward's, stay.
     """
+    found = _nearest(wrong)
+    return None if found is None else _fill_names(found, wrong.split("."))
+
+
+def _nearest(wrong: str) -> str | None:
     parent, _, word = wrong.rpartition(".")
     twins = [name for name in all_names() if name.rpartition(".")[2] == word]
     siblings = {name: name.rpartition(".")[2] for name in all_names() if name.rpartition(".")[0] == parent}
@@ -152,6 +158,15 @@ def nearest_name(wrong: str) -> str | None:
         return f"{parent}.{similar[0]}" if parent else similar[0]
     others = [name for name in all_names() if not wrong.startswith(f"{name}.")]
     return next(iter(difflib.get_close_matches(wrong, others, n=1, cutoff=0.6)), None)
+
+
+def _fill_names(name: str, given: Sequence[str]) -> str:
+    """Replace ``<name>`` in an option's name by the word that ``given`` has there, in the same section."""
+    words = name.split(".")
+    for index, word in enumerate(words[: len(given)]):
+        if word == "<name>" and words[:index] == given[:index]:
+            words[index] = given[index]
+    return ".".join(words)
 
 
 FREE_ON_RESUME = (

@@ -71,8 +71,9 @@ def on_rank0(find: Callable[[], T]) -> T:
 DTYPES = ("float32", "bfloat16", "float16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
 LONGEST_PRODUCT_S = 0.1
-ADAM_ELEMENTS = {"cuda": 2**26, "cpu": 2**25}
-ADDED_ELEMENTS = 2**25
+ADAM_ELEMENTS = {"cuda": 2**26, "cpu": 2**26}
+"""Weights that are updated: with gradients and moments several times as large as the host's caches, up to 300 MiB."""
+ADDED_ELEMENTS = 2**26
 
 
 def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:

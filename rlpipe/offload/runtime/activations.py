@@ -113,8 +113,13 @@ def make_streams(device: torch.device) -> Streams:
     def make_lane() -> CopyStream:
         return CudaStream(device) if device.type == "cuda" else InlineStream()
 
-    # One thread, since each operator uses all of torch's threads: what is needed first is ready soonest.
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
+    # One thread, since each operator uses all of torch's threads: what is needed first is ready soonest. On a GPU one
+    # core is left to the thread that launches kernels: a team whose last thread waits for a core waits with it.
+    spare = 1 if device.type == "cuda" else 0
+    num_threads = max(1, torch.get_num_threads() - spare)
+    worker = ThreadPoolExecutor(
+        max_workers=1, thread_name_prefix="offload", initializer=torch.set_num_threads, initargs=(num_threads,)
+    )
     return Streams(copies_in=make_lane(), copies_out=make_lane(), worker=worker)
 
 
