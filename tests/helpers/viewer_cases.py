@@ -74,6 +74,8 @@ class ViewerRun:
     reward_of: dict[int, float] = field(default_factory=dict)
     """Rewards of the first completions of groups, by id; of the others it is 1 in every third group, else 0."""
     step: int = 0
+    admitted: list[RolloutGroup] = field(default_factory=list)
+    """Groups of the next step, once they are admitted."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -88,8 +90,8 @@ class ViewerRun:
     def train(self, num_steps: int) -> ViewerRun:
         """Write what a run leaves of this number of steps."""
         for _ in range(num_steps):
-            groups = [self._group(self.step * 4 + place) for place in range(4)]
-            self._admit(groups)
+            groups = self.admitted or self.admit()
+            self.admitted = []
             self.ledger.generated(groups)
             for group in groups:
                 self._score(group)
@@ -105,6 +107,12 @@ class ViewerRun:
             self.step += 1
             self._metrics.log(self.step, metrics)
         return self
+
+    def admit(self) -> list[RolloutGroup]:
+        """Admit the groups of the next step, which are not sampled yet, and return them."""
+        self.admitted = [self._group(self.step * 4 + place) for place in range(4)]
+        self._admit(self.admitted)
+        return self.admitted
 
     def evaluate(self, *, num_prompts: int = 3) -> ViewerRun:
         """Log the answers of the newest version to held-out prompts, of which it knows one more with each version."""

@@ -263,6 +263,13 @@ def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) 
             newest = page.locator("table.groups tbody tr").first
             number = newest.get_attribute("data-group")
             expect(newest).not_to_have_attribute("data-group", number or "")
+            show(page, "compare")
+            versions = page.locator("table.prompts tbody tr td:last-child").first
+            expect(page.locator(".side[data-side=left] .rollout").first).to_be_visible()
+            answers = page.locator(".pair").inner_text()
+            seen = versions.inner_text()
+            expect(versions).not_to_have_text(seen)
+            assert page.locator(".pair").inner_text() == answers
             show(page, "events")
             expect(page.locator("table.events")).to_contain_text("engine rollout-0 died after step")
             writer.send_signal(signal.SIGKILL)
@@ -279,6 +286,22 @@ def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) 
     finally:
         writer.kill()
         writer.wait(10)
+
+
+def test_a_group_is_followed_while_it_is_shown(browser: Browser, tmp_path: Path) -> None:
+    run = ViewerRun(tmp_path / "live").train(1)
+    group = run.admit()[0].group_id
+    with served([tmp_path / "live"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+        show(page, f"group?id={group}")
+        state = page.locator("#main .toolbar .pill").first
+        expect(state).to_have_text("admitted")
+        expect(page.locator(".rollout")).to_have_count(0)
+        run.train(1)
+        expect(state).to_have_text("assigned", timeout=20_000)
+        expect(page.locator(".rollout").first).to_contain_text(f"says group {group}")
+        expect(page.get_by_label("Colour tokens by")).to_be_visible()
+        run.end()
+        expect(state).to_have_text("trained", timeout=20_000)
 
 
 def test_a_page_whose_server_has_ended_says_so(browser: Browser, folder: Path) -> None:

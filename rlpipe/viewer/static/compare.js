@@ -11,6 +11,7 @@ const KINDS = [["held_out", "held out"], ["training", "training"]];
 export async function compareView(body, context) {
   const other = context.runs.length > 1 && context.run === 0 ? 1 : 0;
   const hasHeldOut = [context.run, other].every((place) => context.runs[place].has_evaluations);
+  let prompts = [];
   const isAsked = ["text", "key", "prompts"].some((name) => context.query[name]);
   const query = { left: String(context.run), right: String(other), prompts: hasHeldOut && !isAsked ? "held_out" : "training", ...context.query };
   let asked = 0;
@@ -46,23 +47,40 @@ export async function compareView(body, context) {
   async function load() {
     fill(pair);
     try {
-      let prompts = await ask("prompts", parameters());
+      prompts = await ask("prompts", parameters());
       if (!prompts.length && hasHeldOut && !isAsked && query.prompts === "held_out") {
         query.prompts = body.querySelector("select[name=prompts]").value = "training"; // one evaluation so far, or other prompts
         prompts = await ask("prompts", parameters());
       }
-      drawList(prompts);
+      drawList();
       const key = query.key ?? prompts[0]?.key;
       if (key !== undefined) await showPair(key);
     } catch (error) { fill(list, notice(error.message, "bad")); }
   }
 
-  function drawList(prompts) {
+  function drawList() {
     if (!prompts.length) { fill(list, notice(`no ${query.prompts === "held_out" ? "held-out" : "training"} prompt that both sides have answered; ${query.prompts === "held_out" ? "a run logs them at each evaluation, if it has data.held_out and tracking.log_completions above 0" : "a prompt comes again in the next epoch, or in a run over the same data"}`)); return; }
     const head = ["Prompt", "Left reward", "Right reward", "Change", "Left versions", "Right versions"];
     const rows = prompts.map((prompt) => make("tr", { tabindex: "0", "data-key": prompt.key, onclick: () => showPair(prompt.key), onkeydown: (event) => { if (event.key === "Enter") showPair(prompt.key); else step(event); } },
       make("td", {}, make("span", { class: "prompt" }, prompt.prompt)), make("td", { class: "number" }, number(prompt.left.reward)), make("td", { class: "number" }, number(prompt.right.reward)), make("td", { class: "number" }, change(prompt)), make("td", {}, versions(prompt.left)), make("td", {}, versions(prompt.right))));
+    const focused = document.activeElement?.closest?.("tr[data-key]")?.dataset.key;
     fill(list, make("table", { class: "prompts" }, headings(head, head.slice(1, 4)), make("tbody", {}, rows)));
+    if (focused !== undefined) list.querySelector(`tr[data-key="${CSS.escape(focused)}"]`)?.focus();
+    markChosen();
+  }
+
+  function markChosen() {
+    list.querySelectorAll("tr").forEach((row) => row.classList.toggle("chosen", row.dataset.key === query.key));
+  }
+
+  // The list follows a run that goes on; the answers stay until others are chosen, as somebody may be reading them.
+  async function update() {
+    const found = await ask("prompts", parameters());
+    if (JSON.stringify(found) === JSON.stringify(prompts)) return;
+    const isFirst = !prompts.length;
+    prompts = found;
+    drawList();
+    if (isFirst && prompts.length) await showPair(query.key ?? prompts[0].key);
   }
 
   function step(event) {
@@ -74,7 +92,7 @@ export async function compareView(body, context) {
     const own = ++asked;
     query.key = key;
     remember();
-    list.querySelectorAll("tr").forEach((row) => row.classList.toggle("chosen", row.dataset.key === key));
+    markChosen();
     const answers = await ask("answers", { ...parameters(), key });
     if (own !== asked) return;
     const chosen = { left: answers.left[answers.left.length - 1], right: answers.right[0] };
@@ -95,7 +113,7 @@ export async function compareView(body, context) {
   }
 
   await load();
-  return {};
+  return { update };
 }
 
 function change({ left, right }) {

@@ -16,33 +16,50 @@ export async function groupView(body, context) {
   const legend = make("div", { class: "legend" });
   const how = () => sessionStorage.getItem(COLOURING) ?? "logprob";
   const select = choose("colouring", COLOURINGS, how(), (event) => { sessionStorage.setItem(COLOURING, event.target.value); draw(); });
-  const hasTokens = group.rollouts?.some((rollout) => rollout.sequences.length) ?? false;
+  let tokens;
 
   function draw() {
     const oldest = Math.min(...(group.rollouts ?? []).flatMap((rollout) => Object.keys(rollout.versions).map(Number)));
     fill(cards, (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: how(), oldest, more: readAll })));
-    fill(legend, hasTokens && legendOf(how(), group));
+    fill(legend, hasTokens() && legendOf(how(), group));
+  }
+
+  function hasTokens() {
+    return group.rollouts?.some((rollout) => rollout.sequences.length) ?? false;
   }
 
   async function readAll() {
-    group = await context.ask("group", { id, tokens: ALL_TOKENS });
+    tokens = ALL_TOKENS;
+    group = await context.ask("group", { id, tokens });
     draw();
   }
 
-  fill(body,
-    make("div", { class: "toolbar" },
-      make("a", { class: "button", href: context.link("groups") }, "← Groups"),
-      make("a", { class: "button", href: context.link("group", { id: Math.max(id - 1, 0) }), "aria-label": "Previous group" }, "‹"),
-      make("h2", {}, `Group ${count(id)}`),
-      make("a", { class: "button", href: context.link("group", { id: id + 1 }), "aria-label": "Next group" }, "›"),
-      pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? ""),
-      group.messages.length > 0 && make("a", { class: "button", href: context.link("compare", { text: lastText(group).slice(0, 80) }) }, "Compare this prompt")),
-    facts(group), group.reason && notice(`discarded: ${group.reason}`), group.why_no_tokens && notice(group.why_no_tokens),
-    group.tokenizer_problem && notice(`tokens are shown as numbers: ${group.tokenizer_problem}`),
-    promptCard(group, context.run),
-    hasTokens && make("div", { class: "toolbar" }, labelled("Colour tokens by", select), legend), hasTokens && difference(group), cards);
-  draw();
-  return { redraw: draw };
+  // A group that is sampled, scored or trained while it is shown.
+  async function update() {
+    const found = await context.ask("group", { id, tokens });
+    if (JSON.stringify(found) === JSON.stringify(group)) return;
+    group = found;
+    drawAll();
+  }
+
+  function drawAll() {
+    fill(body,
+      make("div", { class: "toolbar" },
+        make("a", { class: "button", href: context.link("groups") }, "← Groups"),
+        make("a", { class: "button", href: context.link("group", { id: Math.max(id - 1, 0) }), "aria-label": "Previous group" }, "‹"),
+        make("h2", {}, `Group ${count(id)}`),
+        make("a", { class: "button", href: context.link("group", { id: id + 1 }), "aria-label": "Next group" }, "›"),
+        pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? ""),
+        group.messages.length > 0 && make("a", { class: "button", href: context.link("compare", { text: lastText(group).slice(0, 80) }) }, "Compare this prompt")),
+      facts(group), group.reason && notice(`discarded: ${group.reason}`), group.why_no_tokens && notice(group.why_no_tokens),
+      group.tokenizer_problem && notice(`tokens are shown as numbers: ${group.tokenizer_problem}`),
+      promptCard(group, context.run),
+      hasTokens() && make("div", { class: "toolbar" }, labelled("Colour tokens by", select), legend), hasTokens() && difference(group), cards);
+    draw();
+  }
+
+  drawAll();
+  return { redraw: draw, update };
 }
 
 function lastText(group) {
