@@ -86,7 +86,10 @@ def require_one_of(values: Sequence[Any], name: str, value: Any) -> None:
 
 
 def _as_read(messages: ChatMessages) -> ChatMessages:
-    """Return messages as chat templates take them: known roles, and results with the names of their functions."""
+    """Return messages as chat templates and reward functions take them.
+
+    They have known roles, content that is a string, and results with the names of their functions.
+    """
     names: dict[str, str] = {}
     read: ChatMessages = []
     for message in messages:
@@ -100,6 +103,8 @@ def _as_read(messages: ChatMessages) -> ChatMessages:
         except (TypeError, KeyError, AttributeError):
             raise RequestRefused(400, "invalid", "tool_calls must be a list of calls of named functions") from None
         own = {**message, "role": "system" if role == "developer" else role}
+        if isinstance(own.get("content"), list):
+            own["content"] = "".join(part["text"] for part in own["content"])
         if role == "tool" and not own.get("name"):
             own["name"] = names.get(str(own.get("tool_call_id")), "")
         read.append(own)

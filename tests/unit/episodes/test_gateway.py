@@ -156,11 +156,13 @@ def test_a_rewritten_history_is_a_branch_of_its_own() -> None:
         client = scene.client()
         asked = [{"role": "user", "content": "Where?"}]
         await client.chat.completions.create(model="any", messages=asked)
-        rewritten = [*asked, {"role": "assistant", "content": "South."}, {"role": "user", "content": "And?"}]
+        parts = [{"type": "text", "text": "South"}, {"type": "text", "text": "."}]
+        rewritten = [*asked, {"role": "assistant", "content": parts}, {"role": "user", "content": parts[:1]}]
         await client.chat.completions.create(model="any", messages=rewritten)
 
     episode, _ = play(Scene(["North.", "East."]), program)
     assert episode.branches_by_reason == {"rewritten": 1}
+    assert [message["content"] for message in episode.messages] == ["South.", "South", "East."]
     assert [int(branch.loss_mask.sum()) for branch in episode.graph.branches()] == [
         len(node.token_ids) for node in episode.graph.turns
     ]
