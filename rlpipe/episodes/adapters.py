@@ -51,7 +51,7 @@ def from_gymnasium(
     try:
         import gymnasium
     except ImportError:
-        raise ConfigError("gymnasium is not installed: pip install gymnasium") from None
+        raise ConfigError("gymnasium is not installed: pip install 'rlpipe[gymnasium]'") from None
 
     class GymnasiumEnvironment(Environment):
         def reset(self, row: Mapping[str, Any], seed: int) -> str:

@@ -49,6 +49,12 @@ def test_a_gymnasium_environment_is_played_by_its_actions() -> None:
     ]
 
 
+def test_without_gymnasium_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match=r"gymnasium is not installed: pip install 'rlpipe\[gymnasium\]'"):
+        rlpipe.from_gymnasium("FrozenLake-v1")
+
+
 def test_actions_and_observations_may_be_shown_in_other_words() -> None:
     words = {"left": 0, "right": 1}
     pole = rlpipe.from_gymnasium(
