@@ -21,11 +21,6 @@ TURNS = "turns"
 """The concurrency group of the turns of episodes."""
 MAX_TURNS = 1024
 """Turns that a client gets at one time."""
-LINGER_S = 0.02
-"""Time in which groups that finish one after the other are collected together, in seconds.
-
-Each collection costs several calls between processes. The last groups of a step are not held back.
-"""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,8 +63,8 @@ class RolloutActor:
             self._thread.submit(requests)
 
     def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
-        """Return finished groups with their receipts, ``LINGER_S`` after the first; none after ``timeout_s``."""
-        return with_receipts(self._engine.collect(timeout_s, max_groups, linger_s=LINGER_S), self._name)
+        """Return finished groups with their receipts, as soon as there is one; none after ``timeout_s``."""
+        return with_receipts(self._engine.collect(timeout_s, max_groups), self._name)
 
     def draw(self, client: str, requests: Sequence[GroupRequest]) -> None:
         """Begin to draw turns, which ``drawn`` returns to the same client."""

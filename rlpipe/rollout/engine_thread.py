@@ -118,22 +118,13 @@ class EngineThread:
         except FutureTimeout:
             raise WaitTimeout(f"engine {self.name} gave no answer within {timeout_s:g} s: {self.health()}") from None
 
-    def collect(
-        self, timeout_s: float, max_groups: int, client: str = "", *, linger_s: float = 0.0
-    ) -> list[RolloutGroup]:
-        """Wait for a client's finished group, and return up to ``max_groups``; none if ``timeout_s`` passes first.
-
-        With ``linger_s``, wait that long for further groups, as long as the engine has unfinished requests.
-        """
+    def collect(self, timeout_s: float, max_groups: int, client: str = "") -> list[RolloutGroup]:
+        """Wait for a client's finished group, and return up to ``max_groups``; none if ``timeout_s`` passes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished.get(client) or not self._alive, timeout_s)
             finished = self._finished.get(client, deque())
             if not finished:
                 self._check()
-            elif linger_s:
-                self._changed.wait_for(
-                    lambda: len(finished) >= max_groups or not self._outstanding or not self._alive, linger_s
-                )
             return [finished.popleft() for _ in range(min(max_groups, len(finished)))]
 
     def load(self, manifest: WeightsManifest, buckets: Buckets, timeout_s: float) -> str:

@@ -119,17 +119,6 @@ def test_collect_returns_at_most_max_groups(thread: EngineThread) -> None:
     assert max(sizes) == 2
 
 
-def test_groups_are_collected_together_while_others_are_sampled(thread: EngineThread) -> None:
-    thread.submit([request(0), request(1, min_version=1)])
-    with ThreadPoolExecutor(1) as caller:
-        call = caller.submit(thread.collect, 5, 10, linger_s=60)
-        thread.load(manifest(1), [], timeout_s=5)
-        assert {group.group_id for group in call.result(20)} == {0, 1}  # nothing is left to wait for
-    thread.submit([request(2), request(3, min_version=2)])
-    assert [group.group_id for group in thread.collect(5, 10, linger_s=0.05)] == [2]
-    assert [group.group_id for group in thread.collect(0.01, 10, linger_s=60)] == []
-
-
 def test_a_load_waits_until_the_engine_is_ready(engine: FakeEngine, thread: EngineThread) -> None:
     engine.steps_before_load = 5
     assert thread.load(manifest(2), [], timeout_s=5) == "d2"
