@@ -71,7 +71,7 @@ def on_rank0(find: Callable[[], T]) -> T:
 DTYPES = ("float32", "bfloat16", "float16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
 LONGEST_PRODUCT_S = 0.1
-ADAM_ELEMENTS = {"cuda": 2**26, "cpu": 2**26}
+ADAM_ELEMENTS = 2**26
 """Weights that are updated: with gradients and moments several times as large as the host's caches, up to 300 MiB."""
 ADDED_ELEMENTS = 2**26
 
@@ -116,7 +116,7 @@ def adam_elements(device: torch.device, *, scale: float = 1.0) -> dict[str, floa
 
 
 def _adam_elements(device: torch.device, dtype: torch.dtype, scale: float) -> float:
-    num_elements = int(scale * ADAM_ELEMENTS[device.type])
+    num_elements = int(scale * ADAM_ELEMENTS)
     weights = nn.Parameter(torch.zeros(num_elements, dtype=dtype, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
