@@ -143,24 +143,20 @@ def nearest_name(wrong: str) -> str | None:
     In order of preference: the same last word elsewhere, a similar last word in the same section, a similar whole name.
     Names of entries that the user gave, such as a reward's, stay.
     """
-    found = _nearest(wrong)
-    return None if found is None else _fill_names(found, wrong.split("."))
-
-
-def _nearest(wrong: str) -> str | None:
     parent, _, word = wrong.rpartition(".")
-    twins = [name for name in all_names() if name.rpartition(".")[2] == word]
-    siblings = {name: name.rpartition(".")[2] for name in all_names() if name.rpartition(".")[0] == parent}
-    similar = difflib.get_close_matches(word, list(siblings.values()), n=1, cutoff=0.6)
+    names = [_fill_entries(name, wrong.split(".")) for name in all_names()]
+    twins = [name for name in names if name.rpartition(".")[2] == word]
+    siblings = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent]
+    similar = difflib.get_close_matches(word, siblings, n=1, cutoff=0.6)
     if twins:
         return difflib.get_close_matches(wrong, twins, n=1, cutoff=0)[0]
     if similar:
         return f"{parent}.{similar[0]}" if parent else similar[0]
-    others = [name for name in all_names() if not wrong.startswith(f"{name}.")]
+    others = [name for name in names if not wrong.startswith(f"{name}.")]
     return next(iter(difflib.get_close_matches(wrong, others, n=1, cutoff=0.6)), None)
 
 
-def _fill_names(name: str, given: Sequence[str]) -> str:
+def _fill_entries(name: str, given: Sequence[str]) -> str:
     """Replace ``<name>`` in an option's name by the word that ``given`` has there, in the same section."""
     words = name.split(".")
     for index, word in enumerate(words[: len(given)]):

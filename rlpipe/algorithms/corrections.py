@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.own_tensors import check_finite, check_marks, check_shapes
 from rlpipe.algorithms.plugins import CORRECTION, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
@@ -118,26 +120,14 @@ def _mask(log_weights: Tensor, inputs: CorrectionInputs) -> Tensor:
 
 def own_correction(inputs: CorrectionInputs) -> CorrectionOutput:
     """Return what the user's function returns; raise ``RunError`` if it is not one finite factor for each token."""
-    config = inputs.config
-    found = call_function(config, CORRECTION, inputs)
+    fail = partial(own_error, inputs.config, CORRECTION)
+    found = call_function(inputs.config, CORRECTION, inputs)
     output = CorrectionOutput(weights=found) if isinstance(found, Tensor) else found
     if not isinstance(output, CorrectionOutput):
-        problem = f"returned {type(found).__name__}, not a tensor [N] or a CorrectionOutput"
-        raise own_error(config, CORRECTION, problem)
-    for name, values in (("weights", output.weights), ("kept", output.kept), ("clipped", output.clipped)):
-        if values is None and name != "weights":
-            continue
-        if not isinstance(values, Tensor):
-            raise own_error(config, CORRECTION, f"returned {name} of type {type(values).__name__}, not a tensor")
-        if values.shape != inputs.mask.shape:
-            shapes = f"{list(values.shape)}, not {list(inputs.mask.shape)}"
-            raise own_error(config, CORRECTION, f"returned {name} of shape {shapes}, one value for each token")
-        if name != "weights" and values.dtype != torch.bool:
-            raise own_error(config, CORRECTION, f"returned {name} of type {values.dtype}, not torch.bool")
-    num_bad = int((inputs.mask & ~output.weights.isfinite()).sum())
-    if num_bad and bool(inputs.log_ratios[inputs.mask].isfinite().all()):
-        total = int(inputs.mask.sum())
-        raise own_error(config, CORRECTION, f"returned NaN or infinity for {num_bad} of {total} loss tokens")
+        raise fail(f"returned {type(found).__name__}, not a tensor [N] or a CorrectionOutput")
+    check_shapes({"weights": output.weights}, inputs.mask.shape, "token", fail)
+    check_marks({"kept": output.kept, "clipped": output.clipped}, inputs.mask.shape, "token", fail)
+    check_finite(output.weights, inputs.mask, inputs.log_ratios[inputs.mask], "loss tokens", fail)
     return output
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.own_tensors import check_finite, check_gradient, check_shapes
 from rlpipe.algorithms.plugins import PREFERENCE, call_function, own_error, registrar
 from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 
@@ -205,16 +207,11 @@ def add_pair_rewards(metrics: MetricSums, rewards: Tensor) -> None:
 
 def _own_losses(scores: PairScores) -> Tensor:
     """Return what the user's function returns; raise ``RunError`` if it is not one finite loss for each pair."""
-    config, num_pairs = scores.config, len(scores.sums)
-    losses = call_function(config, PREFERENCE, scores)
-    if not isinstance(losses, Tensor) or losses.shape != (num_pairs,):
-        found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise own_error(config, PREFERENCE, f"returned {found}, not [{num_pairs}], one loss for each pair")
-    if scores.sums.requires_grad and not losses.requires_grad:
-        raise own_error(config, PREFERENCE, "returned losses without a gradient; compute them from scores.sums")
-    num_bad = int((~losses.isfinite()).sum())
-    if num_bad and scores.sums.isfinite().all():  # the learner skips updates whose log-probs are not finite
-        raise own_error(config, PREFERENCE, f"returned NaN or infinity for {num_bad} of {num_pairs} pairs")
+    fail = partial(own_error, scores.config, PREFERENCE)
+    losses: Tensor = call_function(scores.config, PREFERENCE, scores)
+    check_shapes({"losses": losses}, scores.sums.shape[:1], "pair", fail)
+    check_gradient(losses, scores.sums, "scores.sums", fail)
+    check_finite(losses, torch.ones_like(losses, dtype=torch.bool), scores.sums, "pairs", fail)
     return losses
 
 

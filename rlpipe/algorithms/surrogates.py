@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.corrections import MAX_LOG_RATIO, sequence_means, sequence_sums
+from rlpipe.algorithms.own_tensors import check_finite, check_gradient, check_marks, check_shapes
 from rlpipe.algorithms.plugins import LOSS, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import LossConfig
 
@@ -78,27 +79,16 @@ def find_surrogate(config: LossConfig) -> Surrogate:
 
 def _call_own(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
     """Return the output of the user's function, which may return ``per_token`` alone; ``RunError`` if it is unfit."""
+    fail = partial(own_error, config, LOSS)
     output = call_function(config, LOSS, inputs)
     output = SurrogateOutput(per_token=output) if isinstance(output, Tensor) else output
     if not isinstance(output, SurrogateOutput):
-        given = type(output).__name__
-        raise own_error(config, LOSS, f"returned {given}, not a tensor [N] or a SurrogateOutput")
-    tensors = {"per_token": output.per_token, "clipped_low": output.clipped_low, "clipped_high": output.clipped_high}
-    for name, values in {**tensors, **output.metrics}.items():
-        if values is not None and (not isinstance(values, Tensor) or values.shape != inputs.mask.shape):
-            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            expected = list(inputs.mask.shape)
-            raise own_error(config, LOSS, f"returned {name} of shape {shape}, not {expected}, one value for each token")
-    for name, marks in {"clipped_low": output.clipped_low, "clipped_high": output.clipped_high}.items():
-        if marks is not None and marks.dtype is not torch.bool:
-            raise own_error(config, LOSS, f"returned {name} of type {marks.dtype}, not bool")
-    if inputs.logprobs.requires_grad and not output.per_token.requires_grad:
-        raise own_error(config, LOSS, "returned a loss without a gradient; compute it from inputs.logprobs")
-    unfit = inputs.mask & ~output.per_token.isfinite()
-    if unfit.any() and inputs.logprobs.isfinite().all():  # the learner skips updates whose log-probs are not finite
-        raise own_error(
-            config, LOSS, f"returned NaN or infinity for {int(unfit.sum())} of {int(inputs.mask.sum())} loss tokens"
-        )
+        raise fail(f"returned {type(output).__name__}, not a tensor [N] or a SurrogateOutput")
+    marks = {"clipped_low": output.clipped_low, "clipped_high": output.clipped_high}
+    check_shapes({"per_token": output.per_token, **output.metrics}, inputs.mask.shape, "token", fail)
+    check_marks(marks, inputs.mask.shape, "token", fail)
+    check_gradient(output.per_token, inputs.logprobs, "inputs.logprobs", fail)
+    check_finite(output.per_token, inputs.mask, inputs.logprobs, "loss tokens", fail)
     return output
 
 

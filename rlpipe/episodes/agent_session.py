@@ -96,15 +96,14 @@ def _as_read(messages: ChatMessages) -> ChatMessages:
         role = message.get("role")
         if role not in ("system", "developer", "user", "assistant", "tool"):
             raise RequestRefused(400, "invalid", f"a message has the role {role!r:.50}")
-        _check_content(message.get("content"))
+        own = {**message, "role": "system" if role == "developer" else role}
+        if own.get("content") is not None:
+            own["content"] = joined_text(own["content"])
         try:
             for call in message.get("tool_calls") or ():
                 names[str(call.get("id"))] = call["function"]["name"]
         except (TypeError, KeyError, AttributeError):
             raise RequestRefused(400, "invalid", "tool_calls must be a list of calls of named functions") from None
-        own = {**message, "role": "system" if role == "developer" else role}
-        if isinstance(own.get("content"), list):
-            own["content"] = "".join(part["text"] for part in own["content"])
         if role == "tool" and not own.get("name"):
             own["name"] = names.get(str(own.get("tool_call_id")), "")
         read.append(own)
@@ -113,14 +112,14 @@ def _as_read(messages: ChatMessages) -> ChatMessages:
     return read
 
 
-def _check_content(content: Any) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return
-    raise RequestRefused(400, "unsupported", "a message's content must be a string or text parts")
+def joined_text(content: Any) -> str:
+    """Return content that is a string or text parts as one string; raise ``RequestRefused`` for any other."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise RequestRefused(400, "unsupported", "a message's content must be a string or text parts")
+    return "".join(part["text"] for part in parts)
 
 
 @dataclass(slots=True, eq=False)

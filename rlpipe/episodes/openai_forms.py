@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlpipe.episodes.agent_session import PLAIN_FORMATS, ChatAnswer, RequestRefused, require_one_of
+from rlpipe.episodes.agent_session import PLAIN_FORMATS, ChatAnswer, RequestRefused, joined_text, require_one_of
 from rlpipe.types import ChatMessages
 
 MODEL = "policy"
 FINISH_REASONS = {"length": "length"}
 REFUSED = ("background", "conversation", "prompt")
 """Options that need a server which keeps them; a request may have them without a value."""
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 Item = Mapping[str, Any]
 
@@ -151,27 +150,17 @@ def _add(answer: dict[str, Any], item: Item, kind: str) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         answer.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
-        answer["reasoning_content"] = _text(item.get("content") or item.get("summary") or "")
+        answer["reasoning_content"] = joined_text(item.get("content") or item.get("summary") or "")
     else:
-        answer["content"] = _text(item.get("content"))
+        answer["content"] = joined_text(item.get("content"))
 
 
 def _as_message(item: Item, kind: str) -> dict[str, Any]:
     if kind == "message":
-        return {"role": item.get("role"), "content": _text(item.get("content"))}
+        return {"role": item.get("role"), "content": joined_text(item.get("content"))}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": joined_text(item.get("output"))}
     raise RequestRefused(400, "unsupported", f"an item of the type {kind!r:.50} is not supported in training")
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise RequestRefused(400, "unsupported", "an item's content must be a string or text parts")
-    return "".join(part["text"] for part in parts)
 
 
 def as_response(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,13 +216,13 @@ def test_an_own_loss_is_corrected_as_the_built_in_ones(files: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("summed", "returned per_token of shape [], not [3], one value for each token"),
+        ("summed", "returned per_token of shape [], not a tensor of shape [3], one value for each token"),
         ("bare", "returned float, not a tensor [N] or a SurrogateOutput"),
         ("detached", "returned a loss without a gradient; compute it from inputs.logprobs"),
         ("undefined", "returned NaN or infinity for 1 of 2 loss tokens"),
         ("raising", "raised IndexError: no such token (losses.py, line 27)"),
-        ("shares", "returned clipped_low of type torch.float32, not bool"),
-        ("misshapen", "returned mine/total of shape [], not [3], one value for each token"),
+        ("shares", "returned clipped_low of type torch.float32, not torch.bool"),
+        ("misshapen", "returned mine/total of shape [], not a tensor of shape [3], one value for each token"),
     ],
 )
 def test_problems_of_an_own_loss_are_one_line(files: Path, name: str, problem: str) -> None:
@@ -262,9 +262,9 @@ def test_an_own_correction_may_drop_tokens(files: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("by_sequence", "returned weights of shape [], not [3], one value for each token"),
+        ("by_sequence", "returned weights of shape [], not a tensor of shape [3], one value for each token"),
         ("nothing", "returned NoneType, not a tensor [N] or a CorrectionOutput"),
-        ("listed", "returned weights of type list, not a tensor"),
+        ("listed", "returned weights of type list, not a tensor of shape [3], one value for each token"),
         ("counted", "returned kept of type torch.float32, not torch.bool"),
         ("undefined", "returned NaN or infinity for 2 of 2 loss tokens"),
         ("raising", "raised KeyError: 'w' (corrections.py, line 29)"),
@@ -302,9 +302,9 @@ def test_an_own_preference_loss_gets_log_ratios_and_the_built_in_metrics(files: 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("summed", "returned a tensor of shape [], not [2], one loss for each pair"),
-        ("nothing", "returned NoneType, not [2], one loss for each pair"),
-        ("detached", "returned losses without a gradient; compute them from scores.sums"),
+        ("summed", "returned losses of shape [], not a tensor of shape [2], one value for each pair"),
+        ("nothing", "returned losses of type NoneType, not a tensor of shape [2], one value for each pair"),
+        ("detached", "returned a loss without a gradient; compute it from scores.sums"),
         ("undefined", "returned NaN or infinity for 2 of 2 pairs"),
         ("raising", "raised AttributeError: 'PairScores' object has no attribute 'rewards' (preferences.py, line 21)"),
     ],

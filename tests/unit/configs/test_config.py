@@ -128,6 +128,7 @@ def test_home_folder_is_expanded() -> None:
         ("learning_rate=1", "did you mean learner.optimizer.lr?"),
         ("algorithm.num_generations=4", "did you mean algorithm.group_size?"),
         ("scoring.rewards.a.weigth=1", "did you mean scoring.rewards.a.weight?"),
+        ("scoring.rewards.a.timeuot_s=1", "did you mean scoring.rewards.a.timeout_s?"),
         ("qqqqqq=1", "qqqqqq: no such option; see rlpipe config --docs"),
         ("algorithm=dapoo", "algorithm=dapoo: no such choice; algorithm is one of cispo, clip_cov, cpo, dapo"),
         ("algorithm=dapoo", "did you mean dapo?"),

@@ -97,7 +97,7 @@ def test_the_failure_of_an_own_loss_ends_the_step_with_its_name(tiny: Path, tmp_
     (tmp_path / "mine.py").write_text("def loss(inputs):\n    return inputs.logprobs.sum()\n")
     learner = make_learner(tiny, algorithm=AlgorithmConfig(loss=LossConfig(path=f"{tmp_path}/mine.py:loss")))
     with pytest.raises(
-        RunError, match=r"mine\.py:loss returned per_token of shape \[\], not \[\d+\], one value for each"
+        RunError, match=r"mine\.py:loss returned per_token of shape \[\], not a tensor of shape \[\d+\], one value"
     ):
         learner.train_step(make_batches()[0])
 
