@@ -9,6 +9,7 @@ it is published, which is synchronous training.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlpipe.types import RolloutGroup
@@ -167,6 +168,9 @@ class Rerolls:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[GroupTicket]:
+        return iter(self._waiting)
 
     def add(self, zero_reward: GroupTicket) -> None:
         self._waiting.append(zero_reward)

@@ -18,7 +18,7 @@ from replay_cases import REWARD, group, open_store
 
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.replay.buffer import Admission, GroupTicket
+from rlpipe.replay.buffer import Admission, GroupTicket, Rerolls
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
@@ -47,18 +47,34 @@ class Schedule(RuleBasedStateMachine):
         num_engines=st.integers(1, 3),
         refill_attempts=st.integers(0, 2),
         reuse_groups=st.integers(0, 2),
+        reroll_after=st.sampled_from([0.0, 0.25, None]),
+        rerolls_per_step=st.integers(1, 3),
+        every_steps=st.integers(1, 3),
     )
     def begin(
-        self, max_staleness: int, groups_per_step: int, num_engines: int, refill_attempts: int, reuse_groups: int
+        self,
+        max_staleness: int,
+        groups_per_step: int,
+        num_engines: int,
+        refill_attempts: int,
+        reuse_groups: int,
+        reroll_after: float | None,
+        rerolls_per_step: int,
+        every_steps: int,
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.names = [f"rollout-{index}" for index in range(num_engines)]
         self.max_staleness, self.groups_per_step = max_staleness, groups_per_step
         self.replay = ReplayConfig(
-            max_staleness=max_staleness, refill_attempts=refill_attempts, reuse_groups=reuse_groups
+            max_staleness=max_staleness,
+            refill_attempts=refill_attempts,
+            reuse_groups=reuse_groups,
+            reroll_after=reroll_after,
+            rerolls_per_step=rerolls_per_step,
         )
+        self.every_steps = min(every_steps, max_staleness + 1)
         self.now = 0.0
-        self.step = self.checkpoint = 0
+        self.step = self.checkpoint = self.published = 0
         self.num_repeated = 0
         self.store: ReplayStore | None = None
         self.start_driver()
@@ -98,6 +114,11 @@ class Schedule(RuleBasedStateMachine):
         self.step = self.checkpoint
         self.position, self.next_id = resume_state.place.position, resume_state.next_group_id
         self.attempts = list(resume_state.attempts)
+        self.rerolls = Rerolls(
+            first_version=round((self.replay.reroll_after or 0) * NUM_STEPS), per_step=self.replay.rerolls_per_step
+        )
+        for earlier in resume_state.zero_reward:
+            self.rerolls.add(earlier)
         self.admission = Admission(
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
@@ -134,21 +155,22 @@ class Schedule(RuleBasedStateMachine):
         capacity = self.admission.capacity
         if not capacity:
             return
-        admitted = []
-        for _ in range(capacity):
-            attempt = self.attempts.pop(0) if self.attempts else 0
-            admitted.append(
-                GroupTicket(
-                    group_id=self.next_id,
-                    version=self.admission.version,
-                    epoch=0,
-                    position=self.position,
-                    prompt_id=self.position,
-                    attempt=attempt,
-                )
+        chosen = [(group.position, group.reroll + 1) for group in self.rerolls.take(self.admission.version, capacity)]
+        chosen += [(self.position + index, 0) for index in range(capacity - len(chosen))]
+        self.position += sum(reroll == 0 for _, reroll in chosen)
+        admitted = [
+            GroupTicket(
+                group_id=self.next_id + index,
+                version=self.admission.version,
+                epoch=0,
+                position=position,
+                prompt_id=position,
+                attempt=self.attempts.pop(0) if self.attempts else 0,
+                reroll=reroll,
             )
-            self.next_id += 1
-            self.position += 1
+            for index, (position, reroll) in enumerate(chosen)
+        ]
+        self.next_id += capacity
         self.admission.admit(capacity)
         assert self.store is not None
         self.store.admit(admitted, Cursor(0, self.position))
@@ -156,11 +178,14 @@ class Schedule(RuleBasedStateMachine):
 
     def settle(self, outcome: Outcome) -> None:
         self.attempts += outcome.attempts
+        for earlier in outcome.zero_reward:
+            self.rerolls.add(earlier)
         self.admission.discard(len(outcome.discarded))
         self.start_groups()
 
     def publish(self) -> None:
         """Publish the learner's current version, which live engines load."""
+        self.published = self.step
         self.fleet.published(self.step)
         for name in self.names:
             if self.fleet.state(name) is not EngineState.DEAD:
@@ -169,8 +194,8 @@ class Schedule(RuleBasedStateMachine):
         self.start_groups()
 
     def load(self, name: str) -> None:
-        self.versions[name] = self.step
-        self.fleet.loaded(name, self.step)
+        self.versions[name] = self.published
+        self.fleet.loaded(name, self.published)
         if name in self.fleet.serving:
             self.router.add(name)
             waiting, self.waiting = self.waiting, []
@@ -265,7 +290,11 @@ class Schedule(RuleBasedStateMachine):
         self.tell(lambda store: store.scored([group_id], [[scores]]), dies=dies)
 
     @precondition(lambda self: self.unscored)
-    @rule(data=st.data(), rewards=st.sampled_from([[1.0, 0.0]] * 4 + [[1.0, 1.0]] * 3 + [None]), dies=SELDOM)
+    @rule(
+        data=st.data(),
+        rewards=st.sampled_from([[1.0, 0.0]] * 4 + [[1.0, 1.0]] * 2 + [[0.0, 0.0]] * 3 + [None]),
+        dies=SELDOM,
+    )
     def a_group_is_scored(self, data: st.DataObject, rewards: list[float] | None, dies: bool) -> None:
         self.give_scores(data.draw(st.sampled_from(self.unscored)), rewards, dies=dies)
 
@@ -278,7 +307,8 @@ class Schedule(RuleBasedStateMachine):
         self.num_repeated += self.step <= self.ledger.last_step
         self.ledger.complete(StepReport(step=self.step, metrics={}))
         self.step += 1
-        self.publish()
+        if self.step % self.every_steps == 0 or self.step == NUM_STEPS:
+            self.publish()
         return True
 
     @rule()
@@ -337,8 +367,19 @@ class Schedule(RuleBasedStateMachine):
         assert again in ([(None,)], [(1,)])
         counts = self.ledger.rows("SELECT step, count(*) FROM groups WHERE step IS NOT NULL GROUP BY step")
         assert all(count == self.groups_per_step for _, count in counts)
-        positions = self.ledger.rows("SELECT count(*), count(DISTINCT position), max(position) FROM groups")
+        positions = self.ledger.rows(
+            "SELECT count(*), count(DISTINCT position), max(position) FROM groups WHERE reroll = 0"
+        )
         assert positions in ([(0, 0, None)], [(self.position, self.position, self.position - 1)])
+        assert not self.ledger.rows("SELECT 1 FROM groups GROUP BY position, reroll HAVING count(*) > 1")
+
+    @invariant()
+    def every_prompt_without_reward_waits_to_be_put_back_once(self) -> None:
+        if not hasattr(self, "folder"):
+            return
+        earned_nothing = [] if self.replay.reroll_after is None else self.ledger.zero_reward(0.0)
+        waiting = [(group.position, group.reroll) for group in self.rerolls]
+        assert sorted(waiting) == sorted((group.position, group.reroll) for group in earned_nothing)
 
     @invariant()
     def something_can_happen(self) -> None:
@@ -355,10 +396,12 @@ class Schedule(RuleBasedStateMachine):
             for name in self.dead():
                 self.revive(name)
             for name, wanted in self.ready():
-                self.finish_group(name, wanted)
+                self.finish_group(name, wanted, "refused" if wanted.group_id % 5 == 4 else None)
             for group_id in list(self.unscored):
-                self.give_scores(group_id, [1.0, 0.0])
+                self.give_scores(group_id, [0.0, 0.0] if group_id % 3 == 0 else [1.0, 0.0])
             self.train()
+            self.the_bound_of_staleness_holds()
+            self.every_prompt_without_reward_waits_to_be_put_back_once()
             if self.step == NUM_STEPS:
                 break
         assert self.step == NUM_STEPS
@@ -366,7 +409,7 @@ class Schedule(RuleBasedStateMachine):
         self.store.checkpointed(NUM_STEPS)
         counts = self.ledger.counts()
         assert counts[GroupState.TRAINED] == NUM_STEPS * self.groups_per_step
-        assert counts[GroupState.TRAINED] + counts.get(GroupState.DISCARDED, 0) == self.position
+        assert counts[GroupState.TRAINED] + counts.get(GroupState.DISCARDED, 0) == self.next_id
         assert not self.ledger.rows("SELECT 1 FROM groups WHERE state = 'DISCARDED' AND reason IS NULL")
 
 
