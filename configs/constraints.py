@@ -213,7 +213,7 @@ def check_adapter(config: Config) -> Iterator[str]:
     if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model) and not folds:
         yield (
             "model.adapter.merge: engines can only serve A and B of linear layers over an unchanged base, and this "
-            "adapter has more; set null"
+            "adapter has more; set null, or weights.serve=merged"
         )
     if config.model.normalize_weight_scales and adapter.kind == "qlora":
         yield (
@@ -386,9 +386,9 @@ def check_serving(name: str, reward: RewardConfig) -> Iterator[str]:
 
 
 def check_tracking(tracking: TrackingConfig) -> Iterator[str]:
-    for name, package in {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}.items():
+    for name in ("wandb", "mlflow", "trackio"):
         if getattr(tracking, name) and find_spec(name) is None:
-            yield f"tracking.{name}: it is not installed; pip install {package}, or set tracking.{name}=false"
+            yield f"tracking.{name}: it is not installed; pip install 'rlpipe[{name}]', or set tracking.{name}=false"
 
 
 def check_health(health: Mapping[str, HealthLimits]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def unmergeable(config: Config) -> Iterator[str]:
 def check_quantization(config: Config) -> Iterator[str]:
     if config.rollout.engine_args.get("quantization") and published_kind(config.model, config.weights) != "lora":
         yield (
-            "rollout.engine_args.quantization: engines receive whole models, not quantized, which quantized ones can't "
+            "rollout.engine_args.quantization: engines receive unquantized whole models, which quantized engines can't "
             "load; leave it out, or train an adapter that engines can serve"
         )
 

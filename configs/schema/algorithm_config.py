@@ -113,8 +113,8 @@ ADVANTAGES = (
 class AdvantageConfig(OwnFunction):
     name: str = option(
         "grpo",
-        "How rewards become advantages. With path, what your function gets beside the rewards: the greedy completions' "
-        "of remax, the energies of optimal_token_baseline, or the estimates of gae.",
+        "How rewards become advantages. With path, what your function gets in addition to the rewards: those of greedy "
+        "completions (remax), the energies of optimal_token_baseline, or the estimates of gae.",
         choices=ADVANTAGES,
     )
     scale: str = option(

@@ -62,7 +62,7 @@ class FsdpConfig(Freezable):
     )
     min_num_params: int = option(
         100_000_000,
-        "wrap=size: modules with at least this many parameters outside of smaller units, and layers of such lists.",
+        "wrap=size: least number of parameters of a unit, without those of units in it; lists are split into layers.",
         minimum=1,
         maximum=10**12,
     )

@@ -199,7 +199,7 @@ class EnvironmentConfig(Freezable):
     isolation: str = option(
         "process",
         "Where an environment and tools run: in threads of the process that plays (thread), each episode and each call "
-        "of a function in a process of its own (process), or that without network (sandbox).",
+        "of a function in a process of its own (process), or in one without network (sandbox).",
         choices=("thread", "process", "sandbox"),
     )
     memory_gb: float | None = option(

@@ -73,7 +73,7 @@ class WeightsConfig(Freezable):
     )
     every_steps: int = option(
         1,
-        "Steps from one version that the engines get to the next; needs a replay.max_staleness of at least one less.",
+        "Engines get every n-th version and the last; needs a replay.max_staleness of at least n - 1.",
         minimum=1,
         maximum=MAX_STEPS,
     )

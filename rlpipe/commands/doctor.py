@@ -31,7 +31,7 @@ def add_doctor(commands: Commands) -> None:
         commands, "doctor", run_doctor, "check a run before it starts, or say why one has ended", epilog=NOTES
     )
     add_run_arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="do not train a step to try the run")
+    parser.add_argument("--quick", action="store_true", help="skip the trial step")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 
 

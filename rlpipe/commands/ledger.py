@@ -33,7 +33,9 @@ def add_commands(commands: Commands) -> None:
     audited.add_argument("run", metavar="RUN", help=RUN_HELP)
     audited.add_argument("--json", action="store_true", help="print one JSON object")
     audited.add_argument(
-        "--weights", action="store_true", help="also compute the digests of the weights in the run's checkpoints"
+        "--weights",
+        action="store_true",
+        help="also recompute the weights of checkpoints, and compare their digests with those that engines served",
     )
     add_trust_argument(audited)
     add_inspect_arguments(
@@ -68,7 +70,9 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
         help="id (default), step, prompt, reward, std, best, staleness, tokens, generate or score; the largest first",
     )
     parser.add_argument("--reverse", action="store_true", help="the smallest first")
-    parser.add_argument("--limit", type=at_least(int, 0), metavar="N", help=f"rows shown ({NUM_SHOWN}); 0: all")
+    parser.add_argument(
+        "--limit", type=at_least(int, 0), metavar="N", help=f"number of rows; default: {NUM_SHOWN}; 0: all"
+    )
     parser.add_argument("--follow", action="store_true", help="keep showing new entries until the run ends")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_trust_argument(parser)
@@ -92,7 +96,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:
         claims = "; ".join(finding.claim for finding in result.problems)
-        raise AccountsDiffer(f"the ledger {path} is inconsistent: it is not true that {claims}")
+        raise AccountsDiffer(f"the ledger {path} is inconsistent; these claims do not hold: {claims}")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

@@ -132,13 +132,16 @@ def add_simulate(commands: Commands) -> None:
         type=at_least(float, 1),
         default=1.0,
         metavar="X",
-        help="how many times as long a group takes on a full engine as alone",
+        help="time of a group on a full engine, relative to one alone; default: 1",
     )
     parser.add_argument(
         "--engines", type=at_least(int, 1), metavar="N", help="number of engines; default: the config's"
     )
     parser.add_argument(
-        "--places", type=at_least(int, 1), metavar="N", help="groups that an engine samples at the same time"
+        "--places",
+        type=at_least(int, 1),
+        metavar="N",
+        help="groups that an engine samples at the same time; default: as many as its sequences hold",
     )
     parser.add_argument(
         "--minutes",
@@ -180,11 +183,7 @@ def run_simulate(arguments: argparse.Namespace) -> None:
 
 def add_sandbox(commands: Commands) -> None:
     add_command(
-        commands,
-        "sandbox",
-        run_sandbox,
-        "test the sandbox for code that models wrote on this machine",
-        epilog=SANDBOX_NOTES,
+        commands, "sandbox", run_sandbox, "test this machine's sandbox for code from models", epilog=SANDBOX_NOTES
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   rlpipe view outputs/run                        # one run
-  rlpipe view outputs/first outputs/second       # two runs, over each other
+  rlpipe view outputs/first outputs/second       # two runs, overlaid
   rlpipe view outputs                            # all runs in a folder
   rlpipe view outputs/run --export run.html      # one file to send to someone
 
@@ -37,9 +37,9 @@ def add_view(commands: Commands) -> None:
         "runs", nargs="+", metavar="RUN", help="the output folder of a run, a checkpoint, a ledger, or a folder of runs"
     )
     parser.add_argument(
-        "--port", type=at_least(int, 0), default=0, metavar="N", help="port of the page (0: a free one)"
+        "--port", type=at_least(int, 0), default=0, metavar="N", help="port of the page; default: a free one"
     )
-    parser.add_argument("--export", metavar="FILE", help="write the page as one HTML file, and end")
+    parser.add_argument("--export", metavar="FILE", help="write one HTML file instead of serving the page")
     add_trust_argument(parser)
 
 

@@ -27,8 +27,8 @@ from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunO
 
 AGAIN = "the same command continues from the newest checkpoint"
 MENDS = {
-    "RewardFailed": f"mend the reward; rlpipe inspect RUN --state DISCARDED shows each failure; then {AGAIN}",
-    "EnvironmentFailed": f"mend the environment; rlpipe episode plays one episode; then {AGAIN}",
+    "RewardFailed": f"fix the reward; rlpipe inspect RUN --state DISCARDED shows each failure; then {AGAIN}",
+    "EnvironmentFailed": f"fix the environment; rlpipe episode plays one episode; then {AGAIN}",
     "LearnerFailed": "if losses are not finite: a lower learner.optimizer.lr, or model.dtype=float32. If processes "
     "died: rlpipe plan shows the memory that they need",
     "EngineFailed": "rlpipe plan shows the memory of an engine; a lower rollout.max_model_len needs less",

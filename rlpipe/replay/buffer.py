@@ -1,7 +1,7 @@
 """The replay buffer: slots that bound staleness, admission of groups, and prompts to sample again.
 
 Groups that are in flight or wait to be trained never exceed ``(max_staleness + 1) * groups_per_step``. Together with
-the deadlines of ``rlpipe.replay.buffer``, this ensures that no group is trained more than ``max_staleness`` versions
+the deadlines of ``ReplayBuffer``, this ensures that no group is trained more than ``max_staleness`` versions
 after the one that its sampling began with. With ``max_staleness=0``, a step's groups start only when the step before
 it is published, which is synchronous training.
 """

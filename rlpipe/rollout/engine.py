@@ -207,8 +207,8 @@ def slot_rank(rank: int) -> int:
     fitting = [size for size in _RANKS if size >= rank]
     if not fitting:
         raise ConfigError(
-            f"model.adapter.r={rank} is more than vllm serves beside a base: set weights.serve=merged, or at most "
-            f"{MAX_RANK}"
+            f"model.adapter.r={rank} is more than vllm serves beside a base: set at most {MAX_RANK}, "
+            "weights.serve=merged, or with qlora model.adapter.merge=true"
         )
     return fitting[0]
 

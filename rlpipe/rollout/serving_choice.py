@@ -61,7 +61,7 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
     if weights.on_update == "wait" and config.replay.max_staleness > 0:
         return Serving(kind="lora", reason="running sequences keep their version while others begin with the next")
     if config.rollout.num_gpus > 0:
-        return Serving(kind="lora", reason="as on all GPUs, if they can")
+        return Serving(kind="lora", reason="the default on GPUs")
     tokens, least = _tokens_per_version(config), _least_tokens(config.model.path, adapter)
     few = f"about {tokens:,.0f} tokens per version and engine"
     if tokens > least:

@@ -251,7 +251,7 @@ RULES = (
         warn=0.5,
         says="{value:.0%} of the reward that was gained is lost again",
         causes="a learning rate that is too high, a single huge update, or rollouts that are too old",
-        mend="the checkpoint before (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
+        mend="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
         "lower replay.max_staleness",
     ),
     HealthRule(
@@ -269,7 +269,7 @@ RULES = (
         measure=lambda run: run.growth("entropy", floor=0.5),
         warn=2.5,
         says="the policy becomes random: its entropy is {value:.1f} times that of the first steps",
-        causes="a learning rate that is too high, an entropy bonus, or log-probs of the engine that do not fit",
+        causes="a learning rate that is too high, an entropy bonus, or engine log-probs that differ from the learner's",
         mend="a lower learner.optimizer.lr, a lower algorithm.loss.entropy_coef, or algorithm.loss.beta",
     ),
     HealthRule(
@@ -308,7 +308,7 @@ RULES = (
         name="logprob_difference",
         measure=typical("sampling/logp_difference/mean", 5),
         warn=lambda config: 0.3 if is_asynchronous(config) else 0.1,
-        says="engine and learner disagree: their log-probs of a token differ by {value:.2g} in the mean",
+        says="engine and learner disagree: their log-probs of a token differ by {value:.2g} on average",
         causes="an engine in another precision, rollouts that are too old, or many updates per step",
         mend="model.dtype=float32 for a comparison, a lower replay.max_staleness, or "
         "algorithm.correction.mode=token_truncate",
@@ -352,8 +352,8 @@ RULES = (
         of_evaluations=True,
         warn=0.08,
         says="held-out prompts get worse, by {value:.2f}, while the training reward does not",
-        causes="a reward that is earned without solving the task, or prompts that are learned by heart",
-        mend="read completions with high rewards, stricter rewards, more prompts, or the checkpoint before",
+        causes="a reward that is earned without solving the task, or memorized prompts",
+        mend="read completions with high rewards, stricter rewards, more prompts, or an earlier checkpoint",
     ),
     HealthRule(
         name="overfitting",
@@ -362,7 +362,7 @@ RULES = (
         warn=0.1,
         says="the held-out loss is {value:.0%} above its lowest, while the training loss does not rise",
         causes="too many passes over too few rows",
-        mend="fewer steps (algorithm.num_steps), the checkpoint before, a lower learner.optimizer.lr, or more rows",
+        mend="fewer steps (algorithm.num_steps), an earlier checkpoint, a lower learner.optimizer.lr, or more rows",
     ),
     HealthRule(
         name="wrong_preferences",
@@ -371,7 +371,7 @@ RULES = (
         is_above=False,
         says="the chosen completion is preferred in only {value:.0%} of the pairs",
         causes="columns of chosen and rejected that are swapped, noisy labels, or a learning rate that is too low",
-        mend="data preview, a higher learner.optimizer.lr, or a lower algorithm.preference.beta",
+        mend="rlpipe data preview, a higher learner.optimizer.lr, or a lower algorithm.preference.beta",
     ),
     HealthRule(
         name="failed_groups",

@@ -305,7 +305,8 @@ def describe(result: Audit) -> Iterator[str]:
     if again:
         times = sum(result.repeated_steps.values()) - again
         listed = _listed(result.repeated_steps)
-        yield f"{again:,} steps were trained again after a crash, {times:,} times in all: {listed}"
+        steps = "step was" if again == 1 else "steps were"
+        yield f"{again:,} {steps} trained again after a crash, {times:,} repetitions in all: {listed}"
     yield ""
     yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was admitted yet'}"
     if result.put_back:

@@ -77,7 +77,7 @@ def test_the_audit_computes_the_weights_of_checkpoints(path: Path, tmp_path: Pat
             learner.policy, version=step, bucket_bytes=2**20, emit=lambda _: None, kind=WeightsKind(kind)
         )
         assert manifest is not None
-        digests[str(step)] = (kind, manifest.digest)
+        digests[str(step)] = (kind, manifest.digest, learner.policy.served_dtype)
     assert check_weights(tmp_path, digests, trusted=False).num_contradictions == 0
     assert digests["2"] != digests["4"]
     (problem,) = check_weights(tmp_path, {**digests, "2": digests["4"]}, trusted=False).contradictions

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from rlpipe.configs import compose
 from rlpipe.configs.compose import build_config, compose_tree, config_folder, describe_choice, list_groups, load_config
 from rlpipe.configs.data_sources import mixed_sources
-from rlpipe.configs.options import changed_options, options, to_tree, to_yaml
+from rlpipe.configs.options import FREE_ON_RESUME, changed_options, options, to_tree, to_yaml
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
@@ -352,3 +353,21 @@ def test_the_learning_rate_fits_what_is_trained(choices: list[str], rate: float)
     config = load_config([*source, *choices], need_files=False)
     assert config.learner.optimizer.lr == config.learner.optimizer.peak_lr == rate
     assert to_tree(config)["learner"]["optimizer"]["lr"] == rate
+
+
+def test_the_docs_list_what_may_change_on_resume() -> None:
+    page = (
+        (Path(__file__).parents[3] / "docs/config.md")
+        .read_text()
+        .partition("## What may change when a run is resumed")[2]
+    )
+    rows = [
+        row.rpartition("| ")[2] for row in page.partition("| section | options |")[2].partition("\n\n")[0].splitlines()
+    ]
+    listed = {name.removesuffix(".*") for row in rows for name in re.findall("`([^`]+)`", row)}
+    for name in FREE_ON_RESUME:
+        section, _, word = name.rpartition(".")
+        assert section == "rollout" or listed & {name, word}, f"docs/config.md does not say that {name} may change"
+    of_rollout = {option.name for option in options() if option.name.startswith("rollout.")}
+    kept = {name for name in of_rollout if not any(f"{name}.".startswith(f"{free}.") for free in FREE_ON_RESUME)}
+    assert {name for name in kept if not name.startswith("rollout.sampling.")} == {"rollout.dtype"}

@@ -71,7 +71,7 @@ def diagnosis(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[tuple[st
 DEATHS: dict[str, tuple[BaseException, str]] = {
     "a reward fails": (
         RewardFailed("8 groups in a row failed, the last one with: sums: ZeroDivisionError"),
-        r"after 6 steps, RewardFailed: 8 groups in a row .*ZeroDivisionError; mend the reward; .*--state DISCARDED",
+        r"after 6 steps, RewardFailed: 8 groups in a row .*ZeroDivisionError; fix the reward; .*--state DISCARDED",
     ),
     "losses are not finite": (
         LearnerFailed("step 5: the loss or gradient was not finite in 3 steps in a row"),

@@ -34,7 +34,7 @@ def make(model: Path, *overrides: str) -> Config:
     [
         (["rollout.sampling.max_tokens=4"], "lora", "folding only pays from"),
         (LONG, "merged", "folding pays from"),
-        ([*LONG, "rollout.num_gpus=1"], "lora", "as on all GPUs"),
+        ([*LONG, "rollout.num_gpus=1"], "lora", "the default on GPUs"),
         ([*LONG, "replay.max_staleness=1"], "lora", "running sequences keep their version"),
         ([*LONG, "replay.max_staleness=1", "weights.on_update=inflight"], "merged", "folding pays from"),
         (
