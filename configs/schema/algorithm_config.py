@@ -173,8 +173,8 @@ class CovarianceConfig(Freezable):
     share: float = option(
         0.0002, "Share of the tokens that clip_cov drops, or kl_cov penalizes; at least one.", above=0, maximum=1
     )
-    low: float = option(1.0, "clip_cov drops tokens above this covariance.", maximum=MAX_WEIGHT)
-    high: float = option(5.0, "clip_cov drops tokens below this covariance.", maximum=MAX_WEIGHT)
+    low: float = option(1.0, "clip_cov drops tokens whose covariance is between low and high.", maximum=MAX_WEIGHT)
+    high: float = option(5.0, "See low.", maximum=MAX_WEIGHT)
     penalty: float = option(1.0, "Weight of kl_cov's |log-ratio|.", minimum=0, maximum=MAX_WEIGHT)
 
 
