@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -369,7 +369,7 @@ class LearnerLoop:
             if last or self._evaluation_due(step + 1):
                 evaluations |= self._evaluate(held_out, step + 1)
             metrics = {**batch.metrics, **metrics, "time/wait": waited}
-            self._report(step, metrics, last=last and not follows, evaluations=evaluations)
+            self._report(batch, metrics, evaluations, last=last and not follows)
             evaluations = {}
             every = setup.checkpoint.every_steps
             if last or (every and (step + 1) % every == 0):
@@ -381,7 +381,7 @@ class LearnerLoop:
             batch, _ = self._next_batch(num_steps)
             if batch is None:
                 return
-            self._report(num_steps, self._learner.compare(batch), last=True)
+            self._report(batch, self._learner.compare(batch), {}, last=True)
         self._score_the_rest()
         self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
@@ -450,15 +450,13 @@ class LearnerLoop:
             return f"unknown, as it has not answered for {limit:g} seconds (cluster.call_timeout_s)"
 
     def _report(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        *,
-        last: bool,
-        evaluations: Mapping[int, dict[str, float]] | None = None,
+        self, batch: TrainBatch, metrics: dict[str, float], evaluations: dict[int, dict[str, float]], *, last: bool
     ) -> None:
+        differences = self._learner.token_differences(batch)
         if self._rank == 0:
-            report = StepReport(step=step, metrics=metrics, last=last, evaluations=dict(evaluations or {}))
+            report = StepReport(
+                step=batch.step, metrics=metrics, last=last, evaluations=evaluations, differences=differences
+            )
             self._calls.in_order("report", self._setup.batches.complete_step, report)
 
     def _checkpoint(self, step: int, batch: TrainBatch) -> None:

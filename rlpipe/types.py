@@ -171,7 +171,7 @@ class Rollout:
     is_greedy: bool = False
     """True for the greedy completion of a prompt, which others are compared with and which is not trained."""
     first_place: int = 0
-    """Place of its first loss token among those of the step, if the learner computes the advantages."""
+    """Place of its first loss token among those of the step."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -350,6 +350,8 @@ class TrainBatch:
     mini_batches: list[MiniBatch]
     rewards: StepRewards | None = None
     """Rewards of all ranks' rollouts, if the learner computes the advantages."""
+    group_places: Mapping[int, range] = field(default_factory=dict)
+    """By group, the places of its loss tokens among all of the step, in the order of ``StepRewards``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the replay buffer knows (rewards, lengths, staleness); equal on all ranks."""
     resume: dict[str, Any] = field(default_factory=dict)

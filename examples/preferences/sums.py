@@ -6,9 +6,15 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlpipe.quickstart import short_sums
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.quickstart import short_sums, warm_up
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def learn_the_form(config: Config) -> None:
+    """Train the policy until it writes numbers of the right length, few of which are right; for ``model.prepare``."""
+    warm_up(config, "algorithm.stop_loss=1.2")
 
 
 def pairs(cfg: Mapping[str, Any]) -> RowMap:

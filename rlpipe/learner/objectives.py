@@ -320,6 +320,11 @@ class PolicyGradient(PackedRows):
         self._algorithm, self._reference, self._bonus = algorithm, reference, bonus
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
         self._truths = Supervised(policy, learner)
+        self.differences: list[tuple[NDArray[np.int64], Tensor]] = []
+        """Places of the step's loss tokens, and their log-probs before the step minus those that drew them ``[K]``."""
+
+    def begin(self, step: int) -> None:
+        self.differences.clear()
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
         truths = [] if mini_batch.truth is None else self._truths.prepare(mini_batch.truth)
@@ -350,6 +355,8 @@ class PolicyGradient(PackedRows):
         )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
         loss_inputs.entropy_weight = self._bonus.weight
+        before = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+        self.differences.append((inputs.places, before - inputs.sampling_logprobs))
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
         self.with_token_counts(output, inputs)
         if not self._algorithm.ebft.reward:

@@ -151,6 +151,22 @@ class Learner:
             "time/train": time.perf_counter() - started,
         }
 
+    def token_differences(self, batch: TrainBatch) -> dict[int, FloatArray]:
+        """Return the learner's log-probs of the step's loss tokens minus those of the engine, by group.
+
+        The learner's are those before the step; tokens that it left out have NaN. All ranks must call this after
+        ``train_step`` or ``compare`` of a batch from ``assemble_step``. Empty for objectives other than RL.
+        """
+        total = max((places.stop for places in batch.group_places.values()), default=0)
+        if not total or not isinstance(self._objective, PolicyGradient):
+            return {}
+        found = torch.full((total,), -math.inf)
+        for places, values in self._objective.differences:
+            found[torch.from_numpy(places)] = values.float().cpu()
+        found = self.policy.sharding.reduce(found, Reduce.MAX)
+        known = found.masked_fill(found == -math.inf, math.nan).numpy()
+        return {group_id: known[places.start : places.stop] for group_id, places in batch.group_places.items()}
+
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:
         """Return the reference's log-probs of all loss tokens by the keys of their sequences (``keyed_sequences``).
 
@@ -167,6 +183,7 @@ class Learner:
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """Return the loss and the differences to the sampling log-probs with the current weights, without training."""
+        self._objective.begin(batch.step)
         sums: MetricSums | None = None
         for mini_batch in batch.mini_batches:
             for inputs in self._objective.prepare(mini_batch):

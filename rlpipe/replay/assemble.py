@@ -61,8 +61,7 @@ def assemble_step(
     skip_zero_advantage = skip_zero_advantage and not in_learner
     baselines = _greedy_rewards(whole, reward_weights) if algorithm.samples_greedy else []
     rewards = set_advantages(trained, algorithm, reward_weights, baselines)
-    if in_learner:
-        number_tokens([rollout for group in trained for rollout in group])
+    places = number_tokens(rollout for group in trained for rollout in group)
     rollouts, pairs = [rollout for group in trained for rollout in group], []
     if algorithm.samples_pairs:
         pairs = pair_up(trained, without_truncated=algorithm.loss.mask_truncated)
@@ -93,7 +92,7 @@ def assemble_step(
     if algorithm.ebft.reward and not in_learner:
         metrics["ebft/advantages_std"] = float(np.mean([_advantages_std(group) for group in trained]))
     for batch in batches:
-        batch.metrics, batch.rewards = metrics, rewards if in_learner else None
+        batch.metrics, batch.rewards, batch.group_places = metrics, rewards if in_learner else None, places
     if in_learner:
         _clear_advantages(trained)
     return batches
@@ -269,12 +268,20 @@ def _greedy_rewards(groups: Sequence[RolloutGroup], reward_weights: Mapping[str,
     return [float(own[0]) if len(own) else np.nan for own in found]
 
 
-def number_tokens(rollouts: Iterable[Rollout]) -> None:
-    """Write to each sequence how many loss tokens the sequences before it have."""
+def number_tokens(rollouts: Iterable[Rollout]) -> dict[int, range]:
+    """Write to each sequence the place of its first loss token among all, and return the places of each group.
+
+    The rollouts of a group follow each other.
+    """
+    places: dict[int, range] = {}
     count = 0
     for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
         sequence.first_place = count
         count += sequence.num_loss_tokens
+        places[sequence.group_id] = range(
+            places.get(sequence.group_id, range(sequence.first_place, count)).start, count
+        )
+    return places
 
 
 def _clear_advantages(groups: Sequence[RolloutGroup]) -> None:

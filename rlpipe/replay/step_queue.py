@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.types import RolloutGroup, TrainBatch
+from rlpipe.types import FloatArray, RolloutGroup, TrainBatch
 
 
 class Notifier:
@@ -44,6 +44,8 @@ class StepReport:
     """Whether this is the last step."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics on held-out rows, by version, where the learner evaluates (SFT, strided EBFT)."""
+    differences: Mapping[int, FloatArray] = field(default_factory=dict)
+    """By group, the learner's log-probs of its loss tokens before the step minus the engine's."""
 
 
 class StepQueue(Notifier):

@@ -134,6 +134,8 @@ class Controller:
         after them, because they measure how much memory is free. A run that stops early raises the reason after the
         learner has written a checkpoint.
         """
+        for pool in self._workers.pools:
+            pool.notice = self._notice
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._monitor.follow())]
             endless.append(tasks.create_task(watch_hosts(self._reporter.message)))

@@ -22,6 +22,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
 from rlpipe.run.cluster import until_ready
+from rlpipe.run.engine_pool import Notice
 from rlpipe.scoring.pools import split_calls
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.sandbox.sandbox import OVERHEAD_S
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
 """Starts an actor with a name (first) in a reserved place (second); returns it and the reference of its ``start``."""
+
+
+def _log(subject: str, message: str, kind: str = "") -> None:
+    logger.warning("scoring: %s", message)
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class ScoringPool(ABC):
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], size: int) -> None:
+        self.notice: Notice = _log
         self._rewards, self._size = rewards, size
         self._timeout_s = sum(map(longest_call_s, rewards.values()))
 
@@ -163,7 +169,7 @@ class ScorerPool(ScoringPool):
         return reason
 
     async def _restart(self, process: _Process, reason: str) -> None:
-        logger.warning("scoring: %s; another process replaces it", reason)
+        self.notice(process.place, f"{reason}; another process replaces it", "death")
         name, ready = self._replace(process)
         await until_ready(name, ready, lambda: self._replace(process), self._start_timeout_s)
 
@@ -255,7 +261,7 @@ class ServedPool(ScoringPool):
                     return str(cause) if isinstance(cause, ScorerHung) else describe_exception(cause)
                 except (RayActorError, RayServeException, RayError) as error:
                     num_deaths += 1
-                    logger.warning("scoring: a replica of %s died: %s", self._name, describe_exception(error))
+                    self.notice(self._name, f"a replica of {self._name} died: {describe_exception(error)}", "death")
                     if num_deaths == MAX_DEATHS:
                         return f"{MAX_DEATHS} replicas of {self._name} died while they scored it"
             await asyncio.sleep(RETRY_PAUSE_S)

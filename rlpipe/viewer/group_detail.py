@@ -10,7 +10,7 @@ import numpy as np
 from rlpipe.data.render.messages import content_text
 from rlpipe.data.row_view import TextPiece, split_row
 from rlpipe.replay.ledger.query import GroupRow, to_tree
-from rlpipe.types import EpisodeTrace, Rollout, RolloutGroup
+from rlpipe.types import EpisodeTrace, FloatArray, Rollout, RolloutGroup
 
 MOST_TOKENS = 2000
 """Tokens of a sequence that are sent at first."""
@@ -23,18 +23,38 @@ def image_kind(content: bytes) -> str:
 
 
 def describe_group(
-    row: GroupRow, group: RolloutGroup | None, tokenizer: Any, *, most_tokens: int = MOST_TOKENS
+    row: GroupRow,
+    group: RolloutGroup | None,
+    tokenizer: Any,
+    *,
+    differences: FloatArray | None = None,
+    most_tokens: int = MOST_TOKENS,
 ) -> dict[str, Any]:
-    """Return a group; without a ``tokenizer``, its tokens are shown as numbers."""
+    """Return a group; without a ``tokenizer``, its tokens are shown as numbers.
+
+    ``differences`` are those of ``Ledger.differences``.
+    """
     tree = {**to_tree(row), "messages": messages_of(row.prompt)}
     if group is None:
         return tree
+    own = [sequence for rollout in group.sampled for sequence in rollout.sequences]
+    if differences is None or len(differences) != sum(sequence.num_loss_tokens for sequence in own):
+        own, differences = [], np.zeros(0, np.float32)
+    ends = np.cumsum([sequence.num_loss_tokens for sequence in own], dtype=int)
+    parts = {id(sequence): part for sequence, part in zip(own, np.split(differences, ends[:-1]), strict=False)}
     return {
         **tree,
         "logged": group.logged,
         "num_images": len(group.prompt.images),
-        "rollouts": [_describe_rollout(rollout, tokenizer, most_tokens) for rollout in group],
+        "differences": _summary(differences),
+        "rollouts": [_describe_rollout(rollout, tokenizer, parts, most_tokens) for rollout in group],
     }
+
+
+def _summary(differences: FloatArray) -> dict[str, float]:
+    """Return mean and maximum of the absolute differences; empty without any."""
+    sizes = np.abs(differences[np.isfinite(differences)])
+    return {"mean": float(sizes.mean()), "max": float(sizes.max())} if len(sizes) else {}
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
@@ -64,7 +84,9 @@ def _describe_call(call: Any) -> dict[str, Any]:
     return {"id": str(call.get("id", "")), "name": str(function.get("name", "")), "arguments": arguments}
 
 
-def _describe_rollout(rollout: Rollout, tokenizer: Any, most_tokens: int) -> dict[str, Any]:
+def _describe_rollout(
+    rollout: Rollout, tokenizer: Any, differences: Mapping[int, FloatArray], most_tokens: int
+) -> dict[str, Any]:
     return {
         "sample_index": rollout.sample_index,
         "status": rollout.status.value,
@@ -75,7 +97,10 @@ def _describe_rollout(rollout: Rollout, tokenizer: Any, most_tokens: int) -> dic
         "is_greedy": rollout.is_greedy,
         "num_tokens": rollout.num_loss_tokens,
         "versions": rollout.num_tokens_by_version,
-        "sequences": [_describe_sequence(sequence, tokenizer, most_tokens) for sequence in rollout.sequences],
+        "sequences": [
+            _describe_sequence(sequence, tokenizer, differences.get(id(sequence)), most_tokens)
+            for sequence in rollout.sequences
+        ],
         **({} if rollout.episode is None else {"episode": _describe_episode(rollout.episode)}),
     }
 
@@ -89,7 +114,9 @@ def _describe_episode(episode: EpisodeTrace) -> dict[str, Any]:
     }
 
 
-def _describe_sequence(rollout: Rollout, tokenizer: Any, most_tokens: int) -> dict[str, Any]:
+def _describe_sequence(
+    rollout: Rollout, tokenizer: Any, differences: FloatArray | None, most_tokens: int
+) -> dict[str, Any]:
     """Return the pieces of a sequence from its first drawn token on, with the values of each piece's first token."""
     drawn = np.flatnonzero(rollout.loss_mask)
     first = int(drawn[0]) if len(drawn) else len(rollout.token_ids)
@@ -102,11 +129,14 @@ def _describe_sequence(rollout: Rollout, tokenizer: Any, most_tokens: int) -> di
         split = split_row(rollout.token_ids[part], rollout.loss_mask[part], tokenizer, images)
         pieces = [(_length(piece), _text(piece)) for piece in split]
     places = first + np.cumsum([0, *(length for length, _ in pieces[:-1])], dtype=int)[: len(pieces)]
+    by_token = np.full(len(rollout.token_ids), np.nan)
+    by_token[drawn] = np.nan if differences is None else differences
     return {
         "pieces": [text for _, text in pieces],
         "logprobs": np.round(rollout.logprobs[places].astype(float), 4).tolist(),
         "versions": rollout.policy_versions[places].tolist(),
         "mask": rollout.loss_mask[places].astype(int).tolist(),
+        "differences": [float(f"{value:.3g}") if np.isfinite(value) else None for value in by_token[places].tolist()],
         "num_left": len(rollout.token_ids) - last,
     }
 

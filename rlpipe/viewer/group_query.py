@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.errors import InputError
+from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.viewer.group_index import STATUS_BITS, GroupIndex
 
 PAGE = 50
@@ -23,6 +24,9 @@ SORTS = {
     "length": "length",
     "staleness": "staleness",
     "version": "version",
+    "status": "statuses",
+    "reason": "reason",
+    "state": f"CASE state {' '.join(f'WHEN {state.value!r} THEN {at}' for at, state in enumerate(GroupState))} END",
 }
 """Columns of the index by the names that the page sorts by; a reward function is another, ``reward:NAME``."""
 FUNCTION = "reward:"
@@ -60,6 +64,8 @@ class GroupPage:
 
 def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPage:
     """Return a page of the groups that match; those without a value to sort by come last.
+
+    States are in the order in which a group has them; equal statuses and equal reasons stand together.
 
     Raises ``InputError`` if the run has no such reward function, property, status or state.
     """

@@ -282,19 +282,17 @@ class ViewedRun:
             found = read_groups(ledger, [group_id])
             if not found:
                 raise NotInRun(f"{self.name} has no group {group_id}")
-            group = next(iter(ledger.load([group_id])), None)
+            group, differences = next(iter(ledger.load([group_id])), None), ledger.differences(group_id)
         row = found[0]
-        step = {} if row.step is None else self._step_differences(row.step)
         if group is None:
             logged = LoggedTexts(self.folder).rollouts(row)
             tree = describe_logged(row, logged) if logged else describe_group(row, None, None)
             note = row.why_no_tokens + (f"; its texts are from {COMPLETIONS_FILE}" if logged else "")
-            return {**tree, "why_no_tokens": note, "of_step": step}
+            return {**tree, "why_no_tokens": note}
         tokenizer, problem = self._tokenizer
         return {
-            **describe_group(row, group, tokenizer, most_tokens=most_tokens),
+            **describe_group(row, group, tokenizer, differences=differences, most_tokens=most_tokens),
             "tokenizer_problem": problem,
-            "of_step": step,
         }
 
     def _held_out(self, number: int) -> dict[str, Any]:
@@ -307,16 +305,6 @@ class ViewedRun:
             raise NotInRun(f"{self.name} has no answer {number} to a held-out prompt")
         values = {"group_id": -number, "state": HELD_OUT, "version": found[0], "reward": found[1], "why_no_tokens": ""}
         return {**values, **describe_texts([json.loads(found[2])])}
-
-    def _step_differences(self, step: int) -> dict[str, float]:
-        """Return how far the learner's log-probs were from the engine's in a step; the ledger has none by token."""
-        names = ("sampling/logp_difference/mean", "sampling/logp_difference/max")
-        found = self.series.get(names)
-        values = {
-            name: dict(zip(series["steps"], series["values"], strict=True)).get(step + 1)
-            for name, series in found.items()
-        }
-        return {name.rpartition("/")[2]: value for name, value in values.items() if value is not None}
 
     @cached_property
     def _tokenizer(self) -> tuple[Any, str]:

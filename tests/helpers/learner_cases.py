@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ def make_batches(
     seed: int = 0,
 ) -> list[TrainBatch]:
     """Return one batch per rank; every step has different rollouts."""
-    algorithm = algorithm or AlgorithmConfig()
-    return pack_step(
-        make_rollouts(seed=1000 * seed + step),
+    algorithm, rollouts = algorithm or AlgorithmConfig(), make_rollouts(seed=1000 * seed + step)
+    places = number_tokens(rollouts)
+    batches = pack_step(
+        rollouts,
         step=step,
         num_ranks=num_ranks,
         max_tokens=max_tokens,
@@ -85,6 +87,7 @@ def make_batches(
         num_epochs=algorithm.num_epochs_per_step,
         seed=seed,
     )
+    return [replace(batch, group_places=places) for batch in batches]
 
 
 def make_rewarded(

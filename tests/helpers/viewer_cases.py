@@ -25,7 +25,7 @@ from rlpipe.replay.step_queue import StepReport
 from rlpipe.tracking.jsonl import EVALUATIONS_FILE, JsonlTracker, StepLog
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.part_states import PartState, write_parts
-from rlpipe.types import NO_VERSION, EpisodeTrace, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus
+from rlpipe.types import NO_VERSION, EpisodeTrace, FloatArray, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus
 
 ATTACK = (
     "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1><svg/onload=window.hacked=1>"
@@ -103,10 +103,17 @@ class ViewerRun:
                     rollout.advantages = np.full(len(rollout.token_ids), (rollout.reward or 0) - 0.5, np.float32)
             self.ledger.assign(self.step, StepGroups(fresh=trained))
             metrics = self._measure(trained)
-            self.ledger.complete(StepReport(step=self.step, metrics=metrics))
+            differences = {group.group_id: self._differences(group) for group in trained}
+            self.ledger.complete(StepReport(step=self.step, metrics=metrics, differences=differences))
             self.step += 1
             self._metrics.log(self.step, metrics)
         return self
+
+    def _differences(self, group: RolloutGroup) -> FloatArray:
+        """Return 0.01 for every other loss token, as if the learner had left out the rest."""
+        found = np.full(group.num_loss_tokens, 0.01, np.float32)
+        found[1::2] = np.nan
+        return found
 
     def admit(self) -> list[RolloutGroup]:
         """Admit the groups of the next step, which are not sampled yet, and return them."""

@@ -23,13 +23,15 @@ NUM_STEPS, GROUPS_PER_STEP = 6, 4
 
 @pytest.mark.slow
 def test_a_frozen_scorer_is_replaced_and_named(
-    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     overrides = [*SIX_STEPS, "scoring.rewards.digits.timeout_s=2"]
     with signals(tmp_path, {2: "scorer"}, signal.SIGSTOP) as frozen:
         rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides))
     assert frozen == ["scorer"]
-    assert "scoring: process scorer-0 took longer than" in caplog.text
+    said = [event.message for event in ledger_of(tmp_path).events() if event.subject == "scorer-0"]
+    assert len(said) == 1
+    assert said[0].startswith("process scorer-0 took longer than")
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
 
 

@@ -43,6 +43,7 @@ def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
     for words in ("engine rollout-0 died: ", "engine rollout-0 serves again", "the learner group died: rank 0"):
         assert words in said
     assert "the replay actor died; another one has read the ledger" in said
+    assert "process scorer-0 died while it scored" in said
 
 
 @pytest.mark.slow

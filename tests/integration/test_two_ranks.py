@@ -81,12 +81,14 @@ def make(tiny: Path, case: str, *, num_ranks: int, model: ModelConfig | None = N
 def train(learner: Learner, case: str, first: int, last: int) -> list[dict[str, float]]:
     algorithm = AlgorithmConfig(num_minibatches=2, loss=CASES[case][1])
     sharding = learner.policy.sharding
-    return [
-        learner.train_step(
-            make_batches(step=step, num_ranks=sharding.num_ranks, max_tokens=60, algorithm=algorithm)[sharding.rank]
-        )
-        for step in range(first, last)
-    ]
+    found = []
+    for step in range(first, last):
+        batches = make_batches(step=step, num_ranks=sharding.num_ranks, max_tokens=60, algorithm=algorithm)
+        metrics = learner.train_step(batches[sharding.rank])
+        differences = learner.token_differences(batches[sharding.rank])
+        sizes = {f"differences/{group_id}": float(abs(values).sum()) for group_id, values in differences.items()}
+        found.append(metrics | sizes)
+    return found
 
 
 def train_on_ranks(tiny: Path, folder: Path, case: str) -> None:

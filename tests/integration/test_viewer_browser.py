@@ -120,6 +120,9 @@ def test_groups_are_filtered_sorted_and_paged(browser: Browser, address: str) ->
         expect(status).to_have_text("1 of 160 groups")
         page.get_by_role("button", name="Clear").click()
         expect(status).to_have_text("160 of 160 groups")
+        for first in ("159", "0"):  # discarded ones first, then trained ones
+            page.get_by_role("button", name="State", exact=True).click()
+            expect(rows.first).to_have_attribute("data-group", first)
         page.locator("input[name=reward_min]").fill("many")
         expect(page.locator("table.groups")).to_contain_text("reward_min='many' is not a number")
 
@@ -168,14 +171,20 @@ def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: s
         first.locator("summary", has_text="tokens").click()
         tokens = first.locator(".tokens")
         expect(tokens).to_have_text("It is 2 ☃, says group 1.")
-        tints = {"log-prob": "unlikely", "advantage": "negative", "loss mask": "trained", "policy version": "series-0"}
+        tints = {
+            "log-prob": "unlikely",
+            "advantage": "negative",
+            "the learner's log-prob difference": "positive",
+            "loss mask": "trained",
+            "policy version": "series-0",
+        }
         for how, kind in tints.items():
             page.get_by_label("Colour tokens by").select_option(label=how)
             first.locator("summary", has_text="tokens").click()
             expect(tokens.locator(f".tint.{kind}").first).to_be_visible()
-        tokens.locator(".token").nth(3).hover()
-        expect(page.locator("#tooltip")).to_contain_text("log-prob")
-        expect(page.locator("main")).to_contain_text("not kept by token: in this group's step, its mean was 0.01")
+        tokens.locator(".token").nth(2).hover()
+        expect(page.locator("#tooltip")).to_contain_text("the learner's log-prob")
+        expect(page.locator("#tooltip")).to_contain_text("(difference 0.01)")
         page.get_by_role("link", name="Next group").click()
         expect(page.locator("h2")).to_have_text("Group 2")
 

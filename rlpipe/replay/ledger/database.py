@@ -222,6 +222,7 @@ CREATE INDEX groups_by_step ON groups (step);
 CREATE INDEX groups_by_place ON groups (epoch, position, reroll);
 CREATE TABLE payloads (group_id INTEGER PRIMARY KEY, record TEXT);
 CREATE TABLE tokens (group_id INTEGER PRIMARY KEY REFERENCES payloads ON DELETE CASCADE, arrays BLOB);
+CREATE TABLE differences (group_id INTEGER PRIMARY KEY REFERENCES payloads ON DELETE CASCADE, halves BLOB);
 CREATE TABLE replays (group_id INTEGER PRIMARY KEY, step INTEGER);
 CREATE TABLE skipped (
     epoch INTEGER, position INTEGER, prompt_id INTEGER, reason TEXT, PRIMARY KEY (epoch, position)) WITHOUT ROWID;
@@ -348,11 +349,11 @@ class Database:
                 for statement in filter(str.strip, SCHEMA.split(";")):
                     self._connection.execute(statement)
                 self._set(schema=SCHEMA_VERSION)
-            # Ledgers of earlier versions do not have all indices.
+            # Ledgers of earlier versions do not have all tables and indices.
             elif self.get("schema") in (SCHEMA_VERSION, WITH_EPISODES):
-                for statement in SCHEMA.split(";"):
-                    if "CREATE INDEX" in statement:
-                        self._connection.execute(statement.replace("INDEX", "INDEX IF NOT EXISTS"))
+                for statement in filter(str.strip, SCHEMA.split(";")):
+                    kind = "TABLE" if "CREATE TABLE" in statement else "INDEX"
+                    self._connection.execute(statement.replace(f"CREATE {kind}", f"CREATE {kind} IF NOT EXISTS"))
 
     def _set(self, **values: Any) -> None:
         self._connection.executemany(

@@ -19,6 +19,8 @@ from rlpipe.replay.ledger.run_ledger import GroupState, Ledger, LedgerEvent
 from rlpipe.types import NO_VERSION, ChatMessages
 
 WANTED = "specify the output folder of a reinforcement learning run, one of its checkpoints, or a .sqlite file"
+ADDED = ("differences",)
+"""Tables that ledgers of earlier versions lack, until a run writes to them again."""
 MAY_BE_NULL = ("groups", "ended_at")
 """Tables and columns that may hold NULL; what a group must have depends on its state, which ``audit`` checks."""
 TICKET = ("epoch", "position", "prompt_id", "attempt", "reroll", "version")
@@ -368,6 +370,8 @@ def check_values(ledger: Ledger) -> None:
     """Raise ``LedgerDamaged`` if a table, a column or the type of a value is not as in the schema."""
     for table, columns in _tables().items():
         found = [name for _, name, *_ in ledger.rows(f"PRAGMA table_info({table})")]
+        if not found and table in ADDED:
+            continue
         if found != list(columns):
             columns_there = f"has the columns {', '.join(found)}" if found else "is missing"
             raise ledger.damaged(f"table {table} {columns_there}")

@@ -25,7 +25,7 @@ from rlpipe.errors import LedgerError
 from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.database import WITH_EPISODES, Database, has_episodes, pack_arrays, pack_record, unpack_group
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.types import RolloutGroup, ServedRecord
+from rlpipe.types import FloatArray, RolloutGroup, ServedRecord
 
 COMPARED = "compared after the last step, not trained"
 NO_VARIANCE = "no reward variance"
@@ -189,6 +189,10 @@ class Ledger(Database):
                 " times = times + (ended_at IS NULL OR metrics != excluded.metrics)",  # not if a call is repeated
                 (report.step, json.dumps(report.metrics), time.time(), report.last),
             )
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO differences SELECT group_id, ? FROM payloads WHERE group_id = ?",
+                [(values.astype(np.float16).tobytes(), g) for g, values in report.differences.items()],
+            )
             if report.last:
                 self._connection.execute(
                     "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE step = ? AND state = 'ASSIGNED'",
@@ -286,6 +290,18 @@ class Ledger(Database):
                 with self.decoding(f"group {group_id}"):
                     group = unpack_group(group_id, record, arrays)
                 yield group
+
+    def differences(self, group_id: int) -> FloatArray | None:
+        """Return the learner's log-probs of a trained group's loss tokens minus the engine's, or None if not there.
+
+        They are in the order of its rollouts without the greedy one, and of their sequences; NaN for tokens that the
+        learner left out.
+        """
+        if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'differences'"):
+            return None  # a ledger of an earlier version
+        found = self.rows("SELECT halves FROM differences WHERE group_id = ?", group_id)
+        with self.decoding(f"group {group_id}"):
+            return np.frombuffer(found[0][0], np.float16).astype(np.float32) if found else None
 
     def groups_of(self, step: int) -> StepGroups | None:
         """Return the groups that a step took, or None if none; raise ``LedgerError`` if their tokens are dropped."""

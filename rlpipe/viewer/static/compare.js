@@ -109,7 +109,7 @@ export async function compareView(body, context) {
       (event) => showSide(column, side, groups, groups.find((group) => String(group.group_id) === event.target.value)));
     const group = await ask("group", { run, id: chosen.group_id });
     fill(column, make("div", { class: "toolbar" }, make("b", {}, context.runs[run].name), labelled("written by", select), make("span", {}, "reward ", make("b", {}, number(group.reward))), pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? "")),
-      promptCard(group, run), group.why_no_tokens && notice(group.why_no_tokens), (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: "logprob", oldest: 0, more: () => context.go("group", { id: group.group_id, run }) })));
+      promptCard(group, run), group.why_no_tokens && notice(group.why_no_tokens), (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: "logprob", scales: {}, more: () => context.go("group", { id: group.group_id, run }) })));
   }
 
   await load();

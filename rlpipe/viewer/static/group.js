@@ -4,7 +4,7 @@ import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { episodeTree } from "./episode.js";
 import { count, moment, number, NONE, STATE_KINDS } from "./format.js";
 import { imageAddress } from "./source.js";
-import { COLOURINGS, legendOf, tokenText } from "./tokens.js";
+import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
 
 const COLOURING = "rlpipe-colouring";
 const ALL_TOKENS = 1000000;
@@ -19,8 +19,7 @@ export async function groupView(body, context) {
   let tokens;
 
   function draw() {
-    const oldest = Math.min(...(group.rollouts ?? []).flatMap((rollout) => Object.keys(rollout.versions).map(Number)));
-    fill(cards, (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: how(), oldest, more: readAll })));
+    fill(cards, (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: how(), scales: scalesOf(group), more: readAll })));
     fill(legend, hasTokens() && legendOf(how(), group));
   }
 
@@ -54,7 +53,7 @@ export async function groupView(body, context) {
       facts(group), group.reason && notice(`discarded: ${group.reason}`), group.why_no_tokens && notice(group.why_no_tokens),
       group.tokenizer_problem && notice(`tokens are shown as numbers: ${group.tokenizer_problem}`),
       promptCard(group, context.run),
-      hasTokens() && make("div", { class: "toolbar" }, labelled("Colour tokens by", select), legend), hasTokens() && difference(group), cards);
+      hasTokens() && make("div", { class: "toolbar" }, labelled("Colour tokens by", select), legend), cards);
     draw();
   }
 
@@ -64,13 +63,6 @@ export async function groupView(body, context) {
 
 function lastText(group) {
   return group.messages[group.messages.length - 1].text.split("\n")[0];
-}
-
-// Which of a group's numbers the ledger keeps by token, and which only by step.
-function difference(group) {
-  const { mean, max } = group.of_step ?? {};
-  const known = mean === undefined ? "" : `: in this group's step, its mean was ${number(mean)}${max === undefined ? "" : `, its largest ${number(max)}`}`;
-  return make("p", { class: "muted small" }, `The learner's log-prob difference is not kept by token${known}.`);
 }
 
 function facts(group) {
@@ -87,12 +79,12 @@ export function promptCard(group, run) {
     group.messages.length ? group.messages.map((message) => make("div", { class: "message" }, message.role && make("b", {}, message.role), make("pre", {}, message.text))) : notice("it is not kept any more"), images.length > 0 && make("div", { class: "images" }, images));
 }
 
-export function rolloutCard(rollout, { how, oldest, more }) {
+export function rolloutCard(rollout, { how, scales, more }) {
   const rewards = Object.entries(rollout.rewards ?? {});
   const versions = Object.entries(rollout.versions).map(([version, tokens]) => `${count(tokens)} of version ${version}`).join(", ");
   const sign = rollout.advantage > 0 ? "plus" : rollout.advantage < 0 ? "minus" : "";
   const texts = rollout.sequences.map((sequence, place) => [
-    rollout.sequences.length > 1 && make("small", { class: "muted" }, `sequence ${place + 1} of ${rollout.sequences.length}`), tokenText(sequence, rollout, how, oldest),
+    rollout.sequences.length > 1 && make("small", { class: "muted" }, `sequence ${place + 1} of ${rollout.sequences.length}`), tokenText(sequence, rollout, how, scales),
     sequence.num_left > 0 && make("button", { onclick: more }, `${count(sequence.num_left)} more tokens`)]);
   const whole = rollout.episode ? [episodeTree(rollout.episode), make("details", {}, make("summary", {}, "tokens"), texts)] : texts;
   return make("article", { class: "card rollout", "aria-label": `completion ${rollout.sample_index}` },

@@ -11,12 +11,16 @@ function columnsFor(functions) {
   const means = functions.length > 1 ? functions : [];
   return [
     ["id", "Group", (row) => count(row.group_id)], ["step", "Step", (row) => count(row.step)],
-    [null, "State", (row) => pill(row.state.toLowerCase(), STATE_KINDS[row.state] ?? "")], [null, "Prompt", (row) => make("span", { class: "prompt" }, row.prompt ?? (row.reason ? row.reason : NONE))],
+    ["state", "State", (row) => pill(row.state.toLowerCase(), STATE_KINDS[row.state] ?? "")], [null, "Prompt", (row) => make("span", { class: "prompt" }, row.prompt ?? (row.reason ? row.reason : NONE))],
     ["reward", "Reward", (row) => rewardCell(row.reward)], ["std", "Std", (row) => number(row.reward_std)], ["best", "Best", (row) => number(row.best_reward)],
     ...means.map((name) => [`reward:${name}`, name, (row) => number(row.functions?.[name])]),
-    ["length", "Length", (row) => number(row.length)], [null, "Outcomes", (row) => (row.statuses ?? []).map((status) => pill(status, STATE_KINDS[status] ?? ""))],
+    ["length", "Length", (row) => number(row.length)], ["status", "Outcomes", (row) => (row.statuses ?? []).map((status) => pill(status, STATE_KINDS[status] ?? ""))],
     ["version", "Version", (row) => count(row.version)], ["staleness", "Stale", (row) => count(row.staleness)], [null, "Engine", (row) => row.engine ?? NONE],
   ];
+}
+
+function kindOf(key) {
+  return key === null || key === "state" || key === "status" ? "" : "number";
 }
 
 function rewardCell(reward) {
@@ -98,11 +102,11 @@ export async function groupsView(body, context) {
     const focused = document.activeElement?.closest?.("tr[data-group]")?.dataset.group;
     const head = columns.map(([key, title]) => {
       const order = query.sort === key ? (query.order === "desc" ? "descending" : "ascending") : "none";
-      return make("th", { scope: "col", "aria-sort": key ? order : null, class: key ? "number" : "" },
+      return make("th", { scope: "col", "aria-sort": key ? order : null, class: kindOf(key) },
         key ? make("button", { onclick: () => sortBy(key), "data-sort": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
     });
     const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, "aria-label": `group ${row.group_id}` },
-      columns.map(([key, , cell]) => make("td", { class: key ? "number" : "" }, cell(row)))));
+      columns.map(([key, , cell]) => make("td", { class: kindOf(key) }, cell(row)))));
     const empty = make("tr", {}, make("td", { colspan: columns.length }, notice("no group matches")));
     fill(table, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows.length ? rows : empty));
     if (focused) table.querySelector(`tr[data-group="${focused}"]`)?.focus();

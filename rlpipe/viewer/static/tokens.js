@@ -4,28 +4,39 @@ import { hideTooltip, make, showTooltip } from "./dom.js";
 import { number } from "./format.js";
 
 const DEEPEST = -6;
-export const COLOURINGS = [["logprob", "log-prob"], ["advantage", "advantage"], ["version", "policy version"], ["mask", "loss mask"], ["none", "nothing"]];
+const LEAST_DIFFERENCE = 1e-6;
+export const COLOURINGS = [["logprob", "log-prob"], ["advantage", "advantage"], ["difference", "the learner's log-prob difference"], ["version", "policy version"], ["mask", "loss mask"], ["none", "nothing"]];
 
 // The strength of a tint, from 0 to 1, and which of the tints it is.
-function tint(how, sequence, index, rollout, oldest) {
+function tint(how, sequence, index, rollout, { oldest = 0, largest = 0 }) {
   if (how === "mask") return sequence.mask[index] ? ["trained", 1] : null;
   if (!sequence.mask[index]) return null;
   if (how === "logprob") return ["unlikely", Math.min(sequence.logprobs[index] / DEEPEST, 1)];
   if (how === "advantage") return rollout.advantage === null ? null : [rollout.advantage >= 0 ? "positive" : "negative", Math.min(Math.abs(rollout.advantage) / 2, 1)];
+  if (how === "difference") {
+    const value = sequence.differences[index];
+    return value === null || !largest ? null : [value >= 0 ? "positive" : "negative", Math.abs(value) / largest];
+  }
   return how === "version" ? [`series-${Math.max(sequence.versions[index] - oldest, 0) % 8}`, 0.7] : null;
 }
 
-function describe(sequence, index, rollout) {
-  const drawn = sequence.mask[index];
-  return [
-    JSON.stringify(sequence.pieces[index]),
-    ...(drawn ? [`log-prob ${number(sequence.logprobs[index])} (probability ${number(Math.exp(sequence.logprobs[index]))})`, `policy version ${sequence.versions[index]}`, `advantage ${number(rollout.advantage)}`] : ["not drawn by the policy, not trained"]),
-  ];
+// The tints of a group: its oldest policy version, and the difference that has the strongest tint.
+export function scalesOf(group) {
+  const versions = (group.rollouts ?? []).flatMap((rollout) => Object.keys(rollout.versions).map(Number));
+  return { oldest: Math.min(...versions), largest: Math.max(group.differences?.max ?? 0, LEAST_DIFFERENCE) };
 }
 
-export function tokenText(sequence, rollout, how, oldest = 0) {
+function describe(sequence, index, rollout) {
+  const drawn = sequence.mask[index], difference = sequence.differences[index];
+  return [
+    JSON.stringify(sequence.pieces[index]),
+    ...(drawn ? [`log-prob ${number(sequence.logprobs[index])} (probability ${number(Math.exp(sequence.logprobs[index]))})`, difference !== null && `the learner's log-prob ${number(sequence.logprobs[index] + difference)} (difference ${number(difference)})`, `policy version ${sequence.versions[index]}`, `advantage ${number(rollout.advantage)}`] : ["not drawn by the policy, not trained"]),
+  ].filter(Boolean);
+}
+
+export function tokenText(sequence, rollout, how, scales) {
   const spans = sequence.pieces.map((text, index) => {
-    const shade = tint(how, sequence, index, rollout, oldest);
+    const shade = tint(how, sequence, index, rollout, scales);
     const element = make("span", { class: `token${shade ? ` tint ${shade[0]}` : ""}${how === "mask" && !sequence.mask[index] ? " unmasked" : ""}`, "data-at": index }, text);
     if (shade) element.style.setProperty("--strength", `${Math.round(shade[1] * 38)}%`);
     return element;
@@ -46,6 +57,11 @@ export function legendOf(how, group) {
   };
   if (how === "logprob") return [key("unlikely", 0, "log-prob 0"), key("unlikely", 19, "-3"), key("unlikely", 38, "-6 and below")];
   if (how === "advantage") return [key("positive", 30, "written again more often"), key("negative", 30, "less often"), "one number for each completion, as in the ledger"];
+  if (how === "difference") {
+    const { mean, max } = group.differences ?? {};
+    if (max === undefined) return ["not known: the group has not been trained, or its differences are not kept"];
+    return [key("positive", 38, `the learner's is higher, by ${number(max)}`), key("negative", 38, "lower"), `absolute mean ${number(mean)}`];
+  }
   if (how === "mask") return [key("trained", 38, "trained"), "pale: not drawn by the policy"];
   if (how !== "version") return [];
   const versions = [...new Set(group.rollouts.flatMap((rollout) => Object.keys(rollout.versions).map(Number)))].sort((one, other) => one - other);

@@ -1,11 +1,21 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from family_cases import make_family
-from learner_cases import assert_close, make_batches, make_learner, make_model_config, make_rollouts, parameters_of
+from learner_cases import (
+    TEMPERATURE,
+    assert_close,
+    make_batches,
+    make_learner,
+    make_model_config,
+    make_rollouts,
+    micro_batch_of,
+    parameters_of,
+)
 
 from rlpipe.configs.schema.algorithm_config import LOSSES as LOSS_NAMES
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, LossConfig, ReferenceConfig
@@ -17,6 +27,7 @@ from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import SingleRank
 from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import TrainBatch
 
 
@@ -81,6 +92,38 @@ def test_every_loss_trains_with_several_updates_of_a_step(tiny: Path, name: str)
     assert all(math.isfinite(value) for value in metrics.values())
     assert 0.4 < metrics["entropy/trained_ratio"] < 0.6
     assert any(not torch.equal(before[key], value) for key, value in parameters_of(learner).items())
+
+
+def test_differences_of_log_probs_are_those_of_every_token_before_the_step(tiny: Path) -> None:
+    algorithm = AlgorithmConfig(num_minibatches=2, num_epochs_per_step=2)
+    learner = make_learner(tiny, algorithm=algorithm, learner=LearnerConfig(optimizer=OptimizerConfig(lr=0.01)))
+    expected: dict[int, list[float]] = {}
+    with torch.no_grad():
+        for rollout in make_rollouts():
+            row = learner.policy.plan(micro_batch_of([rollout]))
+            logprobs, _ = learner.policy.scorer.logprobs(row, TEMPERATURE, 64)
+            differences = logprobs.numpy() - rollout.logprobs[rollout.loss_mask]
+            expected.setdefault(rollout.group_id, []).extend(differences.tolist())
+    (batch,) = make_batches(algorithm=algorithm, max_tokens=100)
+    for _ in range(2):
+        learner.train_step(batch)
+        found = learner.token_differences(batch)
+        assert found.keys() == expected.keys()
+        same = [np.abs(found[group_id] - np.array(expected[group_id])).max() < 1e-5 for group_id in expected]
+        assert all(same) if learner.num_steps_done == 1 else not any(same)
+
+
+def test_tokens_that_the_learner_leaves_out_have_no_difference(tiny: Path) -> None:
+    rollouts = make_rollouts()
+    rollouts[4].advantages = np.zeros_like(rollouts[4].advantages)
+    places = number_tokens(rollouts)
+    (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=100, skip_zero_advantage=True)
+    learner = make_learner(tiny)
+    learner.train_step(replace(batch, group_places=places))
+    found = learner.token_differences(replace(batch, group_places=places))[1]
+    left_out = np.repeat([False, True, False], [rollout.num_loss_tokens for rollout in rollouts[3:6]])
+    assert np.array_equal(np.isnan(found), left_out)
+    assert not learner.token_differences(batch), "nothing says whose tokens they are"
 
 
 def test_an_own_loss_trains_as_the_built_in_one_that_it_equals(tiny: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_groups_are_selected_by_every_property(run: ViewedRun) -> None:
 
 def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
     assert run.index is not None
-    for sort in ("id", "reward", "length", "version", "reward:short", "staleness"):
+    for sort in ("id", "reward", "length", "version", "reward:short", "staleness", "state", "status", "reason"):
         for descending in (True, False):
             found: list[int] = []
             after = None
@@ -75,6 +75,7 @@ def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
     assert count_groups(run.index, GroupQuery()) == 24
     assert count_groups(run.index, GroupQuery(text="what is 2 +")) == 2
     assert ids(run, sort="reward")[0] == 0
+    assert ids(run, sort="state")[:6] == [23, 19, 15, 11, 7, 3]  # discarded
     by_reward = ids(run, sort="reward", descending=False)
     assert by_reward[0] == 1
     assert ids(run, sort="reward:short", descending=False)[-6:] == [3, 7, 11, 15, 19, 23]  # without a value
