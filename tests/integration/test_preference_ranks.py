@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlpipe.configs.schema.algorithm_config import ReferenceConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.preference_config import PAIR_LOSSES
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.step import Learner
@@ -41,7 +42,12 @@ SHARDED: dict[str, dict[str, Any]] = {
     "zero3": {"strategy": "zero3"},
 }
 LOSSES = ["dpo", "kto", "orpo", "simpo"]
+OTHER_LOSSES = [name for name in PAIR_LOSSES if name not in LOSSES]
 LEARNING_RATES = {"none": 1e-4, "lora": 1e-3, "qlora": 1e-3}
+CASES = [
+    *product(STRATEGIES, LEARNING_RATES, LOSSES),
+    *product(["fsdp2", "zero3", "chunked"], ["lora"], OTHER_LOSSES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +91,7 @@ def train_on_ranks(tiny: Path, folder: Path, loss: str, adapter: str, options: d
         export_policy(learner.policy, folder / "policy")
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("adapter", LEARNING_RATES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "adapter", "loss"), CASES)
 def test_preferences_train_as_on_one_rank(
     ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
 ) -> None:
