@@ -18,6 +18,7 @@ from rlpipe.configs.schema.rollout_config import SamplingConfig
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+HalfArray = NDArray[np.float16]
 BoolArray = NDArray[np.bool_]
 ByteArray = NDArray[np.uint8]
 

@@ -85,7 +85,8 @@ def _call_own(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
     if not isinstance(output, SurrogateOutput):
         raise fail(f"returned {type(output).__name__}, not a tensor [N] or a SurrogateOutput")
     marks = {"clipped_low": output.clipped_low, "clipped_high": output.clipped_high}
-    check_shapes({"per_token": output.per_token, **output.metrics}, inputs.mask.shape, "token", fail)
+    for tensors in ({"per_token": output.per_token}, output.metrics):
+        check_shapes(tensors, inputs.mask.shape, "token", fail)
     check_marks(marks, inputs.mask.shape, "token", fail)
     check_gradient(output.per_token, inputs.logprobs, "inputs.logprobs", fail)
     check_finite(output.per_token, inputs.mask, inputs.logprobs, "loss tokens", fail)

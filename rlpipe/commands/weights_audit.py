@@ -33,9 +33,9 @@ def check_weights(run: Path, digests: Mapping[str, Sequence[str]], *, trusted: b
         raise DataError(f"{run} has no checkpoint whose weights were served: give a run's folder, without --weights")
     problems = []
     for step, checkpoint in known.items():
-        kind, served, dtype = digests[step]
+        kind, served, *dtype = digests[step]
         policy = open_checkpoint(checkpoint, trusted=trusted)
-        policy.served_dtype = dtype
+        policy.served_dtype = dtype[0] if dtype else policy.served_dtype
         manifest = publish_weights(
             policy, version=int(step), bucket_bytes=2**28, emit=lambda _: None, kind=WeightsKind(kind)
         )

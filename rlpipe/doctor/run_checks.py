@@ -136,27 +136,31 @@ class RunChecks:
             yield ok("data", text)
 
     def check_dtype(self) -> Iterator[Observation]:
-        """Compare the speed of the type that the config asks for with that of float32, on this machine's CPU."""
-        asked = self.config.model.dtype
-        if asked in (AUTO, WIDE) or _on_gpu(self.config) or self.is_made_first:
-            yield ok("type", f"model.dtype={asked}")
-            return
-        kinds = [learner_products(self.config)]
-        kinds += (
-            [engine_products(self.config)]
-            if self.config.algorithm.kind == "rl" and self.config.rollout.dtype is None
-            else []
-        )
-        for made in (made for made in kinds if made is not None):
-            rates = cpu_rates(made, asked)
-            if asked not in rates:
-                yield problem("type", f"this CPU can't multiply in {asked}", "set model.dtype=auto")
+        """Compare the speed of the types that the config asks for with that of float32, on this machine's CPU."""
+        config = self.config
+        model, rollout = config.model.dtype, config.rollout.dtype
+        parts = [("model.dtype", model, learner_products, "set model.dtype=auto")]
+        if config.algorithm.kind == "rl" and rollout is None:
+            parts.append(("model.dtype", model, engine_products, "set model.dtype=auto"))
+        elif config.algorithm.kind == "rl":
+            parts.append(("rollout.dtype", rollout, engine_products, "leave rollout.dtype out"))
+        timed: dict[str, None] = {}
+        for option, dtype, products_of, mend in parts:
+            if dtype in (AUTO, WIDE) or _on_gpu(config) or self.is_made_first:
+                continue
+            if (made := products_of(config)) is None:
+                continue
+            rates = cpu_rates(made, dtype)
+            if dtype not in rates:
+                yield problem("type", f"{option}: this CPU can't multiply in {dtype}", mend)
                 return
-            if rates[asked] < rates[WIDE]:
-                slow = f"{giga(rates[asked])}FLOP/s in {asked}, {giga(rates[WIDE])}FLOP/s in float32"
-                yield warning("type", f"this CPU is slower in {asked}: {slow}", "set model.dtype=auto")
+            if rates[dtype] < rates[WIDE]:
+                slow = f"{giga(rates[dtype])}FLOP/s in {dtype}, {giga(rates[WIDE])}FLOP/s in float32"
+                yield warning("type", f"{option}: this CPU is slower in {dtype}: {slow}", mend)
                 return
-        yield ok("type", f"model.dtype={asked}, which this CPU is fast in")
+            timed[f"{option}={dtype}"] = None
+        fast = f"{', '.join(timed)}, which this CPU is fast in"
+        yield ok("type", fast if timed else f"model.dtype={model}")
 
     def check_plan(self) -> Iterator[Observation]:
         """Check that engines, learner and rewards fit into the memory of this machine, by the plan."""

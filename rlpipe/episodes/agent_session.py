@@ -116,9 +116,9 @@ def joined_text(content: Any) -> str:
     """Return content that is a string or text parts as one string; raise ``RequestRefused`` for any other."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
+    parts = content if isinstance(content, list) else [None]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise RequestRefused(400, "unsupported", "a message's content must be a string or text parts")
+        raise RequestRefused(400, "unsupported", "content must be a string or text parts")
     return "".join(part["text"] for part in parts)
 
 

@@ -29,10 +29,11 @@ from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
 from rlpipe.learner.workload import REWARD_HEADS, num_sequences
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, describe_small_update
-from rlpipe.types import NO_GROUP, FloatArray, MiniBatch, TrainBatch
+from rlpipe.types import NO_GROUP, FloatArray, HalfArray, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss", "preference/cross_entropy")
 """Metrics that are totals of an update; a step reports their mean over its updates."""
+LARGEST_HALF = 65504.0
 MAX_GROUPS_NAMED = 8
 """Maximum number of groups named in the error that ends a run after repeated non-finite steps."""
 
@@ -151,10 +152,10 @@ class Learner:
             "time/train": time.perf_counter() - started,
         }
 
-    def token_differences(self, batch: TrainBatch) -> dict[int, FloatArray]:
+    def token_differences(self, batch: TrainBatch) -> dict[int, HalfArray]:
         """Return the learner's log-probs of the step's loss tokens minus those of the engine, by group.
 
-        The learner's are those before the step; tokens that it left out have NaN. All ranks must call this after
+        The learner's are those before the step; tokens that it left out have NaN. All ranks must call this once after
         ``train_step`` or ``compare`` of a batch from ``assemble_step``. Empty for objectives other than RL.
         """
         total = max((places.stop for places in batch.group_places.values()), default=0)
@@ -163,8 +164,9 @@ class Learner:
         found = torch.full((total,), -math.inf)
         for places, values in self._objective.differences:
             found[torch.from_numpy(places)] = values.float().cpu()
-        found = self.policy.sharding.reduce(found, Reduce.MAX)
-        known = found.masked_fill(found == -math.inf, math.nan).numpy()
+        self._objective.differences.clear()
+        found = self.policy.sharding.reduce(found, Reduce.MAX).cpu()
+        known = found.masked_fill(found == -math.inf, math.nan).clamp(-LARGEST_HALF, LARGEST_HALF).half().numpy()
         return {group_id: known[places.start : places.stop] for group_id, places in batch.group_places.items()}
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:

@@ -278,9 +278,8 @@ def number_tokens(rollouts: Iterable[Rollout]) -> dict[int, range]:
     for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
         sequence.first_place = count
         count += sequence.num_loss_tokens
-        places[sequence.group_id] = range(
-            places.get(sequence.group_id, range(sequence.first_place, count)).start, count
-        )
+        start = places[sequence.group_id].start if sequence.group_id in places else sequence.first_place
+        places[sequence.group_id] = range(start, count)
     return places
 
 

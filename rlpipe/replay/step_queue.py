@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.types import FloatArray, RolloutGroup, TrainBatch
+from rlpipe.types import HalfArray, RolloutGroup, TrainBatch
 
 
 class Notifier:
@@ -44,7 +44,7 @@ class StepReport:
     """Whether this is the last step."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics on held-out rows, by version, where the learner evaluates (SFT, strided EBFT)."""
-    differences: Mapping[int, FloatArray] = field(default_factory=dict)
+    differences: Mapping[int, HalfArray] = field(default_factory=dict)
     """By group, the learner's log-probs of its loss tokens before the step minus the engine's."""
 
 

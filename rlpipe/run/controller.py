@@ -134,7 +134,7 @@ class Controller:
         after them, because they measure how much memory is free. A run that stops early raises the reason after the
         learner has written a checkpoint.
         """
-        for pool in self._workers.pools:
+        for pool in self._workers.pools:  # they were started before there was a controller to tell
             pool.notice = self._notice
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._monitor.follow())]

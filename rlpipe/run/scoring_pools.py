@@ -261,7 +261,7 @@ class ServedPool(ScoringPool):
                     return str(cause) if isinstance(cause, ScorerHung) else describe_exception(cause)
                 except (RayActorError, RayServeException, RayError) as error:
                     num_deaths += 1
-                    self.notice(self._name, f"a replica of {self._name} died: {describe_exception(error)}", "death")
+                    logger.warning("scoring: a replica of %s died: %s", self._name, describe_exception(error))
                     if num_deaths == MAX_DEATHS:
                         return f"{MAX_DEATHS} replicas of {self._name} died while they scored it"
             await asyncio.sleep(RETRY_PAUSE_S)

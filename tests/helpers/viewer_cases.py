@@ -25,7 +25,7 @@ from rlpipe.replay.step_queue import StepReport
 from rlpipe.tracking.jsonl import EVALUATIONS_FILE, JsonlTracker, StepLog
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.part_states import PartState, write_parts
-from rlpipe.types import NO_VERSION, EpisodeTrace, FloatArray, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus
+from rlpipe.types import NO_VERSION, EpisodeTrace, HalfArray, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus
 
 ATTACK = (
     "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1><svg/onload=window.hacked=1>"
@@ -109,11 +109,14 @@ class ViewerRun:
             self._metrics.log(self.step, metrics)
         return self
 
-    def _differences(self, group: RolloutGroup) -> FloatArray:
-        """Return 0.01 for every other loss token, as if the learner had left out the rest."""
-        found = np.full(group.num_loss_tokens, 0.01, np.float32)
-        found[1::2] = np.nan
-        return found
+    def _differences(self, group: RolloutGroup) -> HalfArray:
+        """Return a number for every other loss token of each sequence, as if the learner had left out the rest."""
+        found = []
+        for place, sequence in enumerate(sequence for rollout in group for sequence in rollout.sequences):
+            values = np.full(sequence.num_loss_tokens, 0.01 * (-1) ** place, np.float16)
+            values[1::2] = np.nan
+            found.append(values)
+        return np.concatenate(found)
 
     def admit(self) -> list[RolloutGroup]:
         """Admit the groups of the next step, which are not sampled yet, and return them."""

@@ -44,10 +44,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 LOSSES = ["dpo", "kto", "orpo", "simpo"]
 OTHER_LOSSES = [name for name in PAIR_LOSSES if name not in LOSSES]
 LEARNING_RATES = {"none": 1e-4, "lora": 1e-3, "qlora": 1e-3}
-CASES = [
-    *product(STRATEGIES, LEARNING_RATES, LOSSES),
-    *product(["fsdp2", "zero3", "chunked"], ["lora"], OTHER_LOSSES),
-]
+CASES = [*product(STRATEGIES, LEARNING_RATES, LOSSES), *product(["fsdp2", "zero3", "chunked"], ["lora"], OTHER_LOSSES)]
 
 
 @pytest.fixture(scope="module")

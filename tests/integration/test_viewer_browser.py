@@ -174,7 +174,7 @@ def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: s
         tints = {
             "log-prob": "unlikely",
             "advantage": "negative",
-            "the learner's log-prob difference": "positive",
+            "the learner's log-prob difference": "positive",  # of this sequence; those of the next one are negative
             "loss mask": "trained",
             "policy version": "series-0",
         }

@@ -189,9 +189,11 @@ class Ledger(Database):
                 " times = times + (ended_at IS NULL OR metrics != excluded.metrics)",  # not if a call is repeated
                 (report.step, json.dumps(report.metrics), time.time(), report.last),
             )
+            # A group that a later step replays keeps those of its own step, as it keeps that step's advantages.
             self._connection.executemany(
-                "INSERT OR REPLACE INTO differences SELECT group_id, ? FROM payloads WHERE group_id = ?",
-                [(values.astype(np.float16).tobytes(), g) for g, values in report.differences.items()],
+                "INSERT OR REPLACE INTO differences SELECT group_id, ? FROM payloads JOIN groups USING (group_id)"
+                " WHERE group_id = ? AND step = ?",
+                [(values.tobytes(), group_id, report.step) for group_id, values in report.differences.items()],
             )
             if report.last:
                 self._connection.execute(

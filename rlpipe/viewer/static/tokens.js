@@ -59,7 +59,7 @@ export function legendOf(how, group) {
   if (how === "advantage") return [key("positive", 30, "written again more often"), key("negative", 30, "less often"), "one number for each completion, as in the ledger"];
   if (how === "difference") {
     const { mean, max } = group.differences ?? {};
-    if (max === undefined) return ["not known: the group has not been trained, or its differences are not kept"];
+    if (max === undefined) return ["not known: no step has trained these tokens (those with an advantage of 0 are left out), or it is not kept"];
     return [key("positive", 38, `the learner's is higher, by ${number(max)}`), key("negative", 38, "lower"), `absolute mean ${number(mean)}`];
   }
   if (how === "mask") return [key("trained", 38, "trained"), "pale: not drawn by the policy"];

@@ -131,6 +131,11 @@ def slow_type(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> No
     options.append("model.dtype=bfloat16")
 
 
+def slow_type_of_engines(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    patch.setattr("rlpipe.doctor.run_checks.cpu_rates", lambda made, dtype: {"float32": 3e11, dtype: 1e11})
+    options += ["model.dtype=float32", "rollout.dtype=bfloat16", "algorithm.correction.mode=token_truncate"]
+
+
 def unknown_type(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     patch.setattr("rlpipe.doctor.run_checks.cpu_rates", lambda made, dtype: {"float32": 3e11})
     options.append("model.dtype=bfloat16")
@@ -238,6 +243,7 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (damaged_checkpoint, "output", "PROBLEM", r"no checkpoint in .* is complete"),
     (too_large_model, "plan", "PROBLEM", r"the actors need .*, and the machine has 1\.0 GiB"),
     (slow_type, "type", "warning", r"slower in bfloat16.*set model\.dtype=auto"),
+    (slow_type_of_engines, "type", "warning", r"rollout\.dtype: .* slower in bfloat16.*leave rollout\.dtype out"),
     (unknown_type, "type", "PROBLEM", r"can't multiply in bfloat16"),
     (no_model, "config", "PROBLEM", r"model\.path: there is no folder .*nowhere"),
     (short_context, "model", "PROBLEM", r"more than the \d+ positions .*set less"),

@@ -363,3 +363,33 @@ def test_digests_of_checkpoints_are_kept(tmp_path: Path) -> None:
     digests = ledger.get("digests")
     assert list(digests) == [str(step) for step in range(20, 120)]
     assert digests["119"] == ["merged", "full:119"]
+
+
+def test_differences_of_log_probs_go_with_the_tokens_of_their_group(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    groups = [group(0, [1.0, 0.0]), group(1, [1.0, 0.0])]
+    ledger.admit([admitted(0), admitted(1)], Cursor())
+    ledger.generated(groups)
+    ledger.scored(groups)
+    ledger.assign(0, StepGroups(fresh=groups[:1]))
+    values = np.array([0.25, np.nan, -1e-5], np.float16)
+    report = StepReport(step=0, metrics={}, differences={0: values, 1: values})
+    for _ in range(2):
+        ledger.complete(report)
+        found = ledger.differences(0)
+        assert found is not None
+        np.testing.assert_array_equal(found, values.astype(np.float32))
+    assert ledger.differences(1) is None, "it is of another step, which replays it"
+    ledger.checkpointed(1)
+    ledger.drop_tokens()
+    ledger.complete(report)
+    assert ledger.differences(0) is None
+
+
+def test_a_ledger_of_an_earlier_version_has_no_differences_until_a_run_continues(tmp_path: Path) -> None:
+    Ledger(tmp_path / NAME).set(run_id="a")
+    with sqlite3.connect(tmp_path / NAME) as connection:
+        connection.execute("DROP TABLE differences")
+    assert damage(tmp_path / NAME) is None
+    assert Ledger(tmp_path / NAME, read_only=True).differences(0) is None
+    assert Ledger(tmp_path / NAME).rows("SELECT count(*) FROM differences") == [(0,)]
