@@ -142,7 +142,7 @@ class RunChecks:
         parts = [("model.dtype", model, learner_products, "set model.dtype=auto")]
         if config.algorithm.kind == "rl" and rollout is None:
             parts.append(("model.dtype", model, engine_products, "set model.dtype=auto"))
-        elif config.algorithm.kind == "rl":
+        elif config.algorithm.kind == "rl" and rollout is not None:
             parts.append(("rollout.dtype", rollout, engine_products, "leave rollout.dtype out"))
         timed: dict[str, None] = {}
         for option, dtype, products_of, mend in parts:

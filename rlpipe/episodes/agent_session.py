@@ -117,9 +117,10 @@ def joined_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
         raise RequestRefused(400, "unsupported", "content must be a string or text parts")
-    return "".join(part["text"] for part in parts)
+    return "".join(map(str, texts))
 
 
 @dataclass(slots=True, eq=False)
