@@ -54,7 +54,7 @@ lint: install
 	$(BIN)/mypy -p rlpipe -p benchmarks
 
 unit: install
-	$(BIN)/pytest -q -n $(CORES) -m "$(MARKS)" tests/unit
+	$(BIN)/pytest -q -n $(CORES) -m "$(MARKS)" --durations 20 tests/unit
 
 parity: install
 	$(BIN)/pytest -q -n $(CORES) -m "$(MARKS)" tests/parity
