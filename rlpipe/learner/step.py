@@ -33,7 +33,6 @@ from rlpipe.types import NO_GROUP, FloatArray, HalfArray, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss", "preference/cross_entropy")
 """Metrics that are totals of an update; a step reports their mean over its updates."""
-LARGEST_HALF = 65504.0
 MAX_GROUPS_NAMED = 8
 """Maximum number of groups named in the error that ends a run after repeated non-finite steps."""
 
@@ -166,7 +165,8 @@ class Learner:
             found[torch.from_numpy(places)] = values.float().cpu()
         self._objective.differences.clear()
         found = self.policy.sharding.reduce(found, Reduce.MAX).cpu()
-        known = found.masked_fill(found == -math.inf, math.nan).clamp(-LARGEST_HALF, LARGEST_HALF).half().numpy()
+        limit = torch.finfo(torch.half).max
+        known = found.masked_fill(found == -math.inf, math.nan).clamp(-limit, limit).half().numpy()
         return {group_id: known[places.start : places.stop] for group_id, places in batch.group_places.items()}
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:
