@@ -80,6 +80,26 @@ def test_the_overview_is_zoomed_smoothed_searched_and_themed(browser: Browser, a
         assert page.evaluate(colours) != light
 
 
+def test_charts_are_read_and_zoomed_by_keys(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        reward, entropy = (page.locator(f".chart[data-title='{title}']") for title in ("Reward", "Entropy"))
+        plot = reward.get_by_role("group", name="Reward over steps")
+        plot.focus()
+        page.keyboard.press("ArrowLeft")
+        expect(reward.locator(".at")).to_have_text("step 39")
+        expect(entropy.locator(".at")).to_have_text("step 39")
+        page.keyboard.press("ArrowLeft")
+        expect(reward.locator(".at")).to_have_text("step 38")
+        for _ in range(3):
+            page.keyboard.press("+")
+        expect(entropy).to_have_attribute("data-zoomed", "")
+        for _ in range(10):  # not past what is shown
+            page.keyboard.press("ArrowRight")
+        expect(reward.locator(".at")).to_have_text("step 40")
+        page.keyboard.press("0")
+        expect(page.locator(".chart[data-zoomed]")).to_have_count(0)
+
+
 def test_an_event_above_a_curve_leads_to_its_description(browser: Browser, address: str) -> None:
     with opened(browser, address) as page:
         mark = page.locator(".chart[data-title='Reward'] .mark.death")
@@ -185,6 +205,16 @@ def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: s
         tokens.locator(".token").nth(2).hover()
         expect(page.locator("#tooltip")).to_contain_text("the learner's log-prob")
         expect(page.locator("#tooltip")).to_contain_text("(difference 0.01)")
+        tooltip = page.locator("#tooltip")
+        tokens.focus()
+        page.keyboard.press("End")
+        expect(tokens.locator(".token.chosen")).to_have_text(tokens.locator(".token").last.inner_text())
+        page.keyboard.press("Home")
+        expect(tooltip).to_contain_text(tokens.locator(".token").first.inner_text())
+        page.keyboard.press("ArrowRight")
+        expect(tokens.locator(".token.chosen")).to_have_attribute("data-at", "1")
+        page.keyboard.press("Escape")
+        expect(tooltip).to_be_hidden()
         page.get_by_role("link", name="Next group").click()
         expect(page.locator("h2")).to_have_text("Group 2")
 

@@ -44,7 +44,7 @@ export class Chart {
     this.stacked = stacked;
     this.plot = null;
     this.lines = [];
-    this.body = make("div", { class: "plot" });
+    this.body = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${title} over steps`, onkeydown: (event) => this.onKey(event) });
     this.legend = make("div", { class: "legend" });
     this.element = make("section", { class: "card chart", "aria-label": title, "data-title": title },
       make("h3", {}, title, note && make("small", {}, note)), this.body, this.legend);
@@ -55,11 +55,13 @@ export class Chart {
     return { width: Math.max(this.body.clientWidth, 120), height: HEIGHT };
   }
 
-  update(lines, { smoothing = 0, marks = [], onmark = () => {} } = {}) {
+  update(lines, { smoothing = 0, marks = [], onmark = () => {}, onzoom = () => {} } = {}) {
     const zoom = this.plot && this.zoomed() ? this.plot.scales.x : null;
+    const pointed = document.activeElement === this.body ? this.plot?.data[0][this.plot.cursor.idx] : undefined;
     this.lines = lines;
     this.marks = marks.slice(0, MOST_MARKS);
     this.onmark = onmark;
+    this.onzoom = onzoom;
     this.plot?.destroy();
     const drawn = this.stacked ? this.stack(lines) : this.overlay(lines, smoothing);
     const options = {
@@ -70,6 +72,7 @@ export class Chart {
     };
     this.plot = new uPlot(options, drawn.data, this.body);
     if (zoom) this.plot.setScale("x", { min: zoom.min, max: zoom.max });
+    if (pointed !== undefined) this.pointTo(pointed);
     this.showValues();
   }
 
@@ -79,9 +82,33 @@ export class Chart {
     return Boolean(steps?.length) && (min > steps[0] || max < steps[steps.length - 1]);
   }
 
-  reset() {
+  // Shows a range of steps, within those that there are; without a range, all of them.
+  zoomTo(range = { min: -Infinity, max: Infinity }) {
     const steps = this.plot?.data[0];
-    if (steps?.length) this.plot.setScale("x", { min: steps[0], max: steps[steps.length - 1] });
+    if (steps?.length) this.plot.setScale("x", { min: Math.max(range.min, steps[0]), max: Math.min(range.max, steps[steps.length - 1]) });
+  }
+
+  // Moves the pointer of all charts to a step.
+  pointTo(step) {
+    this.plot.setCursor({ left: this.plot.valToPos(step, "x"), top: HEIGHT / 3 }, true, true);
+  }
+
+  // Left and right go from step to step, + and - zoom around that step, 0 and Escape go back to all steps.
+  onKey(event) {
+    const steps = this.plot?.data[0] ?? [];
+    if (!steps.length || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { min, max } = this.plot.scales.x;
+    const at = this.plot.cursor.idx ?? steps.findLastIndex((step) => step <= max);
+    const zooms = { "+": 0.5, "=": 0.5, "-": 2 };
+    if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+      const next = Math.min(Math.max(at + (event.key === "ArrowLeft" ? -1 : 1), 0), steps.length - 1);
+      if (steps[next] >= min && steps[next] <= max) this.pointTo(steps[next]);
+    } else if (event.key in zooms) {
+      const half = Math.max((max - min) * zooms[event.key] / 2, 0.5);
+      this.onzoom({ min: steps[at] - half, max: steps[at] + half });
+    } else if (event.key === "0" || event.key === "Escape") this.onzoom();
+    else return;
+    event.preventDefault();
   }
 
   overlay(lines, smoothing) {

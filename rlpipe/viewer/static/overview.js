@@ -36,12 +36,16 @@ export async function overviewView(body, context) {
     draw();
   } });
   slider.value = String(state.smoothing);
-  const reset = make("button", { onclick: () => state.charts.forEach((chart) => chart.reset()) }, "Reset zoom");
+  const reset = make("button", { onclick: () => zoomTo() }, "Reset zoom");
   const toolbar = make("div", { class: "toolbar" }, labelled("Smoothing", slider), search, datalist, reset,
-    make("span", { class: "muted" }, "drag over a chart to zoom all of them; double click to go back"));
+    make("span", { class: "muted" }, "drag over a chart to zoom all of them, double click to go back; keys: arrows, +, -, 0"));
   fill(body, strip, toolbar, grid, health);
   let data = [];
   let marks = [];
+
+  function zoomTo(range) {
+    state.charts.forEach((chart) => chart.zoomTo(range));
+  }
 
   function addMetric() {
     const name = search.value.trim();
@@ -88,7 +92,7 @@ export async function overviewView(body, context) {
     specs.push(["Time by phase (s)", phaseLines(), { stacked: true, note: context.shown.length > 1 ? `${context.runs[context.run].name}; ${OVERLAPPING}` : OVERLAPPING }]);
     specs.push(...state.more.map((name) => [name, linesOf([name]), { added: true }]));
     const used = specs.filter(([title, lines, options]) => lines.length || options.added);
-    const options = { smoothing: state.smoothing, marks, onmark: (mark) => context.go("events", { event: mark.id }) };
+    const options = { smoothing: state.smoothing, marks, onmark: (mark) => context.go("events", { event: mark.id }), onzoom: zoomTo };
     const elements = [];
     for (const [title, lines, how] of used) {
       if (!state.charts.has(title)) state.charts.set(title, new Chart(title, { stacked: how.stacked, note: how.note }));

@@ -41,7 +41,23 @@ export function tokenText(sequence, rollout, how, scales) {
     if (shade) element.style.setProperty("--strength", `${Math.round(shade[1] * 38)}%`);
     return element;
   });
-  return make("div", { class: "tokens", tabindex: "0", "aria-label": "completion",
+  let chosen = -1;
+  const choose = (at) => {
+    spans[chosen]?.classList.remove("chosen");
+    chosen = at;
+    if (!(at in spans)) return hideTooltip();
+    spans[at].classList.add("chosen");
+    spans[at].scrollIntoView({ block: "nearest" });
+    const { left, bottom } = spans[at].getBoundingClientRect();
+    showTooltip(describe(sequence, at, rollout), left, bottom);
+  };
+  return make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "completion; left and right go from token to token", "aria-describedby": "tooltip",
+    onkeydown: (event) => {
+      const places = { ArrowRight: Math.min(chosen + 1, spans.length - 1), ArrowLeft: Math.max(chosen - 1, 0), Home: 0, End: spans.length - 1, Escape: -1 };
+      if (!(event.key in places)) return;
+      event.preventDefault();
+      choose(places[event.key]);
+    }, onblur: () => choose(-1),
     onmousemove: (event) => {
       const at = event.target.dataset?.at;
       if (at === undefined) hideTooltip();
