@@ -15,13 +15,13 @@ from rlpipe.commands.arguments import Commands, add_command, add_trust_argument,
 from rlpipe.errors import InputError
 
 if TYPE_CHECKING:
-    from rlpipe.viewer.viewed_run import ViewedRun
+    from rlpipe.viewer.viewed_run import ViewedRuns
 
 EXAMPLES = """\
 examples:
   rlpipe view outputs/run                        # one run
   rlpipe view outputs/first outputs/second       # two runs, overlaid
-  rlpipe view outputs                            # all runs in a folder
+  rlpipe view outputs                            # all runs in a folder, also those that begin later
   rlpipe view outputs/run --export run.html      # one file to send to someone
 
 For runs on another machine: start it there with --port 8400, run ssh -N -L 8400:127.0.0.1:8400 MACHINE here, and open
@@ -44,14 +44,9 @@ def add_view(commands: Commands) -> None:
 
 
 def run_view(arguments: argparse.Namespace) -> None:
-    from rlpipe.viewer.run_folders import distinct_names, find_runs
-    from rlpipe.viewer.viewed_run import ViewedRun
+    from rlpipe.viewer.viewed_run import ViewedRuns
 
-    folders = find_runs([Path(run) for run in arguments.runs])
-    runs = [
-        ViewedRun(folder, name, trusted=arguments.trust_remote_code)
-        for folder, name in zip(folders, distinct_names(folders), strict=True)
-    ]
+    runs = ViewedRuns([Path(run) for run in arguments.runs], trusted=arguments.trust_remote_code)
     if arguments.export is not None:
         from rlpipe.viewer.exported_page import write_page
 
@@ -64,7 +59,7 @@ def run_view(arguments: argparse.Namespace) -> None:
         serve(runs, arguments.port)
 
 
-def serve(runs: list[ViewedRun], port: int) -> None:
+def serve(runs: ViewedRuns, port: int) -> None:
     """Serve the page until the process is interrupted; raise ``InputError`` if the port is taken."""
     import uvicorn
 

@@ -286,7 +286,11 @@ class ReplayStore:
             replayed=groups.replayed,
             skip_zero_advantage=self._replay.skip_zero_advantage and step < self._algorithm.num_steps,
         )
-        metrics = {"groups/failed": float(self._num_failed), **self._group_metrics(groups.fresh)}
+        metrics = {
+            "groups/failed": float(self._num_failed),
+            "groups/discarded": float(self._num_discarded),
+            **self._group_metrics(groups.fresh),
+        }
         for batch in batches:
             batch.metrics = {**batch.metrics, **metrics}
         return batches

@@ -28,7 +28,7 @@ from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_log
 from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
-from rlpipe.viewer.run_folders import CONFIG_FILE, index_path
+from rlpipe.viewer.run_folders import CONFIG_FILE, distinct_names, find_runs, index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
 
 FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE)
@@ -370,3 +370,21 @@ def _short(row: GroupRow, indexed: dict[str, Any]) -> dict[str, Any]:
         "prompt": None if last is None else prompt_text(last)[:LONGEST_START],
         **indexed,
     }
+
+
+class ViewedRuns(list[ViewedRun]):
+    """The runs at some paths or below them, later ones behind the others; raises ``DataError`` if there are none."""
+
+    def __init__(self, paths: Sequence[Path], *, trusted: bool = False) -> None:
+        super().__init__()
+        self._paths, self._trusted = paths, trusted
+        self.look()
+
+    def look(self) -> None:
+        """Add the runs that have begun since the last look; those that are known keep their places."""
+        known = {run.path for run in self}
+        self += [
+            ViewedRun(path, path.name, trusted=self._trusted) for path in find_runs(self._paths) if path not in known
+        ]
+        for run, name in zip(self, distinct_names([run.path for run in self]), strict=True):
+            run.name = name

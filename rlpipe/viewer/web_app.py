@@ -8,6 +8,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from rlpipe.errors import InputError
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import MOST_TOKENS, image_kind
 from rlpipe.viewer.group_query import BOUNDS, FUNCTION, PAGE, GroupQuery
-from rlpipe.viewer.viewed_run import NotInRun, ViewedRun
+from rlpipe.viewer.viewed_run import NotInRun, ViewedRun, ViewedRuns
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -264,15 +265,17 @@ def make_app(runs: Sequence[ViewedRun], token: str) -> ASGIApp:
 
 
 class Refresher(threading.Thread):
-    """Thread that reads what is new in the runs' files."""
+    """Thread that reads what is new in the runs' files, and finds new runs."""
 
-    def __init__(self, runs: Sequence[ViewedRun]) -> None:
+    def __init__(self, runs: ViewedRuns) -> None:
         super().__init__(daemon=True, name="refresher")
         self._runs, self._ended = runs, threading.Event()
 
     def run(self) -> None:
         self._read(ViewedRun.read_metrics)
         while not self._ended.wait(REFRESH_S):  # at first, the page is drawn before anything is indexed
+            with suppress(InputError, OSError):  # a folder may have been removed
+                self._runs.look()
             self._read(lambda run: run.refresh(self._ended.is_set))
 
     def _read(self, read: Callable[[ViewedRun], None]) -> None:

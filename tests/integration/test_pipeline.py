@@ -52,6 +52,7 @@ STEP_METRICS = {
     "staleness/max",
     "staleness/mixed_ratio",
     "groups/failed",
+    "groups/discarded",
     "rows/skipped/held_out",
     "rows/skipped/too_long",
     "rows/skipped/unrenderable",

@@ -327,6 +327,17 @@ def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) 
         writer.wait(10)
 
 
+def test_a_run_that_begins_in_a_viewed_folder_appears(browser: Browser, tmp_path: Path) -> None:
+    finished_run(tmp_path / "runs" / "old", num_steps=4)
+    with served([tmp_path / "runs"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+        expect(page.locator(".card.run")).to_have_count(1)
+        finished_run(tmp_path / "runs" / "new", num_steps=6)
+        expect(page.locator(".card.run")).to_have_count(2)
+        expect(page.locator(".chart[data-title='Reward'] .legend")).to_contain_text("new")
+        page.locator("select[name=run]").select_option("new")
+        expect(page.locator("#top")).to_contain_text("step 6 of 6")
+
+
 def test_a_group_is_followed_while_it_is_shown(browser: Browser, tmp_path: Path) -> None:
     run = ViewerRun(tmp_path / "live").train(1)
     group = run.admit()[0].group_id

@@ -106,6 +106,7 @@ async function poll() {
     failures = 0;
     const before = context.runs;
     context.runs = runs;
+    if (runs.length !== before.length) readAddress();  // a run has begun in a folder that is viewed
     const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state);
     stale ||= changed;
     if (stale && !document.hidden) {

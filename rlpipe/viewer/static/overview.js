@@ -9,7 +9,7 @@ const CHARTS = [
   ["Reward", ["reward"]], ["Held-out accuracy", ["eval/accuracy"]], ["Held-out loss", ["eval/loss"]], ["Loss", ["loss"]],
   ["Entropy", ["entropy"]], ["KL", ["kl"]], ["Completion length", ["completions/mean_length"]], ["Truncated share", ["completions/clipped_ratio"]],
   ["Staleness", ["staleness/mean"]], ["Tokens per second", ["tokens_per_second"]], ["Seconds per step", ["time/step"]],
-  ["Gradient norm", ["grad_norm"]], ["Log-prob difference of engine and learner", ["sampling/logp_difference/mean"]],
+  ["Groups discarded so far", ["groups/discarded", "groups/failed"]], ["Gradient norm", ["grad_norm"]], ["Log-prob difference of engine and learner", ["sampling/logp_difference/mean"]],
 ];
 const OVERLAPPING = "phases of an asynchronous run overlap";
 const SMOOTHING = "rlpipe-smoothing";

@@ -123,6 +123,7 @@ def test_greedy_completions_outlive_the_process_and_are_trained_in_no_step(tmp_p
         micros = batches[0].mini_batches[0].micro_batches
         results.append(sorted(float(value) for micro in micros for value in micro.advantages[micro.loss_mask]))
         assert batches[0].metrics["reward/greedy"] == 0.25
+        assert (batches[0].metrics["groups/discarded"], batches[0].metrics["groups/failed"]) == (1, 0)
         store = reopen()
     assert results == [[0.5] * 6 + [1.0] * 3] * 2, "an advantage of 0 is skipped, and no greedy token is there"
 

@@ -15,7 +15,7 @@ from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.viewer.group_index import GroupIndex, prompt_key
 from rlpipe.viewer.group_query import GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.run_folders import distinct_names, find_runs
-from rlpipe.viewer.viewed_run import ViewedRun
+from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +234,22 @@ def test_runs_are_found_and_named(tmp_path: Path) -> None:
         find_runs([tmp_path / "empty"])
     with pytest.raises(DataError, match="nowhere does not exist"):
         find_runs([tmp_path / "nowhere"])
+
+
+def test_runs_that_begin_later_come_after_those_that_are_known(tmp_path: Path) -> None:
+    ViewerRun(tmp_path / "runs" / "a" / "two").end()
+    runs = ViewedRuns([tmp_path / "runs"])
+    (first,) = runs
+    assert first.name == "two"
+    ViewerRun(tmp_path / "runs" / "b" / "two").end()
+    ViewerRun(tmp_path / "runs" / "a" / "one").end()
+    runs.look()
+    assert runs[0] is first
+    assert [run.name for run in runs] == ["a/two", "a/one", "b/two"]
+    (tmp_path / "runs").rename(tmp_path / "gone")
+    with pytest.raises(DataError, match="runs does not exist"):
+        runs.look()
+    assert len(runs) == 3
 
 
 def test_prompts_have_the_same_key_in_every_run() -> None:

@@ -22,7 +22,7 @@ from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
 from rlpipe.tracking.outcome import OUTCOME_FILE
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
-from rlpipe.viewer.viewed_run import ViewedRun
+from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
 from rlpipe.viewer.web_app import Refresher, make_app, static_files, to_json
 
 TOKEN = "secret-token"
@@ -348,7 +348,7 @@ def test_what_is_not_finite_or_not_unicode_is_still_json() -> None:
 def test_a_damaged_ledger_is_told_while_the_curves_are_shown(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=2)
     (tmp_path / "run" / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
-    runs = [ViewedRun(tmp_path / "run", "run")]
+    runs = ViewedRuns([tmp_path / "run"])
     refresher = Refresher(runs)
     refresher.start()
     client = TestClient(make_app(runs, TOKEN), base_url="http://localhost")
