@@ -139,8 +139,9 @@ class ReplayStore:
         whole = [group for group in new if group.failure is None]
         self.ledger.generated(whole)
         self._generated.update((group.group_id, group) for group in whole)
-        outcome = self._discard({group.group_id: group.failure for group in new if group.failure is not None})
+        outcome = Outcome()
         self._answer_again(outcome, [group.group_id for group in groups], with_tokens=False)
+        self._discard(outcome, {group.group_id: group.failure for group in new if group.failure is not None})
         return outcome
 
     def scored(self, group_ids: Sequence[int], pools: Iterable[Sequence[GroupScores]]) -> Outcome:
@@ -171,9 +172,7 @@ class ReplayStore:
         self._answer_again(outcome, group_ids, with_tokens=True)
         if repeated := set(group_ids) - {group.group_id for group in groups}:
             outcome.zero_reward += [group for group in self._zero_reward() if group.group_id in repeated]
-        dropped = self._discard(failed, best)
-        outcome.discarded |= dropped.discarded
-        outcome.zero_reward += dropped.zero_reward
+        self._discard(outcome, failed, best)
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -241,25 +240,30 @@ class ReplayStore:
         ``with_tokens`` selects groups that were discarded after they were generated, else before.
         """
         unknown = [group_id for group_id in group_ids if group_id not in self._entries]
-        for group_id, attempt, reason in self.ledger.discarded(unknown, with_tokens=with_tokens):
-            outcome.discarded[group_id] = reason
+        for group, reason in self.ledger.discarded(unknown, with_tokens=with_tokens):
+            outcome.discarded[group.group_id] = reason
             if reason.startswith(NO_VARIANCE):
-                outcome.attempts.append(attempt + 1)
+                outcome.attempts.append(group.attempt + 1)
+            else:
+                outcome.zero_reward += _still_to_be_put_back(group)
 
     def _awaits(self, group_id: int) -> bool:
         return group_id in self._entries and not self._buffer.holds(group_id)
 
-    def _discard(self, reasons: dict[int, str], best_rewards: Mapping[int, float] | None = None) -> Outcome:
+    def _discard(
+        self, outcome: Outcome, reasons: dict[int, str], best_rewards: Mapping[int, float] | None = None
+    ) -> None:
+        """Discard groups for these reasons, and add them to ``outcome``."""
         self.ledger.discard(reasons, best_rewards)
-        outcome = Outcome(discarded=reasons)
-        for group_id, reason in reasons.items():
+        failed = {group_id: reason for group_id, reason in reasons.items() if not reason.startswith(NO_VARIANCE)}
+        for group_id in reasons:
             self._buffer.discard(group_id)
             ticket = self._entries.pop(group_id, None)
-            if ticket is not None and ticket.reroll and not reason.startswith(NO_VARIANCE):
-                outcome.zero_reward.append(replace(ticket, reroll=ticket.reroll - 1))  # it is still to be put back
+            if ticket is not None and group_id in failed:
+                outcome.zero_reward += _still_to_be_put_back(ticket)
+        outcome.discarded |= reasons
         self._num_discarded += len(reasons)
-        self._num_failed += len(outcome.failures)
-        return outcome
+        self._num_failed += len(failed)
 
     def _is_refilled(self, group: RolloutGroup) -> bool:
         attempt = self._entries[group.group_id].attempt
@@ -309,3 +313,8 @@ class ReplayStore:
 
 def _known_rewards(group: RolloutGroup) -> list[float]:
     return [rollout.reward for rollout in group.sampled if rollout.reward is not None]
+
+
+def _still_to_be_put_back(failed: GroupTicket) -> list[GroupTicket]:
+    """Return the group that earned nothing and whose prompt a failed group has sampled again, if it has."""
+    return [replace(failed, reroll=failed.reroll - 1)] if failed.reroll else []

@@ -347,13 +347,16 @@ class Ledger(Database):
             left[attempt] -= count
         return sorted(left.elements())
 
-    def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[int, int, str]]:
-        """Return id, attempt and reason of those groups that were discarded with tokens, or before they had any."""
-        return self.rows(
-            "SELECT group_id, attempt, reason FROM groups WHERE state = 'DISCARDED' AND step IS NULL"
-            f" AND (generated_at IS NOT NULL) = ? AND group_id IN ({', '.join(map(str, group_ids))})",
+    def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[GroupTicket, str]]:
+        """Return those groups that were discarded with tokens, or before they had any, with the reasons."""
+        found = self._admitted(
+            "state = 'DISCARDED' AND step IS NULL AND (generated_at IS NOT NULL) = ?"
+            f" AND group_id IN ({', '.join(map(str, group_ids))})",
             with_tokens,
         )
+        chosen = f"group_id IN ({', '.join(str(group.group_id) for group in found)})"
+        reasons = dict(self.rows(f"SELECT group_id, reason FROM groups WHERE {chosen}"))
+        return [(group, reasons[group.group_id]) for group in found]
 
     def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
         """Return attempt, re-roll, and generation and scoring times (seconds since 1970) of groups with scores."""

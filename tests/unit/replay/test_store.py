@@ -392,10 +392,24 @@ def test_a_prompt_that_was_put_back_and_failed_is_named_again(tmp_path: Path) ->
     assert not open_store(tmp_path, replay=replay).resume_state([]).zero_reward
     broken = group(1, [1.0], scored=False)
     broken.failure = "the engine refused it"
-    (named,) = store.generated([broken]).zero_reward
-    assert (named.position, named.reroll) == (earned_nothing.position, 0)
-    (found,) = open_store(tmp_path, replay=replay).resume_state([]).zero_reward
-    assert found == earned_nothing
+    first = store.generated([broken])
+    assert [(named.position, named.reroll) for named in first.zero_reward] == [(earned_nothing.position, 0)]
+    store = open_store(tmp_path, replay=replay)
+    assert store.resume_state([]).zero_reward == [earned_nothing]
+    assert store.generated([broken]) == first, "the answer was lost with the process"
+
+
+def test_a_prompt_that_was_put_back_and_could_not_be_scored_is_named_again(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, reroll_after=0.25)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0)
+    (earned_nothing,) = bring(store, 0, [0.0, 0.0]).zero_reward
+    store.admit([replace(earned_nothing, group_id=1, reroll=1)], Cursor(epoch=0, position=1))
+    store.generated([group(1, [0.0, 0.0], scored=False)])
+    failed = [[GroupScores(group_id=1, failures={REWARD: "it raised"})]]
+    first = store.scored([1], failed)
+    assert [(named.position, named.reroll) for named in first.zero_reward] == [(earned_nothing.position, 0)]
+    assert open_store(tmp_path, replay=replay).scored([1], failed) == first
 
 
 def test_without_rerolls_nobody_is_named(tmp_path: Path) -> None:
