@@ -33,7 +33,7 @@ from rlpipe.replay.ledger.query import (
     to_tree,
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts, last_turn
 from rlpipe.tracking.view import Column, one_line, print_table, show_count, show_number, show_start, show_time
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
@@ -132,11 +132,7 @@ def _print_lines(rows: Sequence[Row]) -> None:
 def _prompt_cell(group: GroupRow) -> str:
     if group.prompt is None:
         return "(dropped)" if group.is_dropped else ""
-    return show_start(_last_turn(group.prompt))
-
-
-def _last_turn(prompt: str | ChatMessages) -> str:
-    return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content")) if prompt else ""
+    return show_start(last_turn(group.prompt))
 
 
 def _metric(name: str, key: str, show: Callable[[float | None], str | None] = show_number) -> Column:

@@ -155,7 +155,7 @@ class RunChecks:
                 yield problem("type", f"{option}: this CPU can't multiply in {dtype}", mend)
                 return
             if rates[dtype] < rates[WIDE]:
-                slow = f"{giga(rates[dtype])}FLOP/s in {dtype}, {giga(rates[WIDE])}FLOP/s in float32"
+                slow = f"{giga(rates[dtype])} GFLOP/s in {dtype}, {giga(rates[WIDE])} GFLOP/s in float32"
                 yield warning("type", f"{option}: this CPU is slower in {dtype}: {slow}", mend)
                 return
             timed[f"{option}={dtype}"] = None

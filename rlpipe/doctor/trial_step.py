@@ -29,6 +29,8 @@ SMALL = (
     "tracking.tensorboard=false",
     "tracking.ray_metrics=false",
     "tracking.wandb=false",
+    "tracking.mlflow=false",
+    "tracking.trackio=false",
     "health={}",
 )
 """Options with which a run is one step without evaluations, trackers or traces of it."""

@@ -55,8 +55,8 @@ def from_gymnasium(
 
     class GymnasiumEnvironment(Environment):
         def reset(self, row: Mapping[str, Any], seed: int) -> str:
-            self.env = gymnasium.make(name, **{**options, **row.get("make", {})})
-            observation, _ = self.env.reset(seed=row.get("seed", seed))
+            self.env = gymnasium.make(name, **{**options, **(row.get("make") or {})})
+            observation, _ = self.env.reset(seed=seed if row.get("seed") is None else row["seed"])
             return self._show(observation)
 
         def step(self, action: str) -> Step:

@@ -208,8 +208,8 @@ class ServerConnection:
     async def receive(self, name: bytes) -> tuple[bytes, bytes]:
         """Return the kind and the data of the next answer to a request; raise ``AgentFailed`` if there will be none."""
         while True:
-            left_s = None if self._is_open else CONNECT_S * 1000
-            ready = await self._events.poll(left_s)
+            left_ms = None if self._is_open else CONNECT_S * 1000
+            ready = await self._events.poll(left_ms)
             if not ready:
                 raise AgentFailed(f"it does not answer within {CONNECT_S:g} seconds")
             if ready[0][0] is self._monitor:

@@ -265,7 +265,7 @@ def measure(device: torch.device, *, name: str, scale: float = 1.0) -> Device:
     """Measure the rates that the device reaches now; nothing else should run on it.
 
     Takes up to 3 GiB of the device's memory and 1 GiB of the host's. The host computes with all of its cores.
-    ``link`` of the result is None, because measuring it takes several ranks (``rlpipe.hardware.calibration``).
+    ``link`` of the result is None, because measuring it takes several ranks (``measure_link``).
 
     Args:
         name: Name of the result.

@@ -1,8 +1,7 @@
 """Forward pass of the policy over a packed row, to log-probs and entropies.
 
-Shapes: T tokens, H hidden size, V vocabulary, r rank of all LoRA of the lm_head together.
-
-Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary, L outputs of a reward head.
+Shapes: M tokens of the row (T where any tokens are meant), K loss tokens, H hidden size, V vocabulary, L outputs of a
+reward head, r rank of all LoRA of the lm_head together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Losses of RL and supervised fine-tuning over micro batches, with the reference policy's log-probs.
 
-Shapes: N tokens of the micro batch, K loss tokens.
-
-Shapes: M tokens of a row, K targets, H hidden size.
+Shapes: N tokens of the micro batch, M tokens of its row, K loss tokens, H hidden size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """EBFT's objective on strided blocks of a text: the forward pass, rewards and loss.
 
 Shapes: L document tokens of a row, K of them with a loss, C columns (B blocks times n samples), g tokens of a block,
-M = L + g C tokens of the row.
-
-Shapes: C columns of a row (B blocks times n samples), g tokens of a block, D features.
+M = L + g C tokens of the row, D features.
 Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
 """
 

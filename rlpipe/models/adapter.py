@@ -157,22 +157,25 @@ def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
             "model.normalize_weight_scales: only a learner rescales weights; merge the adapter (rlpipe merge), and use "
             "the merged model, without these rules"
         )
-    path = adapter or model.adapter.path
-    return replace(model, adapter=AdapterConfig(kind=model.adapter.kind) if path is None else read_adapter_config(path))
+    if adapter is not None:
+        return replace(model, adapter=read_adapter_config(adapter))
+    path = model.adapter.path
+    own = AdapterConfig(kind=model.adapter.kind) if path is None else read_adapter_config(path, "model.adapter.path")
+    return replace(model, adapter=own)
 
 
-def read_adapter_config(path: str) -> AdapterConfig:
-    """Read the config of a PEFT adapter; raise ``ModelError`` if it can't be read or served."""
+def read_adapter_config(path: str, option: str = "--adapter") -> AdapterConfig:
+    """Read the config of a PEFT adapter that an option names; raise ``ModelError`` if it can't be read or served."""
     from peft import LoraConfig  # imported here because it takes a second
 
-    if not Path(path).is_dir() and not hub_has(path, kind="model", option="--adapter", error=ModelError):
-        raise ModelError(f"--adapter: there is no folder {Path(path).absolute()}, and the hub can't be reached")
-    settings = read_peft_config(path, f"--adapter: {path}")
+    if not Path(path).is_dir() and not hub_has(path, kind="model", option=option, error=ModelError):
+        raise ModelError(f"{option}: there is no folder {Path(path).absolute()}, and the hub can't be reached")
+    settings = read_peft_config(path, f"{option}: {path}")
     if not isinstance(settings, LoraConfig):
-        raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
+        raise ModelError(f"{option}: {path} is a {settings.peft_type} adapter; only LoRA can be served")
     record = read_record(Path(path))
     if record.weight_scales:
-        raise ModelError(f"--adapter: {path} was trained on rescaled weights: merge it first (rlpipe merge)")
+        raise ModelError(f"{option}: {path} was trained on rescaled weights: merge it first (rlpipe merge)")
     modules = settings.target_modules
     return AdapterConfig(
         kind="qlora" if record.base_precision == "nf4" else "lora",

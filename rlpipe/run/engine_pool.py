@@ -391,7 +391,7 @@ class EpisodePool:
             if receipts:
                 num_deaths = 0
                 for receipt in receipts:
-                    del self._playing[receipt.group_id]
+                    self._playing.pop(receipt.group_id, None)  # a group that its engine's death began again ends twice
                 tasks.create_task(finished(groups, receipts))
 
     async def _replace(self, name: str, reason: str, notice: Notice) -> None:

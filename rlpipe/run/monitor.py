@@ -61,7 +61,10 @@ class _Contact:
 
 
 class HostWatch:
-    """State of each host of a run, whose changes are reported to ``say``; ``clock`` counts seconds."""
+    """State of each host of a run, whose changes are reported to ``say``; ``clock`` counts seconds.
+
+    ``hosts`` and ``head_silent_s`` may be read in another thread.
+    """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -70,12 +73,12 @@ class HostWatch:
     @property
     def hosts(self) -> dict[str, Host]:
         """Hosts of the cluster, by Ray's node id."""
-        return {node: contact.host for node, contact in self._contacts.items()}
+        return {node: contact.host for node, contact in list(self._contacts.items())}
 
     @property
     def head_silent_s(self) -> float:
         """Seconds since the head last answered."""
-        heads = [contact.heard_at for contact in self._contacts.values() if contact.host.is_head]
+        heads = [contact.heard_at for contact in list(self._contacts.values()) if contact.host.is_head]
         return self._clock() - max(heads) if heads else 0.0
 
     def listed(self, hosts: Mapping[str, Host], actors: Mapping[str, Iterable[str]]) -> None:

@@ -320,7 +320,7 @@ def _last_object(answer: str) -> Mapping[str, Any]:
     for text in candidates:
         try:
             value = json.loads(text or "")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             return value

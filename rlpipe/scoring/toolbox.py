@@ -261,10 +261,9 @@ def _is_valid(text: str | None, validator: Any) -> bool:
     if text is None:
         return False
     try:
-        value = json.loads(last_fenced(text) or text)
-    except ValueError:
+        return bool(validator.is_valid(json.loads(last_fenced(text) or text)))
+    except (ValueError, RecursionError):
         return False
-    return bool(validator.is_valid(value))
 
 
 def length_penalty(completion_ids: Sequence[Sequence[int]], *, max_tokens: int) -> list[float]:

@@ -256,8 +256,8 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_run_config(run: Path) -> Config | None:
-    """Return the config that a run was started with, or None if its folder holds none."""
-    path = run / "config.yaml"
+    """Return the config that a run was started with, or None if none is in its folder, or beside its ledger."""
+    path = (run if run.is_dir() else run.parent) / "config.yaml"
     return load_config(file=path, need_files=False) if path.is_file() else None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlpipe.common.formatting import printable
+from rlpipe.data.render.messages import content_text
 from rlpipe.replay.ledger.query import GroupRow
 from rlpipe.scoring.rewards import Tokenizer, decode_completions
 from rlpipe.tracking.completion_table import CompletionTable
@@ -178,12 +179,12 @@ class CompletionsLog:
         """Return the group's first rollout as a line that is safe to print, whatever the model wrote."""
         rollout, text = group.rollouts[0], decode_completions(self._tokenizer, group)[0]
         reward = "" if rollout.reward is None else f"  (reward {rollout.reward:.3g})"
-        return f"sample: {show_beginning(_last_text(group.prompt.prompt))} -> {show_beginning(text)}{reward}"
+        return f"sample: {show_beginning(last_turn(group.prompt.prompt))} -> {show_beginning(text)}{reward}"
 
 
-def _last_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the prompt, or the content of a conversation's last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+def last_turn(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompt, or the text of a conversation's last message, if it has any."""
+    return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content")) if prompt else ""
 
 
 def show_beginning(text: str, longest: int = 80) -> str:

@@ -409,7 +409,10 @@ def test_the_policy_stops_a_program_that_gets_into_the_page(browser: Browser, ad
 
 def test_an_exported_page_works_alone(browser: Browser, tmp_path: Path) -> None:
     finished_run(tmp_path / "one", num_steps=120, images=True, episodes=True)
-    finished_run(tmp_path / "two", num_steps=8, reward_of={1: 7.0})
+    two = ViewerRun(tmp_path / "two", reward_of={1: 7.0}).train(8)
+    for number in range(250):  # more than are shown at once
+        two.ledger.note("recovery", "rollout-0", f"the engine came back, {number}")
+    two.end()
     file = tmp_path / "run.html"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [
@@ -436,8 +439,10 @@ def test_an_exported_page_works_alone(browser: Browser, tmp_path: Path) -> None:
         page.locator("table.groups tbody tr").first.click()
         expect(page.locator(".rollout").first.locator(".episode")).to_contain_text("found it")
         assert page.locator(".images img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
-        for view in ("events", "parts", "compare"):
+        for view in ("events", "events?run=1", "parts", "compare"):
             show(page, view)
+            if view.startswith("events"):
+                expect(page.get_by_role("button", name="Older events")).to_be_hidden()
         expect(page.locator(".side[data-side=right] .rollout").first).to_be_visible()
         show(page, "groups?run=0")
         page.evaluate("location.hash = '#/group?id=200'")

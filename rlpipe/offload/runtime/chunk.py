@@ -256,8 +256,8 @@ class ChunkMemory:
     def load(self, lane: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
         """Begin to copy the chunk to the device, and return the event after which its values are valid.
 
-        The model gets the device tensors at once. The copy waits for ``after``, as in ``Lane.submit``, by which the
-        memory that the chunk takes must be free. If memory runs out, torch's error is raised and the chunk stays
+        The model gets the device tensors at once. The copy waits for ``after``, as in ``CopyStream.submit``, by which
+        the memory that the chunk takes must be free. If memory runs out, torch's error is raised and the chunk stays
         released.
         """
         assert not self.is_resident

@@ -116,8 +116,8 @@ def confine_program(folder: str, readable: Iterable[str | Path] = ()) -> tuple[l
     """Return what to put before a program's command, and a function that its new process calls first.
 
     The program then writes only below ``folder`` and reads only there, in Python's and the system's libraries, and in
-    ``readable``. It opens no sockets but pairs, and reaches no process but those it starts. The function raises
-    ``OSError`` on failure.
+    ``readable``. It reaches no process but those it starts. Under Landlock it opens no sockets but pairs; under
+    bubblewrap, local ones, too. The function raises ``OSError`` on failure.
     """
     places, program_filter = readable_places(readable), build_program_filter()
     version = landlock_version()

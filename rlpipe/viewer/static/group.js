@@ -3,7 +3,7 @@
 import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { episodeTree } from "./episode.js";
 import { count, moment, number, NONE, STATE_KINDS } from "./format.js";
-import { imageAddress } from "./source.js";
+import { exported, imageAddress } from "./source.js";
 import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
 
 const COLOURING = "rlpipe-colouring";
@@ -85,7 +85,7 @@ export function rolloutCard(rollout, { how, scales, more }) {
   const sign = rollout.advantage > 0 ? "plus" : rollout.advantage < 0 ? "minus" : "";
   const texts = rollout.sequences.map((sequence, place) => [
     rollout.sequences.length > 1 && make("small", { class: "muted" }, `sequence ${place + 1} of ${rollout.sequences.length}`), tokenText(sequence, rollout, how, scales),
-    sequence.num_left > 0 && make("button", { onclick: more }, `${count(sequence.num_left)} more tokens`)]);
+    sequence.num_left > 0 && (exported ? make("small", { class: "muted" }, `${count(sequence.num_left)} more tokens were left out of this file`) : make("button", { onclick: more }, `${count(sequence.num_left)} more tokens`))]);
   const whole = rollout.episode ? [episodeTree(rollout.episode), make("details", {}, make("summary", {}, "tokens"), texts)] : texts;
   return make("article", { class: "card rollout", "aria-label": `completion ${rollout.sample_index}` },
     make("header", {}, make("span", { class: "muted" }, `#${rollout.sample_index}`), make("b", { class: "reward" }, number(rollout.reward)),

@@ -43,7 +43,7 @@ function needed(value, problem) {
 
 function eventsOf(run, kind) {
   const found = needed(run.events, "this run has no ledger, which keeps the events");
-  return { ...found, events: found.events.filter((event) => !kind || event.kind === kind) };
+  return { ...found, before: null, events: found.events.filter((event) => !kind || event.kind === kind) };
 }
 
 const COLUMNS = {

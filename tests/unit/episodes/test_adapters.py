@@ -49,6 +49,12 @@ def test_a_gymnasium_environment_is_played_by_its_actions() -> None:
     ]
 
 
+def test_columns_that_a_row_leaves_empty_are_not_given() -> None:
+    lake = rlpipe.from_gymnasium("FrozenLake-v1", render_mode="ansi", desc=MAP, is_slippery=False)
+    group, _ = play([DOWN], [DOWN], kind=kind(lake), row={"make": None, "seed": None})
+    assert [rollout.episode is not None and rollout.episode.end for rollout in group] == ["done", "done"]
+
+
 def test_without_gymnasium_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match=r"gymnasium is not installed: pip install 'rlpipe\[gymnasium\]'"):

@@ -187,6 +187,7 @@ def test_json_schema_takes_json_fenced_or_not() -> None:
     invalid = ["", "name: a", '{"age": 3}', '{"name": "a", "age": -1}', '{"name": "a", "b": 1}', '{"name": "a"} or so']
     assert json_schema(chat(*valid), schema=SCHEMA) == [1, 1, 1]
     assert json_schema(invalid, schema=SCHEMA) == [0] * 6
+    assert json_schema(["[" * 100_000], schema=SCHEMA) == [0], "Python's parser raises RecursionError"
     assert json_schema(['<json>{"name": "a"}</json>', '{"name": "a"}'], schema=SCHEMA, answer_tag="json") == [1, 0]
 
 

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,15 @@ def test_completions_are_forgotten_on_resume_like_metrics(tmp_path: Path) -> Non
         for step in (first_step, first_step + 1):
             log.log(step, [make_group(8, "4")])
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+
+
+def test_a_group_is_described_by_its_last_message_if_it_has_one(tmp_path: Path) -> None:
+    log = CompletionsLog(tmp_path / "c.jsonl", num_groups=0, tokenizer=CharacterTokenizer(), first_step=0)
+    described = make_group(8, "4")
+    parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    for prompt, text in (([], ""), ([{"role": "user", "content": parts}], "How many?"), ("2 + 2 = ?", "2 + 2 = ?")):
+        described.prompt = replace(described.prompt, prompt=prompt)
+        assert log.describe(described).endswith(f"{text} -> 4  (reward 1)")
 
 
 def test_no_completions_file_where_none_are_wanted(tmp_path: Path) -> None:
