@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from rlpipe.configs.constraints import find_contradictions
+from rlpipe.configs.constraints import contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
 from rlpipe.configs.foreign.setting_names import foreign_name
 from rlpipe.configs.options import (
@@ -80,8 +80,8 @@ def validate(config: Config, *, need_files: bool = True) -> None:
     """
     # Whether values contradict each other shows only once each is right by itself.
     raise_all(chain(find_out_of_range(config), find_wrong_sources(config.data)))
-    by_option = {str(problem).partition(":")[0]: problem for problem in reversed(list(find_contradictions(config)))}
-    raise_all(reversed(by_option.values()))
+    by_option = {problem.partition(":")[0]: problem for problem in reversed(list(contradictions(config)))}
+    raise_all(ConfigError(problem) for problem in reversed(by_option.values()))
     raise_all(find_missing_files(config) if need_files else [])
 
 
@@ -359,9 +359,7 @@ def read_group_file(folder: Path, default: ResultDefault) -> Layer:
     path = folder / f"{default.config_path}.yaml"
     content = read_yaml(path)
     content.pop("defaults", None)
-    for part in reversed(default.package.split(".") if default.package else []):
-        content = {part: content}
-    return Layer(content=content, source=str(path))
+    return Layer(content=nested(default.package, content) if default.package else content, source=str(path))
 
 
 def group_choice(override: Override) -> str:
@@ -434,15 +432,19 @@ def chooses_group(override: Override, groups: Mapping[str, list[str]]) -> bool:
     return override.key_or_group in groups and not isinstance(override.value(), dict)
 
 
+def nested(name: str, value: Any) -> Any:
+    """Return the tree in which the option with the dotted name has the value."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
 def apply_override(tree: DictConfig, override: Override) -> None:
     key = override.key_or_group
     if override.is_delete():
         delete_entry(tree, key)
         return
-    content: Any = override.value()
-    for part in reversed(key.split(".")):
-        content = {part: content}
-    merge(tree, Layer(content=content))
+    merge(tree, Layer(content=nested(key, override.value())))
 
 
 def delete_entry(tree: DictConfig, key: str) -> None:

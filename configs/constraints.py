@@ -41,12 +41,6 @@ from rlpipe.configs.section_constraints import (
     check_template,
 )
 from rlpipe.configs.serving import check_quantization, check_serve, check_transport, check_updates
-from rlpipe.errors import ConfigError
-
-
-def find_contradictions(config: Config) -> Iterator[ConfigError]:
-    for message in contradictions(config):
-        yield ConfigError(message)
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -63,9 +57,9 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_optimizer(config.learner.optimizer)
     yield from check_schedule(config.learner, config.algorithm)
     yield from check_step_size(config.algorithm, config.learner)
+    if config.algorithm.kind != "sft" and config.algorithm.stop_loss is not None:
+        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if config.algorithm.kind == "rl":
-        if config.algorithm.stop_loss is not None:
-            yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
         yield from check_reward_kl(config.algorithm)

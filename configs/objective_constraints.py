@@ -189,8 +189,6 @@ def check_preference(config: Config) -> Iterator[str]:
     yield from _check_kto_update(algorithm)
     if algorithm.loss.beta:
         yield f"algorithm.loss.beta: has no effect on preferences; set {PREFERENCE}.beta"
-    if algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if algorithm.reference.sync_steps and not algorithm.preference.needs_reference:
         yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
     yield from _check_precomputed(config)
@@ -258,8 +256,6 @@ def check_reward_model(config: Config) -> Iterator[str]:
             "model.adapter.path: an adapter without a reward head can't be trained further; merge it (rlpipe merge), "
             "and give the merged model as model.path"
         )
-    if config.algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if config.algorithm.reference.sync_steps:
         yield f"algorithm.reference.sync_steps: {kind} has no reference; set it to 0"
     yield from _check_preference_rows(config)

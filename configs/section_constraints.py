@@ -22,8 +22,6 @@ def check_strided(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if config.model.attention == "flash_attention_2":
         yield f"model.attention: flash_attention_2 does not support the masks that {KIND} needs; set sdpa"
-    if algorithm.stop_loss is not None:
-        yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
     if algorithm.reference.sync_steps:
         yield f"algorithm.reference.sync_steps: the feature network of {KIND} stays the initial policy; set 0"
     if algorithm.loss.entropy_target is not None:

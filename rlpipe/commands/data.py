@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,7 +130,7 @@ def run_stats(arguments: argparse.Namespace) -> None:
     has_order = arguments.num is not None or not source.is_mix
     sizes = [part.order.num_rows for part in source.parts] if arguments.num is None else [arguments.num]
     found = count_rows(source, with_progress(places, sizes), packer if has_order else None)
-    print(json.dumps(found.to_dict(), ensure_ascii=False) if arguments.json else "\n".join(describe(found)))
+    print(json.dumps(asdict(found), ensure_ascii=False) if arguments.json else "\n".join(describe(found)))
 
 
 def run_prepare(arguments: argparse.Namespace) -> None:

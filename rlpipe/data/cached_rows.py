@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rlpipe.common.atomic_io import python_files, user_cache
+from rlpipe.common.atomic_io import file_digest, python_files, user_cache
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.data_sources import cache_folder, data_files
 from rlpipe.configs.schema.algorithm_config import EbftConfig
@@ -48,7 +48,6 @@ ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""
 LOADING_KEYS = ("is_local", "local_files_only", "name_or_path")
 """Keys of a tokenizer's config that record where it was loaded from."""
-CHUNK = 2**20
 
 Settings = Mapping[str, Any]
 """Settings outside of ``data`` that determine what a row is rendered to."""
@@ -113,14 +112,10 @@ def _digest(parts: Mapping[str, Any]) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    digest = sha256()
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
+        return file_digest(path)
     except OSError as error:
         raise DataError(f"{path} can't be read ({error.strerror})") from None
-    return digest.hexdigest()
 
 
 def _data_set_content(data: DataConfig) -> Any:

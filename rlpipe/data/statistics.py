@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -103,9 +102,6 @@ class Statistics:
     """Micro batches of all steps and ranks; None for prompts, and if a mix's rows are counted source by source."""
     sources: dict[str, Statistics] = field(default_factory=dict)
     """Statistics of each source of a mix, without micro batches."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Counter:

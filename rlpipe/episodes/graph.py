@@ -235,11 +235,6 @@ Known = dict[int, list[Said]]
 """Messages of nodes, by the node's id in memory."""
 
 
-def is_same(known: Message, sent: Message) -> bool:
-    """Return whether a message that was sent back says what the known one says; see ``Said.is_sent_back_as``."""
-    return Said.of(known).is_sent_back_as(Said.of(sent))
-
-
 def locate(
     graph: EpisodeGraph,
     messages: ChatMessages,

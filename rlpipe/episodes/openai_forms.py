@@ -15,7 +15,6 @@ from rlpipe.episodes.agent_session import PLAIN_FORMATS, ChatAnswer, RequestRefu
 from rlpipe.types import ChatMessages
 
 MODEL = "policy"
-FINISH_REASONS = {"length": "length"}
 REFUSED = ("background", "conversation", "prompt")
 """Options that need a server which keeps them; a request may have them without a value."""
 
@@ -24,24 +23,17 @@ Item = Mapping[str, Any]
 
 def as_message(answer: ChatAnswer) -> dict[str, Any]:
     """Return an answer as OpenAI's clients read it: the arguments of calls are texts."""
-    parsed = answer.parsed
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content or (None if parsed.calls else "")}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-            }
-            for call in parsed.calls
-        ]
+    message = answer.parsed.as_message()
+    message["content"] = answer.parsed.content or (None if answer.parsed.calls else "")
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return message
 
 
 def _finish_reason(answer: ChatAnswer) -> str:
-    return FINISH_REASONS.get(answer.finish_reason, "tool_calls" if answer.parsed.calls else "stop")
+    if answer.finish_reason == "length":
+        return "length"
+    return "tool_calls" if answer.parsed.calls else "stop"
 
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:

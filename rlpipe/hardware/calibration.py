@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from statistics import median
@@ -25,7 +25,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 from rlpipe.hardware.cgroup import host_memory_bytes, num_cores
 from rlpipe.hardware.device import STATE_DTYPES, Curve, Device, Link, adding
-from rlpipe.hardware.devices import load_usable, own_name, store
+from rlpipe.hardware.devices import Transfers, load_usable, own_name, store
 from rlpipe.hardware.dtype_speed import forget_rates
 from rlpipe.hardware.dtypes import cpu_name
 from rlpipe.hardware.host_memory import HostBuffer, add_up
@@ -188,16 +188,6 @@ MEMORY_BYTES = {"cuda": 2**29, "cpu": 2**28}
 """Size of the tensor that is copied within memory; much larger than the caches."""
 TRANSFER_BYTES = {"cuda": 2**28, "cpu": 2**27}
 """Bytes that are copied in one direction."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Transfers:
-    """Transfer rates, in bytes per second."""
-
-    host_to_device: float
-    device_to_host: float
-    both: float
-    """Bytes per second in each direction while both are busy."""
 
 
 def memory_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:

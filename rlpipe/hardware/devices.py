@@ -157,12 +157,13 @@ _GIB = 2**30
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Bus:
-    """PCIe rates, in bytes per second."""
+class Transfers:
+    """Transfer rates between host and device, in bytes per second."""
 
     host_to_device: float
     device_to_host: float
     both: float
+    """Bytes per second in each direction while both are busy."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -172,8 +173,8 @@ class _Host:
     """Bytes per second between its cores and its memory."""
 
 
-_GEN5 = _Bus(host_to_device=55e9, device_to_host=50e9, both=45e9)
-_GEN4 = _Bus(host_to_device=25e9, device_to_host=24e9, both=20e9)
+_GEN5 = Transfers(host_to_device=55e9, device_to_host=50e9, both=45e9)
+_GEN4 = Transfers(host_to_device=25e9, device_to_host=24e9, both=20e9)
 _SERVER = _Host(memory_bytes=128 * _GIB, bandwidth=150e9)
 _DESKTOP = _Host(memory_bytes=64 * _GIB, bandwidth=50e9)
 
@@ -186,7 +187,7 @@ def _assume(
     single: float,
     bandwidth: float,
     link: float | None,
-    bus: _Bus,
+    bus: Transfers,
     host: _Host,
 ) -> Device:
     """Return a device with rates assumed from data sheet peaks.

@@ -42,7 +42,7 @@ from rlpipe.learner.checkpoint_files import (
     remove_rest,
 )
 from rlpipe.learner.policy import Policy, load_policy, outline_policy
-from rlpipe.learner.publish import named_weights
+from rlpipe.learner.publish import named_weights, whole_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strategies.sharding import Reduce, Sharding
 from rlpipe.learner.workload import LM_HEAD, REWARD_HEADS, Workload
@@ -154,8 +154,7 @@ def export_policy(policy: Policy, folder: Path) -> None:
     # An adapter is small and stays in float32; a whole model is written in its compute dtype.
     dtype = torch.float32 if policy.exports_adapter else policy.scorer.compute_dtype
     tensors: dict[str, Tensor] = {}
-    merges = isinstance(policy.model, PeftModel) and not policy.exports_adapter
-    for name, tensor in policy.merged.tensors() if merges else named_weights(policy):
+    for name, tensor in named_weights(policy) if policy.exports_adapter else whole_weights(policy):
         if writes:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from hashlib import blake2b
 from inspect import signature
 from itertools import cycle, pairwise
@@ -171,6 +172,10 @@ def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.
     return _to_row(micro_batch, builder, predictors, loss_tokens, layout, device)
 
 
+def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
+
+
 def _to_row(
     micro_batch: MicroBatch,
     builder: _RowBuilder,
@@ -180,10 +185,7 @@ def _to_row(
     device: torch.device,
 ) -> Row:
     sources = np.concatenate(builder.sources)
-
-    def tensor(array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
-
+    tensor = partial(to_device, device=device)
     return Row(
         token_ids=tensor(micro_batch.token_ids[sources]),
         position_ids=tensor(micro_batch.position_ids[sources]),

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -29,7 +28,7 @@ from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for
+from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, to_device
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.types import IntArray, MicroBatch, MiniBatch
 
@@ -87,11 +86,11 @@ def plan_strided(
     mask = make_mask(plan, device)
     return StridedInputs(
         plan=plan,
-        documents=_to_device(micro_batch.token_ids, device),
+        documents=to_device(micro_batch.token_ids, device),
         position_ids=mask.positions,
         mask=mask,
-        predecessors=_to_device(plan.predecessors(), device),
-        truth=_to_device(np.flatnonzero(micro_batch.loss_mask), device),
+        predecessors=to_device(plan.predecessors(), device),
+        truth=to_device(np.flatnonzero(micro_batch.loss_mask), device),
         group_ids=micro_batch.group_ids,
     )
 
@@ -99,17 +98,13 @@ def plan_strided(
 def make_mask(plan: StridedRow, device: torch.device) -> StridedMask:
     """Make the attention mask of a strided row."""
     return StridedMask(
-        documents=_to_device(plan.documents(), device),
-        columns=_to_device(plan.columns(), device),
-        positions=_to_device(plan.position_ids(), device),
-        visible=_to_device(plan.visible(), device),
+        documents=to_device(plan.documents(), device),
+        columns=to_device(plan.columns(), device),
+        positions=to_device(plan.position_ids(), device),
+        visible=to_device(plan.visible(), device),
         num_document_tokens=plan.num_document_tokens,
         num_columns=plan.num_columns,
     )
-
-
-def _to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
 
 
 class StridedLogprobs(NamedTuple):

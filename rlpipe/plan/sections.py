@@ -169,17 +169,6 @@ def _change_rows(
         yield "" if number else label, change
 
 
-DEVICE_LABELS = {
-    "weights": "weights",
-    "gathered": "gathered",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "slots": "chunk slots",
-    "reference": "reference",
-}
-
-
 def learner_section(plan: LearnerPlan, device: Device) -> Section:
     """Return the section; ``data`` has the plan's fields and the values derived from them."""
     return Section(name="learner", title="learner", rows=[*_learner_rows(plan, device)], data=_learner_data(plan))
@@ -237,18 +226,10 @@ def _learner_memory_rows(
     engines = "engine uses" if room.engines == 1 else "engines use"
     beside = f"; {room.engines} {engines} {gib(room.engine_bytes)}" if room.engines else ""
     yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{beside}"
-    for name, label in DEVICE_LABELS.items():
-        if getattr(on_device, name):
-            yield f"  {label}", gib(getattr(on_device, name))
-    parts = {
-        "process": on_host.process,
-        "weights": on_host.weights,
-        "gradients": on_host.gradients,
-        "optimizer": on_host.optimizer,
-        "activations": on_host.activations,
-        "reference": on_host.reference,
-    }
-    held = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    for name, size in asdict(on_device).items():
+        if size:
+            yield f"  {'chunk slots' if name == 'slots' else name}", gib(size)
+    held = ", ".join(f"{name} {gib(size)}" for name, size in asdict(on_host).items() if size and name != "loading")
     loading = f"; {gib(on_host.loading)} while loading" if on_host.loading else ""
     yield "host memory", f"{gib(on_host.total)} per rank: {held}{loading}"
 

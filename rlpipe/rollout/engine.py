@@ -52,36 +52,29 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool:
         """True if ``step`` can advance any request; False if all requests wait for a newer version."""
-        ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Accept requests; a request that can't be sampled comes back as a group with its ``failure`` set."""
-        ...
 
     def cancel(self, group_ids: Collection[int]) -> None:
         """Drop requests, waiting or being sampled; their groups do not come back."""
-        ...
 
     def step(self) -> list[RolloutGroup]:
         """Advance generation, and return the groups that finished."""
-        ...
 
     def prepare_load(self, manifest: WeightsManifest) -> bool:
         """Return whether ``load`` can be called now; until then, start no sequence that would delay it further."""
-        ...
 
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         """Load a version from buckets in memory, and return the digest of the weights that the engine now serves.
 
         Call it only after ``prepare_load`` returned True. Raises ``ModelError`` if the tensors do not fit the model.
         """
-        ...
 
     def health(self) -> EngineHealth: ...
 
     def stop(self) -> None:
         """Free the model; the engine can't be used afterwards."""
-        ...
 
 
 class WrappedEngine:

@@ -29,6 +29,8 @@ POLL_S = 5.0
 RESTART_PAUSE_S = 1.0
 """Seconds between attempts to start an engine that Ray can't reach."""
 MAX_GROUPS_PER_COLLECT = 64
+MAX_DEATHS = 5
+"""Deaths of a process without a finished group in between, after which the run ends."""
 
 
 class Notice(Protocol):
@@ -36,15 +38,10 @@ class Notice(Protocol):
         """Record what happened to a part; ``kind`` is the event's."""
 
 
-Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
+Collected = Callable[[ObjectRef, Sequence[Receipt]], Coroutine[Any, Any, None]]
 """Takes the reference to a list of groups, and their receipts."""
 LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
 """Makes an engine load the newest version; returns the version that it then serves, or why loading failed."""
-MAX_DEATHS = 5
-"""Deaths of a process without a finished group in between, after which the run ends."""
-
-Finished = Callable[[ObjectRef, Sequence[Receipt]], Coroutine[Any, Any, None]]
-"""Takes the reference to a list of groups, and their receipts."""
 
 
 class EngineDied(Exception):
@@ -357,7 +354,7 @@ class EpisodePool:
             busy[own.process] += 1
         return min(busy, key=lambda name: busy[name])
 
-    async def run(self, finished: Finished, notice: Notice) -> None:
+    async def run(self, finished: Collected, notice: Notice) -> None:
         """Collect finished groups until cancelled; raise ``EnvironmentFailed`` if a process keeps dying."""
         for message in self._messages:
             notice("episodes", message)
@@ -365,7 +362,7 @@ class EpisodePool:
             for name in self._processes:
                 tasks.create_task(self._serve(name, tasks, finished, notice))
 
-    async def _serve(self, name: str, tasks: asyncio.TaskGroup, finished: Finished, notice: Notice) -> None:
+    async def _serve(self, name: str, tasks: asyncio.TaskGroup, finished: Collected, notice: Notice) -> None:
         num_deaths = 0
         while True:
             call: Any = self._processes[name].collect.options(num_returns=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 from rlpipe.common.atomic_io import writing_path
-from rlpipe.configs.compose import list_groups, load_config
+from rlpipe.configs.compose import list_groups, load_config, nested
 from rlpipe.configs.data_sources import SUFFIXES
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
@@ -102,7 +102,7 @@ def make_config(given: Mapping[str, Any], dataset: Any, num_epochs: float | None
         elif name in groups and isinstance(value, str):
             choices.append(f"{name}={value}")
         else:
-            options.append(_nested(name, value))
+            options.append(nested(name, value))
     rows = None if dataset is None or isinstance(dataset, str) else _in_memory(dataset)
     config = load_config(choices, options=options, need_files=False)
     if rows is not None:
@@ -113,14 +113,6 @@ def make_config(given: Mapping[str, Any], dataset: Any, num_epochs: float | None
         num_steps = math.ceil(num_epochs * (len(rows) - config.data.held_out.size) / config.algorithm.groups_per_step)
         choices.append(f"algorithm.num_steps={max(num_steps, 1)}")
     return load_config(choices, options=options)
-
-
-def _nested(name: str, value: Any) -> dict[str, Any]:
-    """Return the tree in which the option with the dotted name has the value."""
-    first, *others = name.split(".")
-    for part in reversed(others):
-        value = {part: value}
-    return {first: value}
 
 
 def _describe_rows(dataset: Any) -> dict[str, Any]:

@@ -60,8 +60,6 @@ class Reporter:
         self._started = self._last = time.monotonic()
         self._reasons: Counter[str] = Counter()
         self._num_tokens = 0.0
-        self.num_steps = 0
-        """Number of steps trained by this process."""
         self.max_logprob_difference = math.nan
         """Largest log-prob difference of engine and learner after the last step, when both hold the same version."""
 
@@ -99,7 +97,6 @@ class Reporter:
         }
         self._last = now
         self._num_tokens += tokens
-        self.num_steps += 1
         step = report.step + 1
         self._tracker.log(step, metrics)
         self._progress.update(step, metrics)

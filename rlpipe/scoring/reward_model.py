@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -106,11 +107,9 @@ class ClassifierReward(RewardActor):
                 raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self.max_tokens}")
         found: dict[int, Tensor] = {}
         for members in padded_parts([len(sequence) for sequence in sequences], self.batch_tokens):
-            longest = len(sequences[members[0]])
-            filled = [[*sequences[i], *[self._own.pad_token_id] * (longest - len(sequences[i]))] for i in members]
-            mask = [[1] * len(sequences[i]) + [0] * (longest - len(sequences[i])) for i in members]
-            tensors = (torch.tensor(rows, device=self._device) for rows in (filled, mask))
-            token_ids, attention_mask = tensors
+            rows = [torch.tensor(sequences[i], dtype=torch.long, device=self._device) for i in members]
+            token_ids = pad_sequence(rows, batch_first=True, padding_value=self._own.pad_token_id)
+            attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             logits = self._model(input_ids=token_ids, attention_mask=attention_mask).logits
             found.update(zip(members, logits.float().cpu(), strict=True))
         return [found[index] for index in range(len(sequences))]

@@ -128,25 +128,17 @@ def open_trackers(
     """
     jsonl = JsonlTracker(output / "metrics.jsonl", first_step)
 
-    def open_tensorboard() -> Tracker:
-
-        return TensorBoardTracker(output / "tensorboard", first_step)
-
     def open_service(kind: Callable[..., Tracker], **options: str) -> Callable[[], Tracker]:
         return lambda: kind(
             output, run_name=run_name, project=config.project, config=without_secrets(resolved_config), **options
         )
 
-    def open_ray_metrics() -> Tracker:
-
-        return RayMetricsTracker(run_name)
-
-    optional = {
-        "TensorBoard": (config.tensorboard, open_tensorboard),
+    optional: dict[str, tuple[bool, Callable[[], Tracker]]] = {
+        "TensorBoard": (config.tensorboard, partial(TensorBoardTracker, output / "tensorboard", first_step)),
         "W&B": (config.wandb, open_service(WandbTracker, mode=config.wandb_mode)),
         "MLflow": (config.mlflow, open_service(MlflowTracker)),
         "Trackio": (config.trackio, open_service(TrackioTracker)),
-        "Ray metrics": (config.ray_metrics, open_ray_metrics),
+        "Ray metrics": (config.ray_metrics, partial(RayMetricsTracker, run_name)),
     }
     wanted = [BackgroundTracker(name, opener) for name, (is_on, opener) in optional.items() if is_on]
     return Trackers([jsonl, *wanted])

@@ -172,10 +172,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Any], stream: TextIO) 
 def _print_rich(columns: Sequence[Column], cells: Sequence[Sequence[str]], stream: TextIO) -> None:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        if column.is_text:
-            table.add_column(column.name, no_wrap=True, overflow="ellipsis")
-        else:
-            table.add_column(column.name, no_wrap=True, justify="right")
+        table.add_column(column.name, no_wrap=True, justify="left" if column.is_text else "right")
     for line in cells:
         table.add_row(*map(Text, line))
     Console(file=stream).print(table)

@@ -9,8 +9,8 @@ import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
@@ -24,9 +24,6 @@ from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import MOST_TOKENS, image_kind
 from rlpipe.viewer.group_query import BOUNDS, FUNCTION, PAGE, GroupQuery
 from rlpipe.viewer.viewed_run import NotInRun, ViewedRun, ViewedRuns
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names that a browser may ask for, whatever the port, so that it can be forwarded; any other is refused."""
@@ -107,17 +104,9 @@ def _finite(value: Any) -> Any:
 
 def static_files() -> dict[str, bytes]:
     """Return the content of the page's files by their paths; nothing else of the machine is ever sent as a file."""
-    found: dict[str, bytes] = {}
-
-    def add(folder: Traversable, prefix: str) -> None:
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                add(entry, f"{prefix}{entry.name}/")
-            elif entry.name.rpartition(".")[2] in KINDS:
-                found[f"{prefix}{entry.name}"] = entry.read_bytes()
-
-    add(files("rlpipe.viewer").joinpath("static"), "")
-    return found
+    root = Path(__file__).with_name("static")
+    kept = (path for path in root.rglob("*") if path.is_file() and path.name.rpartition(".")[2] in KINDS)
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in kept}
 
 
 class Pages:

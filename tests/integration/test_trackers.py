@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rlpipe.configs.schema.root_config import TrackingConfig
-from rlpipe.tracking import open_trackers
 from rlpipe.tracking.completion_table import CompletionTable
+from rlpipe.tracking.trackers import open_trackers
 
 ROWS = [
     {

@@ -29,10 +29,6 @@ def _alike(names: Mapping[str, str], start: str, end: str) -> list[RoleMarkers]:
     return [RoleMarkers(role=role, start=start.format(name), end=end) for role, name in names.items()]
 
 
-def _only(role: str, start: str, end: str) -> RoleMarkers:
-    return RoleMarkers(role=role, start=start, end=end)
-
-
 MISTRAL = [
     # The end of a user turn is the start of the assistant's, as is the end of a tool result unless another one follows.
     RoleMarkers(role="user", start="[INST]", end="[/INST]", include_end=False),
@@ -42,11 +38,14 @@ MISTRAL = [
     RoleMarkers(role="assistant", start="[/TOOL_RESULTS]", end="</s>"),
 ]
 HARMONY = [
-    *(_only("assistant", "<|start|>assistant", end) for end in ("<|end|>", "<|return|>", "<|call|>")),
-    _only("user", "<|start|>user<|message|>", "<|end|>"),
-    _only("system", "<|start|>system<|message|>", "<|end|>"),
-    _only("system", "<|start|>developer<|message|>", "<|end|>"),
-    _only("tool", "<|start|>functions.", "<|end|>"),
+    *(
+        RoleMarkers(role="assistant", start="<|start|>assistant", end=end)
+        for end in ("<|end|>", "<|return|>", "<|call|>")
+    ),
+    RoleMarkers(role="user", start="<|start|>user<|message|>", end="<|end|>"),
+    RoleMarkers(role="system", start="<|start|>system<|message|>", end="<|end|>"),
+    RoleMarkers(role="system", start="<|start|>developer<|message|>", end="<|end|>"),
+    RoleMarkers(role="tool", start="<|start|>functions.", end="<|end|>"),
 ]
 GLM_STARTS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "tool": "<|observation|>"}
 GLM = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -212,12 +212,6 @@ class RowSource(Generic[Item]):
         part = self.parts[place.part]
         prompt_id = self._prompt_id(place.part, place.row)
         return part.read(place.row, RowLocation(prompt_id, place.epoch, part.rows.location(place.row)))
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        return self.next()
 
     @property
     def cursor(self) -> Cursor:

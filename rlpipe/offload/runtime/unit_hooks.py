@@ -65,10 +65,6 @@ class Residency:
         """Chunks that have slots."""
         return sorted(self._events)
 
-    @property
-    def num_pinned(self) -> int:
-        return sum(self._pins.values())
-
     def ensure(self, index: int) -> None:
         """Load a chunk, unless it is resident, for the computation from here on; raise ``OutOfSlots`` without room."""
         self._check_open()

@@ -21,12 +21,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from rlpipe.configs.schema.root_config import TrackingConfig
-from rlpipe.tracking import open_trackers
 from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, StepLog, num_steps_logged, read_rows, rows_of_step
 from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
-from rlpipe.tracking.trackers import BackgroundTracker, RayMetricsTracker, TensorBoardTracker, Trackers, prometheus_name
+from rlpipe.tracking.trackers import (
+    BackgroundTracker,
+    RayMetricsTracker,
+    TensorBoardTracker,
+    Trackers,
+    open_trackers,
+    prometheus_name,
+)
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 FILES_ONLY = TrackingConfig(ray_metrics=False, wandb=False)
