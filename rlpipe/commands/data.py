@@ -180,21 +180,18 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
         seed=config.seed,
         pads_pairs=partial(pads_sequences, model),
     )
-    limits = {name: getattr(options, name) for name in ("max_tokens_per_microbatch", "logprob_chunk_tokens")}
+    limits = LearnerConfig(
+        max_tokens_per_microbatch=options.max_tokens_per_microbatch, logprob_chunk_tokens=options.logprob_chunk_tokens
+    )
+    pack = partial(packing_of(algorithm), num_ranks=1, max_tokens=limits.max_tokens_per_microbatch)
     learner: Learner | None = None
     steps = first_epoch(source, config.data, algorithm, start=source.cursor)
     for step in (-1, *steps):
         rows = held_out if step < 0 else source.take(algorithm.groups_per_step)
-        batches = (
-            packing_of(algorithm)(rows, step=step, num_ranks=1, max_tokens=options.max_tokens_per_microbatch)
-            if rows
-            else []
-        )
+        batches = pack(rows, step=step) if rows else []
         if cache.is_due(batches):
             if learner is None:
-                learner = Learner(
-                    load_policy(model, LearnerConfig(**limits), device), LearnerConfig(**limits), algorithm
-                )
+                learner = Learner(load_policy(model, limits, device), limits, algorithm)
             cache.add(learner.reference_logprobs(batches[0].mini_batches))
         show_progress(step + 1, len(steps), "steps")
     cache.flush()

@@ -186,12 +186,7 @@ class Learner:
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """Return the loss and the differences to the sampling log-probs with the current weights, without training."""
         self._objective.begin(batch.step)
-        sums: MetricSums | None = None
-        for mini_batch in batch.mini_batches:
-            for inputs in self._objective.prepare(mini_batch):
-                with self.policy.inference():
-                    sums = _merge(sums, self._objective.loss(mini_batch, inputs).metrics)
-        return self._values(sums, num_updates=len(batch.mini_batches))
+        return self._measure(self._objective, batch.mini_batches)
 
     def evaluate(self, held_out: Sequence[MiniBatch]) -> dict[str, float]:
         """Return the loss and metrics of held-out rows, with ``eval/`` before their names.
@@ -199,15 +194,19 @@ class Learner:
         ``eval/loss`` is the mean negative log-likelihood of their loss tokens, in nats, or the loss of preferences
         or of a reward model.
         """
-        sums: MetricSums | None = None
         has_own_loss = self._algorithm.kind in ("preference", *REWARD_HEADS)
         objective = self._objective if has_own_loss else Supervised(self.policy, self._config)
-        for mini_batch in held_out:
+        values = self._measure(objective, held_out)
+        return {f"eval/{name}": value for name, value in values.items() if not name.startswith("tokens/")}
+
+    def _measure(self, objective: Objective[Any], mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Return an objective's loss and metrics with the current weights."""
+        sums: MetricSums | None = None
+        for mini_batch in mini_batches:
             for inputs in objective.prepare(mini_batch):
                 with self.policy.inference():
                     sums = _merge(sums, objective.loss(mini_batch, inputs).metrics)
-        values = self._values(sums, num_updates=len(held_out))
-        return {f"eval/{name}": value for name, value in values.items() if not name.startswith("tokens/")}
+        return self._values(sums, num_updates=len(mini_batches))
 
     def _update(self, mini_batch: MiniBatch, update: Sequence[Inputs]) -> tuple[float, MetricSums | None]:
         """Run one optimizer update; return the gradient's norm before clipping (not finite if it was skipped)."""

@@ -258,8 +258,8 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
     ).loss
 
 
-class NarrowLane(InlineStream):
-    """A lane that runs out of memory at the end of its first works, as in a gather, which follows the copy."""
+class NarrowStream(InlineStream):
+    """A stream that runs out of memory at the end of its first works, as in a gather, which follows the copy."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
@@ -273,18 +273,18 @@ class NarrowLane(InlineStream):
 
 
 class LateEvent:
-    def __init__(self, lane: LateLane, number: int) -> None:
-        self._lane, self._number = lane, number
+    def __init__(self, stream: LateStream, number: int) -> None:
+        self._stream, self._number = stream, number
 
     def block_device(self) -> None:
-        self._lane.run_until(self._number)
+        self._stream.run_until(self._number)
 
     def block_host(self) -> None:
-        self._lane.run_until(self._number)
+        self._stream.run_until(self._number)
 
 
-class LateLane:
-    """A lane that does nothing until it is waited for, so that results used without waiting are wrong."""
+class LateStream:
+    """A stream that does nothing until it is waited for, so that results used without waiting are wrong."""
 
     def __init__(self) -> None:
         self._waiting: list[Work] = []
@@ -372,4 +372,4 @@ class HostWorker(Executor):
 
 
 def late_queues() -> Streams:
-    return Streams(copies_in=LateLane(), copies_out=LateLane(), worker=LateWorker())
+    return Streams(copies_in=LateStream(), copies_out=LateStream(), worker=LateWorker())

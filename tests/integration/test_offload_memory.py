@@ -60,8 +60,8 @@ CONFIG = OptimizerConfig()
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class SlowLane(InlineStream):
-    """A lane as slow as the search assumes: a unit's copies out end when the second unit after it begins."""
+class SlowStream(InlineStream):
+    """A stream as slow as the search assumes: a unit's copies out end when the second unit after it begins."""
 
     def __init__(self) -> None:
         self._held: list[list[Work]] = [[], []]
@@ -374,7 +374,7 @@ class NumbersAreTwo(TorchDispatchMode):
 def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
     """Return the peak bytes of an update's last micro batch and of its end, once buffers have grown."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, lane, worker = make_fake(case), SlowLane(), HostWorker()
+        model, stream, worker = make_fake(case), SlowStream(), HostWorker()
         offloaded = OffloadedModel(
             model,
             arrangement,
@@ -382,7 +382,7 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
             optimizer=CONFIG,
             precision=case.precision,
             sizes=[case.chunk_bytes],
-            queues=Streams(copies_in=InlineStream(), copies_out=lane, worker=worker),
+            queues=Streams(copies_in=InlineStream(), copies_out=stream, worker=worker),
         )
         if isinstance(model, TokenScorer):
             model.announce = offloaded.read
@@ -396,11 +396,11 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
                 on_device = max(on_device, tracker.live + offloaded.device_bytes)
 
         def run() -> None:
-            lane.is_forward = True
+            stream.is_forward = True
             loss = case.loss_of(model)
-            lane.is_forward = False
-            lane.begin_unit()
-            lane.begin_unit()
+            stream.is_forward = False
+            stream.begin_unit()
+            stream.begin_unit()
             loss.backward()
 
         def update() -> None:
@@ -408,7 +408,7 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
                 optimizer.step(max_norm=1.0)
 
         for unit in offloaded.inventory.units:
-            unit.module.register_forward_pre_hook(lane.begin_unit)
+            unit.module.register_forward_pre_hook(stream.begin_unit)
         tracker = TensorTracker(look)
         with RealUnlessWeighted():
             run()

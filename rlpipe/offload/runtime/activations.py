@@ -24,7 +24,7 @@ class StreamEvent(Protocol):
     """A point in a queue."""
 
     def block_device(self) -> None:
-        """Make later computation wait until the queue is past this point; in a lane's work, make that lane wait."""
+        """Make later computation wait until the queue is past this point; in a stream's work, make that stream wait."""
 
     def block_host(self) -> None:
         """Block the calling thread until the queue is past this point."""
@@ -35,7 +35,7 @@ class CopyStream(Protocol):
         """Return an event at the end of all computation that the device was given so far."""
 
     def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
-        """Queue work after the lane's earlier work and after the event ``after`` (None: ``mark()``)."""
+        """Queue work after the stream's earlier work and after the event ``after`` (None: ``mark()``)."""
 
     def block_host(self) -> None:
         """Block the calling thread until all submitted work is done."""
@@ -52,7 +52,7 @@ class Done:
 
 
 class InlineStream:
-    """A lane for the CPU, which runs all work immediately."""
+    """A stream of the CPU, which runs all work immediately."""
 
     def mark(self) -> StreamEvent:
         return Done()
@@ -66,7 +66,7 @@ class InlineStream:
 
 
 class CudaStream:
-    """A lane on a CUDA stream of its own; create it once, since every stream keeps memory of its own."""
+    """Copies on a CUDA stream of their own; create it once, since every stream keeps memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,7 +101,7 @@ class CudaEvent:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Streams:
-    """The lanes and the worker that run beside the computation."""
+    """The streams and the worker that run beside the computation."""
 
     copies_in: CopyStream
     copies_out: CopyStream
@@ -110,7 +110,7 @@ class Streams:
 
 
 def make_streams(device: torch.device) -> Streams:
-    def make_lane() -> CopyStream:
+    def make_stream() -> CopyStream:
         return CudaStream(device) if device.type == "cuda" else InlineStream()
 
     # One thread, since each operator uses all of torch's threads: what is needed first is ready soonest. On a GPU one
@@ -120,7 +120,7 @@ def make_streams(device: torch.device) -> Streams:
     worker = ThreadPoolExecutor(
         max_workers=1, thread_name_prefix="offload", initializer=torch.set_num_threads, initargs=(num_threads,)
     )
-    return Streams(copies_in=make_lane(), copies_out=make_lane(), worker=worker)
+    return Streams(copies_in=make_stream(), copies_out=make_stream(), worker=worker)
 
 
 MOST_SPARE = 4 * 2**30
@@ -169,8 +169,8 @@ class HostArena:
     """
 
     def __init__(self, queues: Streams, *, pin: bool) -> None:
-        """Create an empty arena; ``queues`` has the lanes that copy from and to it."""
-        self._lanes, self._pin = (queues.copies_in, queues.copies_out), pin
+        """Create an empty arena; ``queues`` has the streams that copy from and to it."""
+        self._streams, self._pin = (queues.copies_in, queues.copies_out), pin
         self._buffer: HostBuffer | None = None
         self._used = 0
 
@@ -198,8 +198,8 @@ class HostArena:
         """Free the memory once the device is done with it."""
         if self._buffer is not None:
             # The host is up to a micro batch ahead of the device.
-            for lane in self._lanes:
-                lane.block_host()
+            for stream in self._streams:
+                stream.block_host()
             self._buffer.close()
             self._buffer = None
 
@@ -260,7 +260,7 @@ class View:
 
 
 def _record(tensor: Tensor) -> None:
-    """Keep a tensor's memory from being reused by the computation before this lane is done with it."""
+    """Keep a tensor's memory from being reused by the computation before this stream is done with it."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

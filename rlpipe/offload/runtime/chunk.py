@@ -253,7 +253,7 @@ class ChunkMemory:
     def names(self) -> list[str]:
         return [place.name for place in self.chunk.places]
 
-    def load(self, lane: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
+    def load(self, stream: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
         """Begin to copy the chunk to the device, and return the event after which its values are valid.
 
         The model gets the device tensors at once. The copy waits for ``after``, as in ``CopyStream.submit``, by which
@@ -270,7 +270,7 @@ class ChunkMemory:
             self._ranks.gather(self._bytes)
 
         try:
-            event = lane.submit(work, after)
+            event = stream.submit(work, after)
         except BaseException:
             self._storage.resize_(0)
             raise

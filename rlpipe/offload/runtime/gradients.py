@@ -36,7 +36,7 @@ class Gradients:
         queues: Streams,
     ) -> None:
         self._device = device
-        self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
+        self._adams, self._ranks, self._stream, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
         self._num_alike = Counter((adam.memory.room, adam.memory.work_dtype) for adam in adams.values())
@@ -145,7 +145,7 @@ class Gradients:
         whole = flat[: memory.num_bytes // memory.work_dtype.itemsize]
         if memory.is_persistent:
             adam.add(self._ranks.reduce(whole), is_first=is_first)
-            event = self._lane.submit(lambda: None)
+            event = self._stream.submit(lambda: None)
         else:
             event = self._send_to_host(adam, whole, is_first)
         self._sent[memory.room, memory.work_dtype].append(Sent(event, flat))
@@ -160,7 +160,7 @@ class Gradients:
         def copy() -> None:
             host.copy_(part, non_blocking=True)
 
-        event = self._lane.submit(copy)
+        event = self._stream.submit(copy)
         staging.part = part
 
         def add() -> None:

@@ -120,7 +120,7 @@ class OffloadedModel:
             self._memories,
             num_slots=self.arrangement.num_slots,
             slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
-            lane=self._queues.copies_in,
+            stream=self._queues.copies_in,
             await_update=self.optimizer.await_update,
             is_updated=self.optimizer.is_updated,
         )

@@ -40,7 +40,7 @@ class Residency:
         *,
         num_slots: int,
         slots_of: Sequence[int],
-        lane: CopyStream,
+        stream: CopyStream,
         await_update: Callable[[int], None] | None = None,
         is_updated: Callable[[int], bool] | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class Residency:
         ``await_update`` returns once a chunk's bytes on the host are up to date; chunks are prefetched only if they are
         (``is_updated``), except for those that are used next.
         """
-        self._memories, self._slots_of, self._lane = memories, slots_of, lane
+        self._memories, self._slots_of, self._stream = memories, slots_of, stream
         self._await_update, self._is_updated = await_update, is_updated
         self.num_slots = num_slots
         self._free = num_slots
@@ -87,7 +87,7 @@ class Residency:
         for index in needed:
             self.ensure(index)
         self.fetch_ahead()
-        self._mark = self._lane.mark()
+        self._mark = self._stream.mark()
 
     def leave(self, indices: Iterable[int]) -> None:
         self._mark = None
@@ -113,7 +113,7 @@ class Residency:
     def close(self) -> None:
         self.leave_all()
         self.drop(self.resident)
-        self._lane.block_host()  # the host's memory, which copies may still read, is freed next
+        self._stream.block_host()  # the host's memory, which copies may still read, is freed next
         self.is_closed = True
 
     def fetch_ahead(self) -> None:
@@ -175,7 +175,7 @@ class Residency:
     def _load(self, index: int, after: StreamEvent | None = None) -> None:
         if self._await_update is not None:
             self._await_update(index)
-        self._events[index] = self._memories[index].load(self._lane, after)
+        self._events[index] = self._memories[index].load(self._stream, after)
         self._free -= self._slots_of[index]
 
     def _release(self, index: int) -> None:
@@ -369,7 +369,7 @@ class UnitCalls:
             Variable._execution_engine.queue_callback(self._end_backward)
         self._finish_whole()
         if call.swap is not None:
-            call.swap.fetch()  # before prefetched chunks, which use the same lane
+            call.swap.fetch()  # before prefetched chunks, which use the same stream
         self._residency.enter(call.chunks, is_backward=True)
         for find in call.brings:
             swapped = find()

@@ -43,8 +43,8 @@ def test_memory_is_freed_once_no_copy_uses_it(end: Callable[[HostArena], None]) 
     arena.take(1000)
     arena.reset()
     before, seen = arena.num_bytes, []
-    for lane in (queues.copies_in, queues.copies_out):
-        lane.submit(lambda: seen.append(arena.num_bytes))
+    for stream in (queues.copies_in, queues.copies_out):
+        stream.submit(lambda: seen.append(arena.num_bytes))
     arena.take(2 * before)
     end(arena)
     assert seen == [before, before]

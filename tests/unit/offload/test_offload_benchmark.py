@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 MACHINE = {"hardware": "NVIDIA H100 80GB HBM3", "kind": "cuda", "measured_at": "2026-11-22"}
 
 
-class CountingLane(InlineStream):
+class CountingStream(InlineStream):
     count = 0
 
     def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
@@ -51,8 +51,8 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
     stages = [replace(stage, swapped_bytes=0) for stage in plan.profile.stages]
     profile = replace(plan.profile, chunks=chunks, stages=stages)
     expected, _ = moved_bytes(profile, plan.decision.knobs, rates_of(machine))
-    lane, config = CountingLane(), OptimizerConfig()
-    queues = Streams(copies_in=lane, copies_out=InlineStream(), worker=ThreadPoolExecutor(max_workers=1))
+    stream, config = CountingStream(), OptimizerConfig()
+    queues = Streams(copies_in=stream, copies_out=InlineStream(), worker=ThreadPoolExecutor(max_workers=1))
     with OffloadedModel(
         scorer,
         plan.decision.arrangement,
@@ -66,11 +66,11 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
         scorer.announce = offloaded.read
         optimizer = OffloadedAdamW(offloaded, config)
         for number in range(3):
-            lane.count = 0
+            stream.count = 0
             for _ in range(micro_batches):
                 loss_of(scorer, case, make_row(case, number, CPU)).backward()
             optimizer.step(max_norm=1.0)
-        assert 0 < expected == lane.count
+        assert 0 < expected == stream.count
 
 
 def test_the_slowest_part_is_the_roof() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offload_cases import NarrowLane
+from offload_cases import NarrowStream
 from torch import Tensor, nn
 
 from rlpipe.offload.layout import TensorInfo, make_layout
@@ -106,7 +106,7 @@ def test_a_load_without_room_leaves_the_chunk_out() -> None:
     weight = model[0].weight.data
     chunk.release()
     with pytest.raises(torch.OutOfMemoryError):
-        chunk.load(NarrowLane(num_failures=1))
+        chunk.load(NarrowStream(num_failures=1))
     assert weight.untyped_storage().nbytes() == 0
     assert model[0].weight.isnan().all()
     chunk.load(LANE)

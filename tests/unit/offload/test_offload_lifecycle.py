@@ -225,8 +225,8 @@ def executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1)
 
 
-class WatchedLane(InlineStream):
-    """A lane that counts works, and how many of them the host has waited for."""
+class WatchedStream(InlineStream):
+    """A stream that counts works, and how many of them the host has waited for."""
 
     def __init__(self) -> None:
         self.num_queued = self.num_awaited = 0
@@ -241,22 +241,22 @@ class WatchedLane(InlineStream):
 
 
 def test_host_memory_is_freed_once_nothing_is_copied_any_more() -> None:
-    lanes = WatchedLane(), WatchedLane()
+    streams = WatchedStream(), WatchedStream()
     freed: list[bool] = []
 
     class Watched(HostBuffer):
         def close(self) -> None:
-            freed.append(all(lane.num_awaited == lane.num_queued > 0 for lane in lanes))
+            freed.append(all(stream.num_awaited == stream.num_queued > 0 for stream in streams))
             super().close()
 
     model = make_qwen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_module, "HostBuffer", Watched)
-        queues = Streams(copies_in=lanes[0], copies_out=lanes[1], worker=executor())
+        queues = Streams(copies_in=streams[0], copies_out=streams[1], worker=executor())
         offloaded = offload(model, Mode.SWAP, queues=queues)
         token_loss(model, 0).backward()
         token_loss(model, 1)
-        assert lanes[0].num_awaited < lanes[0].num_queued
+        assert streams[0].num_awaited < streams[0].num_queued
         offloaded.close()
     assert freed
     assert all(freed)

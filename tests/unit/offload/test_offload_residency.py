@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from offload_cases import LateLane
+from offload_cases import LateStream
 
 from rlpipe.offload.runtime.activations import CopyStream, Done, InlineStream, StreamEvent, Work
 from rlpipe.offload.runtime.unit_hooks import Residency
@@ -19,21 +19,21 @@ class FakeChunk:
     def __init__(self) -> None:
         self.has_memory = False
 
-    def load(self, lane: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
+    def load(self, stream: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
         self.has_memory = True
 
         def write() -> None:
             assert self.has_memory
 
-        return lane.submit(write, after)
+        return stream.submit(write, after)
 
     def release(self) -> None:
         self.has_memory = False
 
 
-def make_residency(lane: CopyStream, num_chunks: int, num_slots: int) -> Residency:
+def make_residency(stream: CopyStream, num_chunks: int, num_slots: int) -> Residency:
     chunks = [FakeChunk() for _ in range(num_chunks)]
-    return Residency(chunks, num_slots=num_slots, slots_of=[1] * num_chunks, lane=lane)
+    return Residency(chunks, num_slots=num_slots, slots_of=[1] * num_chunks, stream=stream)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def make_residency(lane: CopyStream, num_chunks: int, num_slots: int) -> Residen
     ids=["dropped", "replaced", "closed"],
 )
 def test_memory_is_freed_once_what_was_on_its_way_is_there(end: Callable[[Residency], None]) -> None:
-    lane = LateLane()
-    residency = make_residency(lane, num_chunks=4, num_slots=2)
+    stream = LateStream()
+    residency = make_residency(stream, num_chunks=4, num_slots=2)
     residency.enter([0], is_backward=False)
     assert residency.resident == [0, 1]
     end(residency)
-    lane.block_host()
+    stream.block_host()
 
 
-class CountingLane(InlineStream):
+class CountingStream(InlineStream):
     num_host_waits = 0
 
     def block_host(self) -> None:
@@ -58,13 +58,13 @@ class CountingLane(InlineStream):
 
 
 def test_no_copy_is_under_way_once_it_is_closed() -> None:
-    lane = CountingLane()
-    make_residency(lane, num_chunks=2, num_slots=2).close()
-    assert lane.num_host_waits == 1
+    stream = CountingStream()
+    make_residency(stream, num_chunks=2, num_slots=2).close()
+    assert stream.num_host_waits == 1
 
 
-class MarkedLane(InlineStream):
-    """A lane that records the event that its last work waits for."""
+class MarkedStream(InlineStream):
+    """A stream that records the event that its last work waits for."""
 
     after: StreamEvent | None = None
 
@@ -81,15 +81,15 @@ class MarkedLane(InlineStream):
 
 
 def test_what_comes_next_is_copied_beside_what_was_entered_last() -> None:
-    lane = MarkedLane()
-    residency = make_residency(lane, num_chunks=6, num_slots=2)
+    stream = MarkedStream()
+    residency = make_residency(stream, num_chunks=6, num_slots=2)
     residency.enter([0], is_backward=False)
     residency.leave([0])
     residency.enter([1], is_backward=False)
     residency.drop([2])
     residency.fetch_next([2])
     assert residency.resident == [1, 2]
-    assert lane.after is lane.marks[-1] is not lane.marks[-2]
+    assert stream.after is stream.marks[-1] is not stream.marks[-2]
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_what_comes_next_is_copied_beside_what_was_entered_last() -> None:
     ids=["left", "read", "all left"],
 )
 def test_memory_that_was_used_since_is_copied_to_behind_that_use(use: Callable[[Residency], None]) -> None:
-    lane = MarkedLane()
-    residency = make_residency(lane, num_chunks=6, num_slots=3)
+    stream = MarkedStream()
+    residency = make_residency(stream, num_chunks=6, num_slots=3)
     residency.enter([0, 1], is_backward=False)
     use(residency)
     residency.drop([2])
     residency.fetch_next([2])
     assert 2 in residency.resident
-    assert lane.after is None
+    assert stream.after is None
 
 
 def test_what_comes_next_takes_no_slot_of_what_is_used_sooner() -> None:

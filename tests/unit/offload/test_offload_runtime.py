@@ -13,7 +13,7 @@ import torch
 from offload_cases import (
     CPU,
     LateWorker,
-    NarrowLane,
+    NarrowStream,
     arrange_all,
     late_queues,
     make_nf4,
@@ -199,16 +199,16 @@ def test_a_pass_that_raises_leaves_a_usable_model() -> None:
 def test_loads_without_room_leave_a_usable_model() -> None:
     options: dict[str, Any] = {"num_steps": 2, "num_micro_batches": 2, "max_norm": 0.5}
     _, _, expected = train_plainly(make_qwen(), token_loss, CONFIG, **options)
-    model, lane = make_qwen(), NarrowLane(num_failures=0)
-    queues = Streams(copies_in=lane, copies_out=InlineStream(), worker=LateWorker())
+    model, stream = make_qwen(), NarrowStream(num_failures=0)
+    queues = Streams(copies_in=stream, copies_out=InlineStream(), worker=LateWorker())
     with offload(model, queues=queues) as offloaded:
         for _ in range(4):
-            lane.num_failures = 1
+            stream.num_failures = 1
             with pytest.raises(torch.OutOfMemoryError):
                 token_loss(model, 0)
         for _ in range(4):
             loss = token_loss(model, 0)
-            lane.num_failures = 1
+            stream.num_failures = 1
             with pytest.raises(torch.OutOfMemoryError):
                 loss.backward()
             offloaded.optimizer.drop()
