@@ -14,6 +14,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
+    "examples": ("sft", "--set", "algorithm.num_steps=2", "learner.schedule.warmup_steps=0"),
     "host_adam": ("--elements", "65536", "--steps", "3", "--sides", "torch"),
     "kernels": (
         *("--cases", "head", "rows", "lora", "features", "--sides", "rlpipe", "torch", "trl", "peft"),
@@ -32,6 +33,7 @@ COMMANDS = {
     "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
 }
 KEYS = {
+    "examples": {"quiet", "examples"},
     "host_adam": {f"{key}_{dtype}" for key in ("torch", "deepspeed", "ratio") for dtype in ("float32", "bfloat16")},
     "kernels": {"device", "seconds", "linear_logprob", "selective_logprob", "lora_linear", "feature_rewards", "groups"},
     "learner_memory": {"device", "ranks", "peak_mb", "logits_mb", "share", "publish_extra_mb", "extra_buckets"},
@@ -70,6 +72,7 @@ BOUNDS = {"learner_memory": {"share": 0.4, "extra_buckets": 2.0}, "merge_memory"
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     result = run_benchmark(name, *COMMANDS[name], folder=tmp_path)
     assert result.keys() >= KEYS[name]
+    assert "error" not in result.get("examples", {}).get("sft", {}), result
     assert all(result[key] <= bound for key, bound in BOUNDS.get(name, {}).items()), result
 
 

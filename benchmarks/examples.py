@@ -1,0 +1,76 @@
+"""The examples that run on two cores, as users run them: what each learned, how long it took, what health rules said.
+
+Run: ``python -m benchmarks.examples`` (two hours), or, for some of them, ``python -m benchmarks.examples guess sft``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpipe.viewer.viewed_run import ViewedRun
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path("outputs/benchmarks/examples").absolute()
+METRICS = ("eval/accuracy", "eval/loss", "reward", "loss")
+"""Metrics that tell what was learned, the most telling first."""
+COMMANDS = {
+    "quickstart": ("experiment=quickstart",),
+    "smollm2": ("experiment=smollm2",),
+    "images": ("--config", "examples/images/sft.yaml"),
+    **{
+        name: ("--config", f"examples/{name}/run.yaml")
+        for name in (
+            *("words", "own_data", "own_algorithm", "custom_reward", "judge", "math", "code", "sft", "preferences"),
+            *("ebft", "ebft_strided", "reward_model", "process_reward"),
+            *("guess", "tictactoe", "calculator", "frozen_lake", "agent_frameworks"),
+        )
+    },
+}
+"""Arguments of ``rlpipe train``, by example."""
+
+
+def run_example(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run an example into a folder of its own; return its figures and health findings, or the end of its error."""
+    output = FOLDER / name
+    command = [sys.executable, "-m", "rlpipe", "train", *COMMANDS[name], f"output={output}", "resume=never", *overrides]
+    began = time.monotonic()
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
+    if ended.returncode != 0:
+        return found | {"error": ended.stderr[-400:]}
+    run = ViewedRun(output, name)
+    run.refresh()
+    metric = next(metric for metric in METRICS if metric in run.series.names)
+    values = run.series.get([metric])[metric]["values"]
+    said = [event["message"] for event in run.events(kind="health")["events"]]
+    return found | {"metric": metric, "start": values[0], "end": values[-1], "health": said[::-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"examples to run; default: all of {', '.join(COMMANDS)}"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of all of them, e.g. seed=1"
+    )
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in COMMANDS]:
+        parser.error(f"no such example: {', '.join(unknown)}; there are {', '.join(COMMANDS)}")
+    results = {}
+    for name in arguments.names or COMMANDS:
+        results[name] = run_example(name, arguments.set)
+        print(f"{name:<18} {json.dumps(results[name])}", flush=True)
+    quiet = all(not result.get("health") and "error" not in result for result in results.values())
+    print(json.dumps({"quiet": quiet, "examples": results}))
+
+
+if __name__ == "__main__":
+    main()
