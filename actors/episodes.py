@@ -58,11 +58,15 @@ class EpisodeActor:
         return messages
 
     async def play(self, requests: Sequence[GroupRequest], engine: str) -> None:
-        """Play groups with an engine; of those that are being played already, open turns are drawn there again."""
+        """Begin to play groups with an engine; a call may be repeated after this process was replaced."""
         for request in requests:
             if request.group_id not in self._playing:
                 self._playing[request.group_id] = asyncio.create_task(self._play(request))
         self._client.assign([request.group_id for request in requests], engine)
+
+    async def move(self, group_ids: Sequence[int], engine: str) -> None:
+        """Continue the groups that are not over yet with another engine, on which open turns are drawn again."""
+        self._client.assign([group_id for group_id in group_ids if group_id in self._playing], engine)
 
     async def _play(self, request: GroupRequest) -> None:
         assert self._player is not None, "start() comes first"

@@ -337,16 +337,24 @@ class EpisodePool:
         self._messages = await started
 
     def play(self, engine: str, requests: Sequence[GroupRequest]) -> None:
-        """Play groups on an engine; those that are being played already continue there."""
-        shares: dict[str, list[GroupRequest]] = {}
+        """Play groups on an engine; those that are being played already continue there.
+
+        Of these, some may have ended in their process, and are not played again.
+        """
+        new: dict[str, list[GroupRequest]] = {}
+        moved: dict[str, list[int]] = {}
         for request in requests:
             own = self._playing.get(request.group_id)
             if own is None:
                 own = self._playing[request.group_id] = _Playing(request, self._least_busy(), engine)
-            own.engine = engine
-            shares.setdefault(own.process, []).append(request)
-        for process, share in shares.items():
+                new.setdefault(own.process, []).append(request)
+            else:
+                own.engine = engine
+                moved.setdefault(own.process, []).append(request.group_id)
+        for process, share in new.items():
             self._processes[process].play.remote(share, engine)
+        for process, group_ids in moved.items():
+            self._processes[process].move.remote(group_ids, engine)
 
     def _least_busy(self) -> str:
         busy = dict.fromkeys(self._processes, 0)
@@ -388,7 +396,7 @@ class EpisodePool:
             if receipts:
                 num_deaths = 0
                 for receipt in receipts:
-                    self._playing.pop(receipt.group_id, None)  # a group that its engine's death began again ends twice
+                    del self._playing[receipt.group_id]
                 tasks.create_task(finished(groups, receipts))
 
     async def _replace(self, name: str, reason: str, notice: Notice) -> None:

@@ -107,10 +107,11 @@ class ClassifierReward(RewardActor):
                 raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self.max_tokens}")
         found: dict[int, Tensor] = {}
         for members in padded_parts([len(sequence) for sequence in sequences], self.batch_tokens):
-            rows = [torch.tensor(sequences[i], dtype=torch.long, device=self._device) for i in members]
+            rows = [torch.tensor(sequences[i], dtype=torch.long) for i in members]
             token_ids = pad_sequence(rows, batch_first=True, padding_value=self._own.pad_token_id)
-            attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-            logits = self._model(input_ids=token_ids, attention_mask=attention_mask).logits
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            inputs = {"input_ids": token_ids.to(self._device), "attention_mask": mask.to(self._device)}
+            logits = self._model(**inputs).logits
             found.update(zip(members, logits.float().cpu(), strict=True))
         return [found[index] for index in range(len(sequences))]
 

@@ -378,13 +378,16 @@ class ViewedRuns(list[ViewedRun]):
     def __init__(self, paths: Sequence[Path], *, trusted: bool = False) -> None:
         super().__init__()
         self._paths, self._trusted = paths, trusted
-        self.look()
+        self._add(find_runs(paths))
 
     def look(self) -> None:
         """Add the runs that have begun since the last look; those that are known keep their places."""
+        for path in self._paths:
+            with suppress(InputError, OSError):  # it may have been removed
+                self._add(find_runs([path]))
+
+    def _add(self, paths: Sequence[Path]) -> None:
         known = {run.path for run in self}
-        self += [
-            ViewedRun(path, path.name, trusted=self._trusted) for path in find_runs(self._paths) if path not in known
-        ]
+        self += [ViewedRun(path, path.name, trusted=self._trusted) for path in paths if path not in known]
         for run, name in zip(self, distinct_names([run.path for run in self]), strict=True):
             run.name = name

@@ -8,7 +8,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from rlpipe.viewer.viewed_run import NotInRun, ViewedRun, ViewedRuns
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names that a browser may ask for, whatever the port, so that it can be forwarded; any other is refused."""
 REFRESH_S = 1.0
+LOOK_EVERY = 5
+"""Refreshes from one look for new runs to the next."""
 LARGEST_PAGE = 500
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}
 HEADERS = {
@@ -262,8 +264,10 @@ class Refresher(threading.Thread):
 
     def run(self) -> None:
         self._read(ViewedRun.read_metrics)
-        while not self._ended.wait(REFRESH_S):  # at first, the page is drawn before anything is indexed
-            with suppress(InputError, OSError):  # a folder may have been removed
+        for number in count():
+            if self._ended.wait(REFRESH_S):  # at first, the page is drawn before anything is indexed
+                return
+            if number % LOOK_EVERY == 0:
                 self._runs.look()
             self._read(lambda run: run.refresh(self._ended.is_set))
 

@@ -90,12 +90,20 @@ def test_charts_are_read_and_zoomed_by_keys(browser: Browser, address: str) -> N
         expect(entropy.locator(".at")).to_have_text("step 39")
         page.keyboard.press("ArrowLeft")
         expect(reward.locator(".at")).to_have_text("step 38")
-        for _ in range(3):
+        for _ in range(9):
+            page.keyboard.press("ArrowLeft")
+        for _ in range(2):
             page.keyboard.press("+")
-        expect(entropy).to_have_attribute("data-zoomed", "")
-        for _ in range(10):  # not past what is shown
+            expect(entropy).to_have_attribute("data-zoomed", "")
+            expect(reward.locator(".at")).to_have_text("step 29")
+        for _ in range(15):  # not past what is shown, a quarter of the steps
             page.keyboard.press("ArrowRight")
-        expect(reward.locator(".at")).to_have_text("step 40")
+        expect(reward.locator(".at")).to_have_text("step 31")
+        for _ in range(3):
+            page.keyboard.press("-")
+        expect(page.locator(".chart[data-zoomed]")).to_have_count(0)
+        page.keyboard.press("+")
+        expect(entropy).to_have_attribute("data-zoomed", "")
         page.keyboard.press("0")
         expect(page.locator(".chart[data-zoomed]")).to_have_count(0)
 

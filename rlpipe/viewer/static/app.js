@@ -1,6 +1,6 @@
 // The frame of the page: which view is shown, of which runs, and when it is drawn anew.
 
-import { choose, fill, labelled, make, notice, pill } from "./dom.js";
+import { choose, fill, hideTooltip, labelled, make, notice, pill } from "./dom.js";
 import { count, STATE_KINDS } from "./format.js";
 import { ask, exported } from "./source.js";
 import { themeButton } from "./theme.js";
@@ -71,6 +71,7 @@ function progress(run) {
 async function show() {
   const own = ++generation;
   readAddress();
+  hideTooltip();
   fill(document.getElementById("top"), header());
   document.title = `${context.runs[context.run].name} · rlpipe view`;
   current?.close?.();

@@ -46,6 +46,8 @@ export class Chart {
     this.lines = [];
     this.body = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${title} over steps`, onkeydown: (event) => this.onKey(event) });
     this.legend = make("div", { class: "legend" });
+    this.body.addEventListener("focus", () => this.legend.setAttribute("aria-live", "polite"));
+    this.body.addEventListener("blur", () => this.legend.removeAttribute("aria-live"));
     this.element = make("section", { class: "card chart", "aria-label": title, "data-title": title },
       make("h3", {}, title, note && make("small", {}, note)), this.body, this.legend);
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.body);
@@ -55,7 +57,7 @@ export class Chart {
     return { width: Math.max(this.body.clientWidth, 120), height: HEIGHT };
   }
 
-  update(lines, { smoothing = 0, marks = [], onmark = () => {}, onzoom = () => {} } = {}) {
+  update(lines, { smoothing = 0, marks = [], onmark = () => {}, onzoom = (range) => this.zoomTo(range) } = {}) {
     const zoom = this.plot && this.zoomed() ? this.plot.scales.x : null;
     const pointed = document.activeElement === this.body ? this.plot?.data[0][this.plot.cursor.idx] : undefined;
     this.lines = lines;
@@ -72,7 +74,7 @@ export class Chart {
     };
     this.plot = new uPlot(options, drawn.data, this.body);
     if (zoom) this.plot.setScale("x", { min: zoom.min, max: zoom.max });
-    if (pointed !== undefined) this.pointTo(pointed);
+    if (pointed !== undefined) this.pointLater(pointed);
     this.showValues();
   }
 
@@ -84,8 +86,9 @@ export class Chart {
 
   // Shows a range of steps, within those that there are; without a range, all of them.
   zoomTo(range = { min: -Infinity, max: Infinity }) {
-    const steps = this.plot?.data[0];
-    if (steps?.length) this.plot.setScale("x", { min: Math.max(range.min, steps[0]), max: Math.min(range.max, steps[steps.length - 1]) });
+    const steps = this.plot?.data[0] ?? [];
+    const [min, max] = [Math.max(range.min, steps[0]), Math.min(range.max, steps[steps.length - 1])];
+    if (min < max) this.plot.setScale("x", { min, max });
   }
 
   // Moves the pointer of all charts to a step.
@@ -93,7 +96,12 @@ export class Chart {
     this.plot.setCursor({ left: this.plot.valToPos(step, "x"), top: HEIGHT / 3 }, true, true);
   }
 
-  // Left and right go from step to step, + and - zoom around that step, 0 and Escape go back to all steps.
+  // A new plot, or a new zoom, has its scales only after all charts are drawn.
+  pointLater(step) {
+    requestAnimationFrame(() => { if (this.plot) this.pointTo(step); });
+  }
+
+  // Left and right go from step to step, + zooms in on that step, - out, 0 and Escape go back to all steps.
   onKey(event) {
     const steps = this.plot?.data[0] ?? [];
     if (!steps.length || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -104,8 +112,10 @@ export class Chart {
       const next = Math.min(Math.max(at + (event.key === "ArrowLeft" ? -1 : 1), 0), steps.length - 1);
       if (steps[next] >= min && steps[next] <= max) this.pointTo(steps[next]);
     } else if (event.key in zooms) {
-      const half = Math.max((max - min) * zooms[event.key] / 2, 0.5);
-      this.onzoom({ min: steps[at] - half, max: steps[at] + half });
+      const factor = Math.max(zooms[event.key], Math.min(1, 1 / (max - min)));
+      const around = factor > 1 ? (min + max) / 2 : steps[at];  // else - at an edge would hardly widen the other side
+      this.onzoom({ min: around - (around - min) * factor, max: around + (max - around) * factor });
+      this.pointLater(steps[at]);
     } else if (event.key === "0" || event.key === "Escape") this.onzoom();
     else return;
     event.preventDefault();
@@ -169,6 +179,7 @@ export class Chart {
 
   destroy() {
     this.plot?.destroy();
+    this.plot = null;
   }
 }
 

@@ -58,5 +58,5 @@ export function showTooltip(lines, x, y) {
 }
 
 export function hideTooltip() {
-  tooltip().hidden = true;
+  fill(tooltip()).hidden = true;
 }

@@ -78,7 +78,7 @@ export async function overviewView(body, context) {
   }
 
   function linesOf(metrics) {
-    return context.shown.flatMap((run, at) => metrics.filter((name) => data[at][name]?.values.some((value) => value !== null)).map((name, place) => ({
+    return context.shown.flatMap((run, at) => metrics.filter((name) => data[at]?.[name]?.values.some((value) => value !== null)).map((name, place) => ({
       label: [context.runs.length > 1 ? context.runs[run].name : "", metrics.length > 1 || context.runs.length === 1 ? shortName(name) : ""].filter(Boolean).join(" · "),
       ...data[at][name], place: metrics.length > 1 && context.shown.length === 1 ? place : run,
     })));

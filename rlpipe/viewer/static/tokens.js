@@ -53,6 +53,7 @@ export function tokenText(sequence, rollout, how, scales) {
   };
   return make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "completion; left and right go from token to token", "aria-describedby": "tooltip",
     onkeydown: (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
       const places = { ArrowRight: Math.min(chosen + 1, spans.length - 1), ArrowLeft: Math.max(chosen - 1, 0), Home: 0, End: spans.length - 1, Escape: -1 };
       if (!(event.key in places)) return;
       event.preventDefault();

@@ -50,8 +50,13 @@ def test_a_gymnasium_environment_is_played_by_its_actions() -> None:
 
 
 def test_columns_that_a_row_leaves_empty_are_not_given() -> None:
-    lake = rlpipe.from_gymnasium("FrozenLake-v1", render_mode="ansi", desc=MAP, is_slippery=False)
-    group, _ = play([DOWN], [DOWN], kind=kind(lake), row={"make": None, "seed": None})
+    class Lake(rlpipe.from_gymnasium("FrozenLake-v1", render_mode="ansi", desc=MAP, is_slippery=False)):  # type: ignore[misc]
+        def reset(self, row: Any, seed: int) -> str:
+            shown = super().reset(row, seed)
+            assert self.env.np_random_seed == seed
+            return str(shown)
+
+    group, _ = play([DOWN], [DOWN], kind=kind(Lake), row={"make": None, "seed": None})
     assert [rollout.episode is not None and rollout.episode.end for rollout in group] == ["done", "done"]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlpipe.actors.weights import Cause, NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import EngineFailed, EngineNotStarted
 from rlpipe.run import engine_pool
-from rlpipe.run.engine_pool import EnginePool
+from rlpipe.run.engine_pool import EnginePool, EpisodePool
 from rlpipe.types import GroupRequest, Prompt
 
 CLUSTER = ClusterConfig(suspect_after_s=0.4, dead_after_s=30.0, start_timeout_s=5.0, max_engine_failures=1)
@@ -267,3 +268,29 @@ def test_the_states_of_engines_are_recorded_with_their_work() -> None:
         assert scene.pool.parts()[0].note.startswith("last died because")
 
     play(lambda: Scene("a", "b"), act)
+
+
+# Episodes -------------------------------------------------------------------------------------------------------------
+
+
+class FakePlayers:
+    """A stand-in for the handle of a process that plays episodes; it keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int], str]] = []
+        self.play, self.move = self._method("play"), self._method("move")
+
+    def _method(self, name: str) -> SimpleNamespace:
+        def remote(groups: Sequence[Any], engine: str) -> None:
+            self.calls.append((name, [getattr(group, "group_id", group) for group in groups], engine))
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_groups_of_a_dead_engine_are_moved_and_not_begun_again() -> None:
+    """Check that a group which has ended in its process, unknown to the driver, is not played a second time."""
+    players = FakePlayers()
+    pool = EpisodePool({"episodes-0": players}, start=lambda name: None, cluster=CLUSTER)  # type: ignore[dict-item, arg-type, return-value]
+    pool.play("rollout-0", [request(0), request(1)])
+    pool.play("rollout-1", [request(0), request(2)])
+    assert players.calls == [("play", [0, 1], "rollout-0"), ("play", [2], "rollout-1"), ("move", [0], "rollout-1")]

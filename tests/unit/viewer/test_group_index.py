@@ -246,10 +246,12 @@ def test_runs_that_begin_later_come_after_those_that_are_known(tmp_path: Path) -
     runs.look()
     assert runs[0] is first
     assert [run.name for run in runs] == ["a/two", "a/one", "b/two"]
+    ViewerRun(tmp_path / "others" / "three").end()
+    both = ViewedRuns([tmp_path / "runs", tmp_path / "others"])
     (tmp_path / "runs").rename(tmp_path / "gone")
-    with pytest.raises(DataError, match="runs does not exist"):
-        runs.look()
-    assert len(runs) == 3
+    ViewerRun(tmp_path / "others" / "four").end()
+    both.look()
+    assert [run.name for run in both] == ["a/one", "a/two", "b/two", "others/three", "others/four"]
 
 
 def test_prompts_have_the_same_key_in_every_run() -> None:
