@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rlpipe.configs.schema.learner_config import OptimizerConfig, Zero3Config
 from rlpipe.learner.adapter_layers import FusedLora
 from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.strategies.operator_builds import free_abandoned_builds
 from rlpipe.learner.strategies.optimizer import MOMENTS, STEPS, make_optimizer, read_moments, write_moments
 from rlpipe.learner.strategies.sharding import RankGroup, Updates
 from rlpipe.weights.dcp import Read, moment_key, weight_key
@@ -37,6 +38,7 @@ class Zero3(RankGroup):
         self._config = config
         self._trained: TokenScorer | None = None
         self._engines: list[Any] = []
+        free_abandoned_builds()
         deepspeed.init_distributed(dist_init_required=False)
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
