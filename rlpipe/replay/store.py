@@ -31,6 +31,13 @@ class Outcome:
     zero_reward: list[GroupTicket] = field(default_factory=list)
     """Groups that earned nothing, whose prompts may be put back."""
 
+    def add_discarded(self, group: GroupTicket, reason: str) -> None:
+        self.discarded[group.group_id] = reason
+        if reason.startswith(NO_VARIANCE):
+            self.attempts.append(group.attempt + 1)
+        elif group.reroll:  # the prompt of the group that earned nothing is still to be put back
+            self.zero_reward.append(replace(group, reroll=group.reroll - 1))
+
     @property
     def failures(self) -> dict[int, str]:
         """Reasons of the discarded groups that could not be sampled or scored, by group id."""
@@ -161,7 +168,6 @@ class ReplayStore:
             if self._is_refilled(group):
                 attempt = self._entries[group.group_id].attempt + 1
                 failed[group.group_id] = f"{NO_VARIANCE} (attempt {attempt})"
-                outcome.attempts.append(attempt)
                 best[group.group_id] = max(_known_rewards(group), default=math.nan)
             if self._has_zero_reward(group):
                 outcome.zero_reward.append(self._entries[group.group_id])
@@ -241,11 +247,7 @@ class ReplayStore:
         """
         unknown = [group_id for group_id in group_ids if group_id not in self._entries]
         for group, reason in self.ledger.discarded(unknown, with_tokens=with_tokens):
-            outcome.discarded[group.group_id] = reason
-            if reason.startswith(NO_VARIANCE):
-                outcome.attempts.append(group.attempt + 1)
-            else:
-                outcome.zero_reward += _still_to_be_put_back(group)
+            outcome.add_discarded(group, reason)
 
     def _awaits(self, group_id: int) -> bool:
         return group_id in self._entries and not self._buffer.holds(group_id)
@@ -255,15 +257,11 @@ class ReplayStore:
     ) -> None:
         """Discard groups for these reasons, and add them to ``outcome``."""
         self.ledger.discard(reasons, best_rewards)
-        failed = {group_id: reason for group_id, reason in reasons.items() if not reason.startswith(NO_VARIANCE)}
-        for group_id in reasons:
+        for group_id, reason in reasons.items():
             self._buffer.discard(group_id)
-            ticket = self._entries.pop(group_id, None)
-            if ticket is not None and group_id in failed:
-                outcome.zero_reward += _still_to_be_put_back(ticket)
-        outcome.discarded |= reasons
+            outcome.add_discarded(self._entries.pop(group_id), reason)
+            self._num_failed += not reason.startswith(NO_VARIANCE)
         self._num_discarded += len(reasons)
-        self._num_failed += len(failed)
 
     def _is_refilled(self, group: RolloutGroup) -> bool:
         attempt = self._entries[group.group_id].attempt
@@ -313,8 +311,3 @@ class ReplayStore:
 
 def _known_rewards(group: RolloutGroup) -> list[float]:
     return [rollout.reward for rollout in group.sampled if rollout.reward is not None]
-
-
-def _still_to_be_put_back(failed: GroupTicket) -> list[GroupTicket]:
-    """Return the group that earned nothing and whose prompt a failed group has sampled again, if it has."""
-    return [replace(failed, reroll=failed.reroll - 1)] if failed.reroll else []

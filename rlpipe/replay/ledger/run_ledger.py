@@ -349,14 +349,12 @@ class Ledger(Database):
 
     def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[GroupTicket, str]]:
         """Return those groups that were discarded with tokens, or before they had any, with the reasons."""
-        found = self._admitted(
+        wanted = (
             "state = 'DISCARDED' AND step IS NULL AND (generated_at IS NOT NULL) = ?"
-            f" AND group_id IN ({', '.join(map(str, group_ids))})",
-            with_tokens,
+            f" AND group_id IN ({', '.join(map(str, group_ids))})"
         )
-        chosen = f"group_id IN ({', '.join(str(group.group_id) for group in found)})"
-        reasons = dict(self.rows(f"SELECT group_id, reason FROM groups WHERE {chosen}"))
-        return [(group, reasons[group.group_id]) for group in found]
+        reasons = dict(self.rows(f"SELECT group_id, reason FROM groups WHERE {wanted}", with_tokens))
+        return [(group, reasons[group.group_id]) for group in self._admitted(wanted, with_tokens)]
 
     def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
         """Return attempt, re-roll, and generation and scoring times (seconds since 1970) of groups with scores."""
