@@ -340,7 +340,7 @@ def test_a_run_that_begins_in_a_viewed_folder_appears(browser: Browser, tmp_path
     with served([tmp_path / "runs"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
         expect(page.locator(".card.run")).to_have_count(1)
         finished_run(tmp_path / "runs" / "new", num_steps=6)
-        expect(page.locator(".card.run")).to_have_count(2)
+        expect(page.locator(".card.run")).to_have_count(2, timeout=20_000)  # looked for every five seconds
         expect(page.locator(".chart[data-title='Reward'] .legend")).to_contain_text("new")
         page.locator("select[name=run]").select_option("new")
         expect(page.locator("#top")).to_contain_text("step 6 of 6")
