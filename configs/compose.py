@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
@@ -44,7 +43,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SFT_FACTOR
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.yaml_file import MAX_DEPTH, read_yaml
-from rlpipe.errors import ConfigError, InputError
+from rlpipe.errors import ConfigError, InputError, did_you_mean
 
 PRIMARY = "config"
 """Name of the file with the defaults of all groups."""
@@ -383,8 +382,7 @@ def unknown_choice(path: str) -> str:
     if group not in list_groups():
         return f"{group}: no such config group; the groups are {', '.join(list_groups())}"
     known = list_groups()[group]
-    nearest = get_close_matches(choice, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    hint = did_you_mean(choice, known, cutoff=0.5)
     return f"{group}={choice}: no such choice; {group} is one of {', '.join(known)}{hint}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from difflib import get_close_matches
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,7 +18,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.option import NAME
 from rlpipe.configs.schema.rollout_config import ScoringConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
+from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError, did_you_mean
 
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
 """Suffixes of the files that are read from a folder, by source."""
@@ -104,9 +103,8 @@ def _read_markers(entry: Any, name: str) -> RoleMarkers:
         raise ConfigError(f"{name}: {entry!r:.200} is not a mapping with the keys {', '.join(keys)}")
     for key in entry:
         if key not in keys:
-            nearest = get_close_matches(str(key), keys, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(keys)}"
-            raise ConfigError(f"{name}: no such key {key!r:.200}; {hint}")
+            hint = did_you_mean(str(key), keys, f"there are {', '.join(keys)}")
+            raise ConfigError(f"{name}: no such key {key!r:.200}{hint}")
     for key, field in keys.items():
         if key not in entry:
             if field.default is MISSING:
@@ -178,9 +176,8 @@ def _check_key(option: str, key: str) -> None:
         raise ConfigError(f"{option}.{key}: applies to all sources together; set data.{key}")
     known = [entry.name for entry in fields(DataConfig) if entry.name not in WHOLE] + ["weight"]
     if key not in known:
-        nearest = get_close_matches(key, known, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "a source has a weight, and the options of data"
-        raise ConfigError(f"{option}: no such key {key!r:.200}; {hint}")
+        hint = did_you_mean(key, known, "a source has a weight, and the options of data")
+        raise ConfigError(f"{option}: no such key {key!r:.200}{hint}")
 
 
 def _typed(option: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from types import NoneType, UnionType
@@ -23,7 +22,7 @@ from omegaconf.errors import InterpolationResolutionError
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.option import CHARACTERS, MISSING, NAME, PROSE, Freezable, TextRule
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, did_you_mean
 
 VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
 SECRET_NAME = re.compile(r"(?:^|_)(?:key|token|secret|password|passwd|pass|pwd|pat|credentials?|auth)$", re.IGNORECASE)
@@ -215,6 +214,10 @@ FREE_ON_RESUME = (
     "learner.logprob_chunk_tokens",
     "learner.fsdp",
     "learner.zero3",
+    "learner.chunked.num_*",
+    "learner.chunked.sharing",
+    "learner.chunked.*_memory_gib",
+    "learner.chunked.chunk_mib",
     "learner.profile_steps",
     "learner.max_bad_steps",
     "learner.max_failures",
@@ -301,10 +304,10 @@ def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
     Options that are newer than the old tree count as their defaults there. ``model.dtype=auto`` equals any other type.
     """
-    before, after = dict(training_options(old)), dict(training_options(new))
+    before, after = dict(leaves(old)), dict(leaves(new))
     defaults = {option.name: plain(option.default) for option in options()}
-    before = {name: defaults[name] for name in after if name not in before and name in defaults} | before
-    names = [*before, *(name for name in after if name not in before)]
+    before = {name: defaults[name] for name in after if name in defaults} | before
+    names = dict.fromkeys([*training_options(old), *training_options(new)])
     return [
         f"{name}: {show(before, name)} -> {show(after, name)}"
         for name in names
@@ -316,16 +319,21 @@ def show(settings: Mapping[str, Any], name: str) -> str:
     return json.dumps(settings[name], sort_keys=True) if name in settings else "absent"
 
 
-def training_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of the tree that a resumed run must not change, by dotted name.
+def training_options(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted names of the tree's leaves that a resumed run must not change.
 
-    A run may be made longer or shorter if its learning rate does not depend on its length.
+    A run may be made longer or shorter if its learning rate does not depend on its length, and its policy may be moved
+    to the host or back if chunked offload updates it in the same type.
     """
-    constant = tree["learner"]["schedule"]["name"] == "constant"
-    free = (*FREE_ON_RESUME, "algorithm.num_steps") if constant else FREE_ON_RESUME
-    for name, value in leaves(tree):
+    learner = tree["learner"]
+    free = list(FREE_ON_RESUME)
+    if learner["schedule"]["name"] == "constant":
+        free.append("algorithm.num_steps")
+    if all(learner.get("chunked", {}).get(name, "float32") == "float32" for name in ("state_dtype", "gradient_dtype")):
+        free.append("learner.offload")
+    for name, _ in leaves(tree):
         if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free):
-            yield name, value
+            yield name
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -415,8 +423,7 @@ def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[
     """Yield errors of a value, and of those in a list or dictionary; ``metadata`` is that of the option."""
     choices = metadata["choices"]
     if choices is not None and value not in choices:
-        nearest = get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        hint = did_you_mean(str(value), choices)
         yield ConfigError(f"{name}: {value!r:.200} is not {describe_range(metadata)}{hint}")
     elif isinstance(value, list | tuple):
         for index, child in enumerate(value):

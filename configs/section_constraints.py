@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import ROLE_OPTION, mixed_sources, read_role_boundaries
@@ -13,7 +12,7 @@ from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, Lear
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, did_you_mean
 
 KIND = "algorithm.kind=ebft_strided"
 
@@ -96,7 +95,7 @@ def _check_room(config: Config) -> Iterator[str]:
     """Yield a problem if the shortest document with a block does not fit into a micro batch with its blocks."""
     strided, size = config.algorithm.ebft.strided, config.algorithm.group_size
     shortest = strided.context_length + strided.generate_tokens
-    needed = shortest + -(-shortest * size * strided.generate_tokens // strided.stride)
+    needed = shortest + -(-shortest * size * strided.generate_tokens // min(strided.stride, shortest))
     if config.learner.max_tokens_per_microbatch < needed:
         yield (
             f"learner.max_tokens_per_microbatch: {config.learner.max_tokens_per_microbatch} are too few for a block "
@@ -273,9 +272,8 @@ def _check_masks(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator
     by = f" by {ROLE_OPTION}" if markers else ""
     for role in data.roles_to_train:
         if role not in known:
-            nearest = get_close_matches(role, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(dict.fromkeys(known))}"
-            yield f"data.roles_to_train: no turns of {role!r:.200} can be recognized{by}; {hint}"
+            hint = did_you_mean(role, known, f"there are {', '.join(dict.fromkeys(known))}")
+            yield f"data.roles_to_train: no turns of {role!r:.200} can be recognized{by}{hint}"
     if not data.roles_to_train and data.train_on_eos != "all" and data.chat:
         yield "data.roles_to_train: empty, so no token of a conversation is trained; name roles, as in [assistant]"
 

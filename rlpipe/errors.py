@@ -23,6 +23,16 @@ RlpipeError
         └── LedgerLost         the ledger is on a machine that was lost
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
+    """Return the end of a message about an unknown word: "; did you mean NEAREST?", or OTHERWISE if none is near."""
+    nearest = get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    hint = f"did you mean {nearest[0]}?" if nearest else otherwise
+    return hint and f"; {hint}"
+
 
 class RlpipeError(Exception):
     """Base class of all of rlpipe's errors."""

@@ -174,6 +174,11 @@ class Config(Freezable):
         """Type that the engines compute in."""
         return self.rollout.dtype or self.model.dtype
 
+    @property
+    def again(self) -> str:
+        """The command that continues the run from its newest checkpoint, in words."""
+        return "the same command" if self.resume == "auto" else "the same command with resume=auto"
+
 
 def longest_conversation(config: Config) -> int:
     """Return the limit on the tokens of a prompt and its completion, or of an episode."""

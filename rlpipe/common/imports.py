@@ -9,14 +9,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlpipe.common.formatting import printable
-from rlpipe.errors import InputError, RlpipeError
+from rlpipe.errors import InputError, RlpipeError, did_you_mean
 
 
 def import_object(path: str, *, what: str = "object", error: type[InputError] = InputError) -> Any:
@@ -31,8 +30,7 @@ def import_object(path: str, *, what: str = "object", error: type[InputError] = 
     found: Any = _import_module(module_path, f"{what} {path!r}", error)
     for part in name.split("."):
         if not hasattr(found, part):
-            close = get_close_matches(part, dir(found), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(part, dir(found))
             raise error(f"{what} {path!r} can't be imported: {module_path} has no {part!r}{hint}")
         found = getattr(found, part)
     return found

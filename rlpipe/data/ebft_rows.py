@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from rlpipe.data.render.formats import (
@@ -22,7 +21,7 @@ from rlpipe.data.render.formats import (
 from rlpipe.data.render.messages import REASONING_KEY, assistant_turns, no_assistant, with_thinking, without_thinking
 from rlpipe.data.render.row_renderer import REMAINING_TURNS
 from rlpipe.data.row import Row, UnusableRow, require_columns
-from rlpipe.errors import DataError
+from rlpipe.errors import DataError, did_you_mean
 from rlpipe.types import ChatMessages
 
 Columns = dict[str, Any]
@@ -151,9 +150,8 @@ def _arguments(cfg: Mapping[str, Any], **defaults: str) -> dict[str, str]:
     known = {**defaults, "truth_column": "ground_truth"}
     given: Mapping[str, str] = cfg["transform_args"]
     for name in given.keys() - known.keys():
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"its arguments are {', '.join(known)}"
-        raise DataError(f"data.transform_args: {cfg['transform']} has no argument {name!r}; {hint}")
+        hint = did_you_mean(name, known, f"its arguments are {', '.join(known)}")
+        raise DataError(f"data.transform_args: {cfg['transform']} has no argument {name!r}{hint}")
     return {**known, **given}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from rlpipe.common.formatting import gib, giga
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts, open_source
 from rlpipe.data.render.processor import load_tokenizer
+from rlpipe.doctor import reward_calls
 from rlpipe.doctor.machine_checks import MAX_CLOCK_S, check_disks, cluster_address, connection_error
 from rlpipe.doctor.observations import Observation, ok, problem, skipped, warning
 from rlpipe.errors import ConfigError
@@ -35,10 +36,13 @@ from rlpipe.run.prepare import (
     prepare_run,
     read_resume_point,
 )
+from rlpipe.types import Prompt
 
 STATE_BYTES = 12
 """Bytes of a trained parameter in a checkpoint: its weight and two moments in float32."""
 SAMPLE_ROWS = 50
+CALLED_ROWS = 4
+"""Rows with whose answers reward functions are called."""
 
 
 @dataclass
@@ -48,6 +52,7 @@ class RunChecks:
     config: Config
     run: Run | None = None
     report: Report | None = field(default=None, init=False)
+    prompts: Sequence[Prompt] = field(default=(), init=False)
 
     def all(self) -> Mapping[str, Callable[[], Iterator[Observation]]]:
         return {
@@ -56,6 +61,7 @@ class RunChecks:
             "rewards": self.check_rewards,
             "model": self.check_model,
             "data": self.check_data,
+            reward_calls.SUBJECT: self.check_reward_calls,
             "type": self.check_dtype,
             "plan": self.check_plan,
             "disk": self.check_disks,
@@ -125,7 +131,9 @@ class RunChecks:
             held_out = f", {len(others)} held out"
         else:
             source = open_source(self.config, tokenizer)  # type: ignore[assignment]
-        source.take(min(SAMPLE_ROWS, source.num_rows or SAMPLE_ROWS))
+        taken = source.take(min(SAMPLE_ROWS, source.num_rows or SAMPLE_ROWS))
+        if self.config.algorithm.kind == "rl":
+            self.prompts = taken[:CALLED_ROWS]
         left_out = {name: number for name, number in source.skip_counts.items() if name != "held_out" and number}
         rows = "any number of" if source.num_rows is None else f"{source.num_rows:,}"
         text = f"{rows} rows{held_out}"
@@ -134,6 +142,14 @@ class RunChecks:
             yield warning("data", f"{text}; of the first rows, many can't be used ({reasons})", "rlpipe data stats")
         else:
             yield ok("data", text)
+
+    def check_reward_calls(self) -> Iterator[Observation]:
+        """Call the reward functions on answers to the first rows; episodes are scored in the trial step alone."""
+        if self.run is None or not self.prompts or self.config.environment.takes_rows:
+            return
+        if called := reward_calls.called_rewards(self.run.rewards):
+            eos_id = load_tokenizer(self.run.model).eos_token_id
+            yield from reward_calls.call_rewards(called, self.run.model, self.prompts, eos_id)
 
     def check_dtype(self) -> Iterator[Observation]:
         """Compare the speed of the types that the config asks for with that of float32, on this machine's CPU."""

@@ -7,12 +7,11 @@ import logging
 import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rlpipe.common.atomic_io import user_cache, why_not_writable, write_whole
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, did_you_mean
 from rlpipe.hardware.device import ADAM_ACCESSES, ADDINGS, STATE_DTYPES, Curve, Device, Link, adding
 
 logger = logging.getLogger(__name__)
@@ -260,9 +259,8 @@ def find_device(name: str | None = None) -> Device:
         return DEVICES[name]
     if name in stored:
         return load_stored(name)
-    close = get_close_matches(name, _known_names(stored), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"--device: there is no {name}; it is one of {', '.join(_known_names(stored))}{hint}")
+    known = _known_names(stored)
+    raise ConfigError(f"--device: there is no {name}; it is one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def _known_names(stored: list[str]) -> list[str]:

@@ -9,7 +9,6 @@ import inspect
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.configs.serving import published_kind
 from rlpipe.data.render.processor import ImageProcessor, check_ids, feature_token_id, seen_tiles
-from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
+from rlpipe.errors import ConfigError, ModelError, WeightsMismatch, did_you_mean
 from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
 from rlpipe.models.loading import COMPLETE, open_model
@@ -405,6 +404,4 @@ def _check_sampling(sampling: SamplingConfig) -> None:
 def _check_names(given: Mapping[str, Any], known: set[str], option: str) -> None:
     for name in given:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{option}.{name} can't be set for the hf engine{hint}")
+            raise ConfigError(f"{option}.{name} can't be set for the hf engine{did_you_mean(name, known)}")

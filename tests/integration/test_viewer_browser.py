@@ -344,6 +344,12 @@ def test_a_run_that_begins_in_a_viewed_folder_appears(browser: Browser, tmp_path
         expect(page.locator(".chart[data-title='Reward'] .legend")).to_contain_text("new")
         page.locator("select[name=run]").select_option("new")
         expect(page.locator("#top")).to_contain_text("step 6 of 6")
+        show(page, "compare")
+        expect(page.locator("select[name=left] option")).to_have_text(["old", "new"])
+        finished_run(tmp_path / "runs" / "newest", num_steps=2)
+        expect(page.locator("select[name=left] option")).to_have_text(["old", "new", "newest"], timeout=20_000)
+        page.locator("select[name=right]").select_option("newest")
+        expect(page.locator("table.prompts tbody tr").first).to_be_visible()
 
 
 def test_a_group_is_followed_while_it_is_shown(browser: Browser, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ CASES = {
     ),
     "wrong reward": (
         [f"scoring.rewards.digits.path={REWARDS_FILE}:digit"],
-        r"reward '\S+:digit' can't be imported: .* did you mean 'digits'\?",
+        r"reward '\S+:digit' can't be imported: .* did you mean digits\?",
     ),
 }
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from rlpipe.data.row import Row, UnusableRow
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, did_you_mean
 from rlpipe.types import ChatMessages
 
 SHAREGPT_ROLES = {
@@ -99,9 +98,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 def _of_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
     speaker = message["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        close = get_close_matches(str(speaker), SHAREGPT_ROLES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"the roles are {', '.join(SHAREGPT_ROLES)}"
-        raise UnusableRow(f"{name}: its key 'from' is {speaker!r:.80}, which is not a role; {hint}")
+        hint = did_you_mean(str(speaker), SHAREGPT_ROLES, f"the roles are {', '.join(SHAREGPT_ROLES)}")
+        raise UnusableRow(f"{name}: its key 'from' is {speaker!r:.80}, which is not a role{hint}")
     if "value" not in message:
         raise UnusableRow(f"{name}: its key 'value' is missing or null")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.images import as_png, open_image
 from rlpipe.data.row import UnusableRow
-from rlpipe.errors import ModelError
+from rlpipe.errors import ModelError, did_you_mean
 from rlpipe.models.model_files import known_tokenizer_class, model_folder, read_known_config
 from rlpipe.types import Images, IntArray, PlacedImage
 
@@ -353,9 +352,8 @@ def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
     known = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
     for name in given:
         if name not in FOR_LOADING and name not in known and not hasattr(image_processor, name):
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"{type(image_processor).__name__} has no such option"
-            raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor: {hint}")
+            hint = did_you_mean(name, known, f"{type(image_processor).__name__} has no such option")
+            raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor{hint}")
 
 
 def _find_class(described: Any) -> Any:

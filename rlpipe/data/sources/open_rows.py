@@ -30,7 +30,7 @@ from rlpipe.data.sources.readers import (
     naming,
     open_lines,
 )
-from rlpipe.errors import DataError
+from rlpipe.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     import datasets
@@ -337,7 +337,8 @@ def _create_task(task: str, arguments: dict[str, Any]) -> Any:
         raise DataError(f"data.task: reasoning-gym has no task {task!r}{hint}")
     known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
     for name in arguments.keys() - set(known):
-        raise DataError(f"data.task_args: task {task} has no argument {name!r}; its arguments are {', '.join(known)}")
+        hint = did_you_mean(name, known, f"its arguments are {', '.join(known)}")
+        raise DataError(f"data.task_args: task {task} has no argument {name!r}{hint}")
     try:
         return reasoning_gym.create_dataset(task, **arguments)
     except (AssertionError, TypeError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.configs.serving import published_kind
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, did_you_mean
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_slots, slot_rank
 
 # vLLM reads these when it is imported.
@@ -113,8 +112,7 @@ def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], op
             hint = f"set {own[name]} instead" if own[name] else "rlpipe sets it itself"
             raise ConfigError(f"{option}.{name} can't be set: {hint}")
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            raise ConfigError(f"{option}.{name} is unknown to vllm" + (f": did you mean {close[0]}?" if close else ""))
+            raise ConfigError(f"{option}.{name} is unknown to vllm{did_you_mean(name, known)}")
 
 
 def _target_suffixes(model: ModelConfig) -> list[str]:

@@ -17,22 +17,33 @@ export async function compareView(body, context) {
   let asked = 0;
   const list = make("div", { class: "card table" });
   const pair = make("div", { class: "pair" });
-  fill(body, controls(), list, pair);
+  let offered = context.runs.length;
+  let form = controls();
+  fill(body, form, list, pair);
 
   function controls() {
     const runs = context.runs.map(({ name }, place) => [String(place), name]);
     const bound = (name, text) => make("input", { name, inputmode: "numeric", size: 5, placeholder: text, value: query[name] ?? "", "aria-label": name.replace("_", " version ") });
     const side = (name, title) => make("fieldset", {}, make("legend", {}, title), context.runs.length > 1 && choose(name, runs, query[name]), labelled("versions", bound(`${name}_min`, "from")), bound(`${name}_max`, "to"));
-    const form = make("form", { class: "filters card", role: "search", onsubmit: (event) => { event.preventDefault(); apply(); }, onchange: () => apply() },
+    const made = make("form", { class: "filters card", role: "search", onsubmit: (event) => { event.preventDefault(); apply(); }, onchange: () => apply() },
       make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }), 
       labelled("prompts", choose("prompts", KINDS, query.prompts)), side("left", "Left"), side("right", "Right"), make("button", { type: "submit" }, "Compare"));
     function apply() {
-      for (const [name, value] of new FormData(form)) query[name] = value;
+      for (const [name, value] of new FormData(made)) query[name] = value;
       delete query.key;
       remember();
       load();
     }
-    return form;
+    return made;
+  }
+
+  // A run that begins later is offered, too, once nobody is choosing.
+  function offerRuns() {
+    if (context.runs.length === offered || form.contains(document.activeElement)) return;
+    offered = context.runs.length;
+    const before = form;
+    form = controls();
+    before.replaceWith(form);
   }
 
   function remember() {
@@ -75,6 +86,7 @@ export async function compareView(body, context) {
 
   // The list follows a run that goes on; the answers stay until others are chosen, as somebody may be reading them.
   async function update() {
+    offerRuns();
     const found = await ask("prompts", parameters());
     if (JSON.stringify(found) === JSON.stringify(prompts)) return;
     const isFirst = !prompts.length;

@@ -441,7 +441,7 @@ def test_code_that_is_not_the_recorded_one_is_refused(files: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "problem"),
     [
-        (LossConfig(path="losses.py:plian"), "did you mean 'plain'"),
+        (LossConfig(path="losses.py:plian"), "did you mean plain"),
         (LossConfig(path="nowhere.py:plain"), "there is no file"),
         (LossConfig(path="losses.py:NUMBER"), "is no function, but of type int"),
         (LossConfig(path="losses.py:scaled"), "no keywords: missing a required argument: 'factor'; change kwargs"),

@@ -31,7 +31,7 @@ def test_working_directory_can_be_imported(tmp_path: Path, monkeypatch: pytest.M
         ("json", "form package.module:name"),
         ("json:", "form package.module:name"),
         ("no_such_module:x", "No module named 'no_such_module'"),
-        ("json:JSONDecodr", "did you mean 'JSONDecoder'"),
+        ("json:JSONDecodr", "did you mean JSONDecoder"),
         ("missing/file.py:x", "there is no file"),
     ],
 )

@@ -276,6 +276,20 @@ def test_changes_that_matter_for_training_are_listed() -> None:
     assert 'scoring.rewards.right.path: "mine:right" -> absent' in found
 
 
+def test_a_run_may_go_on_with_its_policy_on_the_host() -> None:
+    old, offload = to_tree(load_config(BASE)), ["learner.offload=chunked", "learner.chunked.num_slots=3"]
+    placed = [*BASE, *offload, "learner.chunked.host_memory_gib=9", "learner.chunked.chunk_mib=1"]
+    assert changed_options(old, to_tree(load_config(placed))) == []
+    del old["learner"]["chunked"]
+    assert changed_options(old, to_tree(load_config(placed))) == []
+    half = to_tree(load_config([*placed, "learner.chunked.state_dtype=bfloat16"]))
+    dtype = 'learner.chunked.state_dtype: "float32" -> "bfloat16"'
+    assert sorted(changed_options(old, half)) == [dtype, 'learner.offload: "none" -> "chunked"']
+    assert changed_options(to_tree(load_config(placed)), half) == [dtype]
+    back = sorted(changed_options(half, to_tree(load_config(BASE))))
+    assert back == ['learner.chunked.state_dtype: "bfloat16" -> "float32"', 'learner.offload: "chunked" -> "none"']
+
+
 def test_options_that_are_younger_than_a_run_had_their_defaults() -> None:
     old = to_tree(load_config(BASE))
     for name in ("sources", "shuffle", "train_on_eos"):
@@ -310,6 +324,11 @@ def test_length_of_a_run_matters_where_the_learning_rate_depends_on_it() -> None
     linear = [*BASE, "learner.schedule.name=linear"]
     old, new = (to_tree(load_config([*linear, f"algorithm.num_steps={steps}"])) for steps in (50, 60))
     assert changed_options(old, new) == ["algorithm.num_steps: 50 -> 60"]
+    constant = to_tree(load_config([*BASE, "algorithm.num_steps=60"]))
+    assert changed_options(old, constant) == [
+        "algorithm.num_steps: 50 -> 60",
+        'learner.schedule.name: "linear" -> "constant"',
+    ]
 
 
 def test_every_option_is_documented() -> None:

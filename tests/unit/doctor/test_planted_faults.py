@@ -15,18 +15,43 @@ import pytest
 
 from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
-from rlpipe.doctor import machine_checks
+from rlpipe.doctor import machine_checks, reward_calls
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.run.host_probe import HostState
 
 NUM_ROWS = 8
 REWARDS = """
+import os
+import time
+
+
 def right(completions, answer, **columns):
     return [float(text == answer[0]) for text in completions]
 
 
 def needs_more(completions, solution):
     return [0.0 for _ in completions]
+
+
+def divides(completions):
+    print("printed")
+    return [1 / len(answer["content"]) for (answer,) in completions]
+
+
+def odd(completions, answer):
+    return [1 / (int(answer[0]) - 1) for _ in completions]
+
+
+def hangs(completions):
+    time.sleep(1000)
+
+
+def leaves(completions):
+    os._exit(3)
+
+
+def counts(completions):
+    return 0.0
 """
 Plant = Callable[[pytest.MonkeyPatch, Path, list[str]], Any]
 
@@ -68,7 +93,9 @@ def test_nothing_is_wrong_with_a_run_that_is_well(options: list[str], capsys: py
     assert code == 0
     subjects = {line["subject"] for line in found if line["status"] in ("ok", "warning")}
     machine = {"config", "versions", "devices", "memory", "clock", "limits", "network"}
-    assert subjects >= machine | {"output", "rewards", "model", "data", "type", "plan", "disk"}
+    assert subjects >= machine | {"output", "rewards", "model", "data", "reward calls", "type", "plan", "disk"}
+    (called,) = (line["text"] for line in found if line["subject"] == "reward calls")
+    assert called == "right gives 0 to an empty answer, 0 to one that repeats the question"
     assert not Path(options[-1].partition("=")[2]).exists(), "nothing is written"
 
 
@@ -161,6 +188,31 @@ def missing_column(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) 
     options.append(f"scoring.rewards.right.path={folder / 'rewards.py'}:needs_more")
 
 
+def _add_reward(folder: Path, options: list[str], name: str) -> None:
+    options.append(f"scoring.rewards.{name}={{path: '{folder / 'rewards.py'}:{name}', timeout_s: 2}}")
+
+
+def failing_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    _add_reward(folder, options, "divides")
+
+
+def sometimes_failing_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    _add_reward(folder, options, "odd")
+    options.append("data.shuffle=false")
+
+
+def hanging_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    _add_reward(folder, options, "hangs")
+
+
+def exiting_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    _add_reward(folder, options, "leaves")
+
+
+def one_number(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    _add_reward(folder, options, "counts")
+
+
 def no_rows(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     (folder / "rows.jsonl").unlink()
 
@@ -250,6 +302,11 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (no_reward_file, "config", "PROBLEM", r"scoring\.rewards\.right\.path: there is no file"),
     (broken_reward, "rewards", "PROBLEM", r"a_package_that_is_not_there"),
     (missing_column, "data", "PROBLEM", r"needs the column solution"),
+    (failing_reward, "reward calls", "PROBLEM", r"divides failed .* 4 of .* 4 rows: Zero.*rewards\.py:\d+\).*None"),
+    (sometimes_failing_reward, "reward calls", "warning", r"odd failed on answers to 1 of the first 4 rows: Zero"),
+    (hanging_reward, "reward calls", "PROBLEM", r"hangs: no value after 2 s \(scoring\.rewards\.hangs\.timeout_s\)"),
+    (exiting_reward, "reward calls", "PROBLEM", r"leaves ended its process \(exit code 3\)"),
+    (one_number, "reward calls", "PROBLEM", r"counts failed .*it returned a float; return a list"),
     (no_rows, "config", "PROBLEM", r"data\.path: there is no file .*rows\.jsonl"),
     (unusable_rows, "data", "PROBLEM", r"all 8 rows for training are skipped.*data\.max_prompt_tokens=1"),
     (gpu_that_is_not_there, "devices", "PROBLEM", r"asks for 1 GPUs, and torch .* is built for CPUs.*CUDA build"),
@@ -279,6 +336,8 @@ def test_a_planted_fault_is_found(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if subject != reward_calls.SUBJECT:  # a process of its own takes seconds
+        monkeypatch.setattr(reward_calls, "called_rewards", lambda rewards: {})
     lock = plant(monkeypatch, tmp_path, options)
     if lock is None:
         code, found = check(capsys, options)
