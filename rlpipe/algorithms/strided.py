@@ -108,8 +108,12 @@ class StridedRow:
 
 
 def document_budget(max_tokens: int, config: StridedConfig, num_samples: int) -> int:
-    """Return the document tokens that fit in a row of ``max_tokens`` with their blocks, one block per stride."""
-    return int(max_tokens / (1 + num_samples * config.generate_tokens / config.stride))
+    """Return the document tokens that fit in a row of ``max_tokens`` with their blocks.
+
+    A document has a block per stride, and its first one as soon as it has a context and the tokens of a block.
+    """
+    tokens_per_block = min(config.stride, config.context_length + config.generate_tokens)
+    return int(max_tokens / (1 + num_samples * config.generate_tokens / tokens_per_block))
 
 
 def plan_row(

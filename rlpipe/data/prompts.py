@@ -20,7 +20,7 @@ from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.data.render.pairs import PreferenceRenderer, RewardRenderer, StepRenderer
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
-from rlpipe.data.row import Row, RowLocation, UnusableRow
+from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow
 from rlpipe.data.sources.row_source import Cursor, RowSource
 from rlpipe.errors import ConfigError
 from rlpipe.types import Prompt, Rollout, TrainBatch
@@ -42,10 +42,12 @@ def open_prompts(
     processor: ImageProcessor | None = None,
     as_rows: bool = False,
     tried: bool = True,
+    max_truth_tokens: int | None = None,
 ) -> tuple[PromptSource, list[Prompt]]:
     """Open the source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
 
     With ``as_rows`` rows are left as they are, for an environment that makes the first messages from them.
+    ``max_truth_tokens`` is the limit on a prompt with its ground truth, if it is trained on.
 
     The held-out rows are those of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows
     that ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises
@@ -65,6 +67,10 @@ def open_prompts(
 
         def render_trained(row: Row, place: RowLocation, keep_out: KeepOut | None) -> Prompt:
             prompt = render(row, place)
+            if max_truth_tokens is not None and (length := len(prompt.with_truth()[0])) > max_truth_tokens:
+                limit = f"learner.max_tokens_per_microbatch={max_truth_tokens}"
+                reason = f"{length} tokens with its ground truth, more than {limit}"
+                raise UnusableRow(reason, SkipKind.TOO_LONG)
             if keep_out is not None:
                 keep_out(prompt)
             return prompt
@@ -187,6 +193,7 @@ def open_run_prompts(
     config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, tried: bool = True
 ) -> tuple[PromptSource, list[Prompt]]:
     """Open the prompts of an RL run with ``open_prompts``; ``model`` may be a prepared form of the config's model."""
+    trains_truth = config.algorithm.ebft.reward and config.algorithm.ebft.ce_coef
     return open_prompts(
         config.data,
         tokenizer,
@@ -195,6 +202,7 @@ def open_run_prompts(
         processor=processor_of(config.algorithm, model),
         as_rows=config.environment.takes_rows,
         tried=tried,
+        max_truth_tokens=config.learner.max_tokens_per_microbatch if trains_truth else None,
     )
 
 

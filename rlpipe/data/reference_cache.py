@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b, sha256
@@ -35,7 +36,8 @@ FORMAT = 1
 """Version of the file format."""
 KEY_BYTES = 16
 FLUSH_BYTES = 64 * 2**20
-"""Bytes of log-probs that are kept in memory until they are written."""
+FLUSH_S = 120.0
+"""Bytes of log-probs, and seconds, after which what is in memory is written."""
 SCHEMA = pa.schema({"key": pa.binary(KEY_BYTES), "logprobs": pa.list_(pa.float32())})
 WEIGHTS = ("*.json", "*.safetensors", "*.bin", "*.py")
 """Files of a folder that determine a model."""
@@ -114,6 +116,7 @@ class ReferenceCache:
         self._known: dict[bytes, FloatArray] = {}
         self._new: dict[bytes, FloatArray] = {}
         self._promised: set[bytes] = set()
+        self._flushed_at = time.monotonic()
         for file in sorted(folder.glob("*.arrow")):
             self._known |= _read(file)
 
@@ -134,15 +137,17 @@ class ReferenceCache:
         self._promised.clear()
 
     def add(self, logprobs: Mapping[bytes, FloatArray]) -> None:
-        """Keep log-probs by the keys of their sequences, and write them once there are many."""
+        """Keep log-probs by the keys of their sequences, and write them once there are many, or after minutes."""
         new = {key: values for key, values in logprobs.items() if key not in self._known}
         self._known |= new
         self._new |= new
-        if sum(values.nbytes for values in self._new.values()) >= FLUSH_BYTES:
+        is_large = sum(values.nbytes for values in self._new.values()) >= FLUSH_BYTES
+        if is_large or time.monotonic() - self._flushed_at >= FLUSH_S:
             self.flush()
 
     def flush(self) -> int:
         """Write the new log-probs to a file, and return their number."""
+        self._flushed_at = time.monotonic()
         if not self._new:
             return 0
         count, table = len(self._new), {"key": [*self._new], "logprobs": [*self._new.values()]}

@@ -177,8 +177,8 @@ class Gap:
             begun = torch.full((num, 1), start)
             drawn = self._adapted.generate(input_ids=begun, max_new_tokens=num_tokens, do_sample=True)
         ends = self._model.generation_config.eos_token_id
-        after_end = torch.isin(drawn, torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
-        lengths = (~after_end[:, 1:]).sum(1) + 2  # with the start token and the end token
+        after_end = torch.isin(drawn[:, 1:], torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
+        lengths = (~after_end).sum(1) + 2  # with the start token, which may be an end token, and the end token
         return Texts(token_ids=drawn, lengths=lengths.clamp(max=drawn.shape[1]))
 
     def measure(self, texts: Texts, merges: Mapping[str, Mapping[str, Patch]]) -> dict[str, float]:

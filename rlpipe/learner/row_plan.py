@@ -296,6 +296,10 @@ def _as_taken(model: PreTrainedModel, mask: StridedMask, queries: slice, window:
     return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(~seen, hidden)
 
 
+FUSED_WIDTH = 256
+"""Largest width of a head in torch's fused attention."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,  # [1, h, M, d]
@@ -313,7 +317,7 @@ def packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Compute attention ``[1, M, h, d]``; raise ``ModelError`` if the model caps or biases its attention."""
-    if softcap is not None or s_aux is not None or position_bias is not None:
+    if any(given is not None for given in (attention_mask, softcap, s_aux, position_bias)):
         raise ModelError(f"{type(module).__name__} caps or biases its attention: set model.attention=eager")
     assert attention_plan is not None, f"{type(module).__name__} does not hand its arguments on to attention"
     blocks, selected = attention_plan.blocks, attention_plan.selected
@@ -325,8 +329,13 @@ def packed_attention(
     ):
         heeded = groups if sliding_window is not None or attention_plan.groups_in_full else None
         mask = _seen(block.shape[1], sliding_window, heeded, attention_plan.groups_past_window, q.device)
+        is_grouped = q.shape[1] != k.shape[1]
+        if is_grouped and q.is_cuda and (mask is not None or max(k.shape[-1], v.shape[-1]) > FUSED_WIDTH):
+            # The fused kernels take grouped heads only so; the one for all other cases holds all scores.
+            repeats, is_grouped = q.shape[1] // k.shape[1], False
+            k, v = (own.repeat_interleave(repeats, 1) for own in (k, v))
         output = scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
         )  # [S, h, L, d]
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

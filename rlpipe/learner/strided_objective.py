@@ -30,7 +30,7 @@ from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, to_device
 from rlpipe.learner.strategies.sharding import Reduce
-from rlpipe.types import IntArray, MicroBatch, MiniBatch
+from rlpipe.types import NO_GROUP, IntArray, MicroBatch, MiniBatch
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -75,13 +75,12 @@ def plan_strided(
     starts = micro_batch.sequence_starts
     masks = [micro_batch.loss_mask[start:end] for start, end in pairwise(starts)]
     firsts = [int(mask.argmax()) if mask.any() else 0 for mask in masks]
-    plan = plan_row(
-        np.diff(starts).tolist(),
-        config,
-        num_samples=num_samples,
-        # The first token of a text can't be predicted, and is no prompt.
-        prompt_lengths=[first if first > 1 else 0 for first in firsts],
-    )
+    # The first token of a text can't be predicted, and is no prompt. What only fills a micro batch has no block.
+    prompts = [
+        len(mask) if group_id == NO_GROUP else first if first > 1 else 0
+        for mask, first, group_id in zip(masks, firsts, micro_batch.group_ids, strict=True)
+    ]
+    plan = plan_row(np.diff(starts).tolist(), config, num_samples=num_samples, prompt_lengths=prompts)
 
     mask = make_mask(plan, device)
     return StridedInputs(
@@ -258,7 +257,8 @@ class Strided:
         metrics.add_total("ebft/ce_loss", truth_loss)
         _add_metrics(metrics, scores, advantages, plan.num_steps, ebft.features)
         metrics.add_total("ebft/num_blocks", torch.tensor(float(scores.cfm.numel()), device=drawn.device))
-        metrics.add_total("ebft/documents_skipped", torch.tensor(float(plan.num_skipped), device=drawn.device))
+        num_skipped = plan.num_skipped - sum(group_id == NO_GROUP for group_id in inputs.group_ids)
+        metrics.add_total("ebft/documents_skipped", torch.tensor(float(num_skipped), device=drawn.device))
         return LossOutput(loss=loss, metrics=metrics)
 
     def draw(self, inputs: StridedInputs) -> Tensor:

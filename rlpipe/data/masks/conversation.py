@@ -63,12 +63,15 @@ class ConversationMask:
         """Rules of the mask; raises ``InputError`` if the config's markers are impossible or the template's unknown."""
         return resolve_mask(self._template, self._data)
 
-    @cached_property
-    def _never_counted(self) -> list[int]:
-        """Tokens of images, audio and videos, and of padding unless that is the end token."""
+    def _never_counted(self, token_ids: IntArray, spans: Sequence[Span]) -> BoolArray:
+        """Return which tokens are of images, audio and videos, or padding; a turn may end with the padding's token."""
         tokenizer = self._template.tokenizer
-        pads = {tokenizer.pad_token_id} - {None, tokenizer.eos_token_id}
-        return [*media_token_ids(tokenizer), *pads]
+        never = np.isin(token_ids, media_token_ids(tokenizer))
+        if self._by_generation and tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+            is_padding = token_ids == tokenizer.pad_token_id
+            is_padding[[stop - 1 for _, stop in spans]] = False
+            never |= is_padding
+        return never
 
     @cached_property
     def _roles(self) -> frozenset[str]:
@@ -100,7 +103,7 @@ class ConversationMask:
             encoded = template.encode_with_offsets(text, images)
             mask, spans = self._of_turns(encoded, taken, first_message, template)
         mask = self._checked(mask, spans, _Row(messages, taken, first_message, template, text, encoded.offsets))
-        mask &= ~np.isin(encoded.token_ids, self._never_counted)
+        mask &= ~self._never_counted(encoded.token_ids, spans)
         for image in encoded.images:
             mask[image.place : image.place + image.num_tokens] = False
         mask[:1] = False  # the first token has no predecessor
@@ -126,10 +129,7 @@ class ConversationMask:
         """
         assert encoded.offsets is not None
         header = OPENED_REASONING.sub("", self._prompted)
-        written = [
-            (start + _num_alike(self._prompted, text[start:stop]) * text.startswith(header, start, stop), stop)
-            for start, stop in blocks
-        ]
+        written = [(_behind_prompt(self._prompted, header, text, start, stop), stop) for start, stop in blocks]
         mask = tokens_with(fill(written, len(text)), encoded.offsets)
         end_id = self._template.tokenizer.eos_token_id
         if end_id is not None:
@@ -194,6 +194,14 @@ class _Row:
 def _num_alike(prefix: str, text: str) -> int:
     """Return the number of characters with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, text, strict=False)))
+
+
+def _behind_prompt(prompt: str, header: str, text: str, start: int, stop: int) -> int:
+    """Return where a block's text goes on after the part of the generation prompt that it begins with, if it does."""
+    for before in range(1, len(prompt)):  # the characters of the prompt that stand before the block
+        if text.startswith(prompt[before:], start, stop) and text.endswith(prompt[:before], 0, start):
+            return start + len(prompt) - before
+    return start + _num_alike(prompt, text[start:stop]) * text.startswith(header, start, stop)
 
 
 def _runs(mask: BoolArray) -> list[Span]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from strided_cases import ALL, Case, blocks, mask_of
 
-from rlpipe.algorithms.strided import block_contexts
+from rlpipe.algorithms.strided import block_contexts, document_budget, plan_row
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -120,3 +120,12 @@ def test_the_truth_of_a_block_are_the_documents_tokens_behind_its_context(case: 
     generated = [token for token in tokens if token.column >= 0]
     for token, place in zip(generated, row.truth_places().ravel(), strict=True):
         assert tokens[place] == Token(document=token.document, place=token.place)
+
+
+@pytest.mark.parametrize(("stride", "context"), [(64, 8), (8, 64), (4, 4)])
+def test_no_rows_of_documents_that_fit_the_budget_are_too_long(stride: int, context: int) -> None:
+    config, num_samples, most = blocks(stride, context, 8), 8, 4096
+    budget = document_budget(most, config, num_samples)
+    for length in (context + 8, context + 8 + stride, 200):
+        row = plan_row([length] * (budget // length), config, num_samples=num_samples)
+        assert row.num_tokens <= most

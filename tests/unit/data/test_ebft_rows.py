@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from rlpipe.configs.schema.algorithm_config import EbftConfig
-from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import Row, Rows, UnusableRow
@@ -155,7 +155,7 @@ CHAT_TRANSFORMS = ["first_turn", "last_turn", "all_turns", "reasoning"]
         ),
         (
             [{"from": "human", "value": "hi"}, {"from": "gtp", "value": "ho"}],
-            "column 'messages': message 2: its key 'from' is 'gtp', which is not a role; did you mean 'gpt'?",
+            "column 'messages': message 2: its key 'from' is 'gtp', which is not a role; did you mean gpt?",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def test_missing_columns_are_named_with_the_line(tmp_path: Path, name: str, row:
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("input_output", {"input_colum": "x"}, "has no argument 'input_colum'; did you mean 'input_column'"),
+        ("input_output", {"input_colum": "x"}, "has no argument 'input_colum'; did you mean input_column"),
         ("last_turn", {"keep": 1}, "last_turn has no argument 'keep'; its arguments are truth_column"),
         ("reasoning", {"thinking": "yes"}, "data.transform_args.thinking: 'yes' is neither 'keep' nor 'strip'"),
     ],
@@ -408,3 +408,15 @@ def test_the_same_rows_serve_sft_and_strided_ebft(tmp_path: Path, name: str, com
     data = config(tmp_path, name, [row], completion_column="ground_truth")
     source, _ = open_sft_rows(data, TOKENIZER, seed=0, max_tokens=200)
     assert [TOKENIZER.decode(rollout.completion_ids) for rollout in source.take(len(completions))] == completions
+
+
+def test_a_ground_truth_that_does_not_fit_into_a_micro_batch_is_skipped_where_it_is_trained(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "ground_truth": "b" * length} for length in (2, 40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(source="jsonl", path=str(file), held_out=HeldOutConfig())
+    for limit, num_left_out in ((None, 0), (20, 1)):
+        source, _ = open_prompts(data, TOKENIZER, seed=0, ebft=EbftConfig(), max_truth_tokens=limit)
+        lengths = {len(prompt.with_truth()[0]) for prompt in source.take(4)}
+        assert source.skip_counts["too_long"] >= num_left_out
+        assert (max(lengths) <= 20) is bool(num_left_out)

@@ -48,6 +48,27 @@ def test_every_assistant_turn_counts_with_its_end_token_and_no_more(jinja: str) 
     assert marked(jinja, CONVERSATION) == ["4<|end|>", " 7 \n<|end|>"]
 
 
+OPENED = "<think>\n\n</think>\n\n"
+OPENS_BEFORE_BLOCKS = CHAT_TEMPLATE.replace(
+    "<|assistant|>{% generation %}{{", "<|assistant|>{% generation %}" + OPENED + "{{"
+).replace("<|assistant|>{% endif %}", "<|assistant|>" + OPENED + "{% endif %}")
+OPENS_IN_BLOCKS = OPENS_BEFORE_BLOCKS.replace("<|assistant|>{% generation %}", "{% generation %}<|assistant|>")
+
+
+@pytest.mark.parametrize("jinja", [OPENS_BEFORE_BLOCKS, OPENS_IN_BLOCKS])
+def test_a_thought_that_the_prompt_opens_does_not_count(jinja: str) -> None:
+    assert jinja.count(OPENED) == 2
+    assert marked(jinja, CONVERSATION) == ["4<|end|>", " 7 \n<|end|>"]
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_turns_may_end_with_the_token_that_also_pads(jinja: str) -> None:
+    template = template_of(jinja)
+    template.tokenizer.eos_token, template.tokenizer.pad_token = "<|unknown|>", "<|end|>"
+    encoded, mask = ConversationMask(template, DATA).tokens(CONVERSATION)
+    assert template.tokenizer.decode(encoded.token_ids[mask]) == "4<|end|> 7 \n<|end|>"
+
+
 @pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
 def test_turns_before_the_first_message_do_not_count(jinja: str) -> None:
     assert marked(jinja, CONVERSATION, first_message=3) == [" 7 \n<|end|>"]

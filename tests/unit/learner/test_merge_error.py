@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,3 +160,11 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert message in error
     assert "\n" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_texts_that_begin_with_the_end_token_are_measured_up_to_their_own_end() -> None:
+    drawn = torch.tensor([[2, 5, 6, 2, 2], [2, 7, 8, 9, 9], [2, 2, 0, 0, 0]])
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
+    adapted = SimpleNamespace(generate=lambda **_: drawn)
+    gap = Gap(model, adapted, SimpleNamespace(running=lambda live: nullcontext()), None)  # type: ignore[arg-type]
+    assert gap.sample(num=3, num_tokens=4, start=2).lengths.tolist() == [4, 5, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rlpipe.configs.schema.algorithm_config import (
     StridedConfig,
 )
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
-from rlpipe.data.packing import pack_step
+from rlpipe.data.packing import empty_micro_batch, pack_step
 from rlpipe.learner.objectives import FrozenCopy, make_reference
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
@@ -139,6 +140,21 @@ def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, whitening
     gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-3)
+
+
+def test_what_fills_a_micro_batch_has_no_blocks_and_is_no_document(folder: Path) -> None:
+    algorithm = make_algorithm()
+    shortest = replace(algorithm.ebft, strided=StridedConfig(context_length=1, generate_tokens=1))
+    algorithm = replace(algorithm, ebft=shortest)
+    objective = make_objective(make_policy(folder, "none"), algorithm)
+    filler = MiniBatch(
+        micro_batches=[empty_micro_batch(with_reference=False)], num_loss_tokens=8, num_sequences=1, num_chosen_tokens=0
+    )
+    (inputs,) = objective.prepare(filler)
+    assert inputs.plan.num_columns == 0
+    objective.begin(0)
+    values = objective.loss(filler, inputs).metrics.values()
+    assert values["ebft/documents_skipped"] == values["ebft/num_blocks"] == 0
 
 
 def test_metrics_are_those_of_the_reference(folder: Path) -> None:
