@@ -107,6 +107,7 @@ class DatasetActor(StepServer):
 
     async def wait_updates(self, after_step: int, after_event: int, timeout_s: float) -> RunUpdates:
         self._seen = max(self._seen, after_step)
+        self._known_reports = list(self._reports(self._seen)) or self._known_reports[-1:]  # for ``_last_step``
         await self._board.notify()
         return await super().wait_updates(after_step, after_event, timeout_s)
 
@@ -165,6 +166,7 @@ class DatasetActor(StepServer):
         """Keep the reference's log-probs of some sequences."""
         self._open()
         assert self._reference is not None, "only asked for if log-probs are precomputed"
+        self._last_progress = time.monotonic()
         self._reference.add(logprobs)
 
     def _with_reference(self, batches: Sequence[TrainBatch]) -> None:

@@ -37,6 +37,7 @@ class EpisodeActor:
     def __init__(self, name: str, setup: EpisodeSetup) -> None:
         self._name, self._setup = name, setup
         self._player: GroupPlayer | None = None
+        self._started = asyncio.Event()
         self._client = TurnClient(name, setup.engines)
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._finished: list[RolloutGroup] = []
@@ -55,12 +56,17 @@ class EpisodeActor:
         player, messages = open_player(setup.config, self._client.draw)
         await player.start()
         self._player = player
+        self._started.set()
         return messages
 
     async def play(self, requests: Sequence[GroupRequest], engine: str) -> None:
-        """Begin to play groups with an engine; a call may be repeated after this process was replaced."""
+        """Play groups with an engine once the environment is there.
+
+        A call may be repeated after this process was replaced; what is being played, or is over, is not played again.
+        """
+        known = self._playing.keys() | {group.group_id for group in self._finished}
         for request in requests:
-            if request.group_id not in self._playing:
+            if request.group_id not in known:
                 self._playing[request.group_id] = asyncio.create_task(self._play(request))
         self._client.assign([request.group_id for request in requests], engine)
 
@@ -69,8 +75,9 @@ class EpisodeActor:
         self._client.assign([group_id for group_id in group_ids if group_id in self._playing], engine)
 
     async def _play(self, request: GroupRequest) -> None:
-        assert self._player is not None, "start() comes first"
         try:
+            await self._started.wait()
+            assert self._player is not None, "it has started"
             group = await self._player.play(request)
             self._finished.append(group)  # looked up now: ``collect`` has replaced the list meanwhile
         except RunError as error:

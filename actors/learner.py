@@ -482,7 +482,9 @@ class LearnerLoop:
     def _add_ledger(self, folder: Path) -> dict[str, Any]:
         """Copy the ledger into the checkpoint and return its run's id; raise ``OSError`` if it can't be written."""
         try:
-            run_id = self._calls.get(self._setup.batches.back_up.remote(folder / LEDGER), "the ledger to be copied")
+            call: Any = self._setup.batches.back_up.remote(folder / LEDGER)
+            # A ledger of many long completions has tens of gigabytes.
+            run_id = self._calls.get(call, "the ledger to be copied", more_s=self._setup.step_timeout_s)
         except RlpipeError as error:
             raise OSError(str(error)) from error
         return {"run_id": run_id}

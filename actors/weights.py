@@ -43,7 +43,7 @@ class Served:
     """A version that all engines serve, except the ``lost`` ones."""
 
     number: int
-    """Publications so far; versions may be published again after the learner restarted."""
+    """Number that grows with each publication; versions may be published again after the learner restarted."""
     version: int
     sync_s: float
     """Seconds from its publication until the last engine answered."""
@@ -65,7 +65,7 @@ class WeightsActor(Notifier):
         self._enrolled = set(engines)
         self._life = 0
         self._newest: tuple[WeightsManifest, list[ObjectRef]] | None = None
-        self._number = 0
+        self._number = time.time_ns()  # differs from the numbers of an actor that this one replaces
         self._served: Served | None = None
         self._error: RlpipeError | None = None
         self._turn = asyncio.Lock()

@@ -144,7 +144,9 @@ class ReplayStore:
         """Keep the tokens of groups until their scores come, and discard groups that could not be sampled."""
         new = [group for group in groups if self._awaits(group.group_id) and group.group_id not in self._generated]
         whole = [group for group in new if group.failure is None]
-        self.ledger.generated(whole)
+        # Only functions of the user's own read columns of groups that may come back from the ledger.
+        own = self._algorithm.advantage.path, self._algorithm.replay.path
+        self.ledger.generated(whole, with_columns=any(own))
         self._generated.update((group.group_id, group) for group in whole)
         outcome = Outcome()
         self._answer_again(outcome, [group.group_id for group in groups], with_tokens=False)

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, PlacementGroupID
 from ray.actor import ActorHandle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -217,8 +217,17 @@ RESTART_PAUSE_S = 1.0
 """Seconds before the next attempt, because Ray may not know yet that the last process is dead."""
 
 
+AT_ONCE_S = 2.0
+"""Seconds within which a call fails that Ray does not send, because it restarts the actor."""
+
+
 class DiedAtStart(RunError):
     """Error raised when an actor's process ends, or Ray can't reach it any more, before it is ready."""
+
+    def __init__(self, message: str, *, may_live: bool = False) -> None:
+        super().__init__(message)
+        self.may_live = may_live
+        """Whether Ray can't reach it, but may restart it."""
 
 
 async def until_ready(
@@ -227,17 +236,22 @@ async def until_ready(
     """Wait for the ``start()`` of an actor; if its process dies, start another one, which may have a new name.
 
     Raises the actor's own error, ``WaitTimeout`` naming an actor that has not started within ``timeout_s``, or
-    ``RunError`` after ``MAX_STARTS`` deaths.
+    ``RunError`` after ``MAX_STARTS`` deaths. Calls that fail at once, as while Ray restarts the actor, count as none.
     """
-    for starts_left in reversed(range(MAX_STARTS)):
+    starts_left, deadline = MAX_STARTS - 1, time.monotonic() + timeout_s
+    while True:
+        called = time.monotonic()
         try:
             with _failures_at_start(name, timeout_s):
                 async with asyncio.timeout(timeout_s):
                     await start
         except DiedAtStart as death:
-            if not starts_left:
-                raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None
-            logger.warning("%s; another replaces it", death)
+            is_restarting = death.may_live and time.monotonic() - called < AT_ONCE_S
+            if not is_restarting or time.monotonic() >= deadline:
+                if not starts_left:
+                    raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None
+                starts_left -= 1
+                logger.warning("%s; another replaces it", death)
             await asyncio.sleep(RESTART_PAUSE_S)
             name, start = start_again()
         else:
@@ -261,7 +275,8 @@ def _failures_at_start(name: str, timeout_s: float) -> Iterator[None]:
     except RayTaskError as error:
         raise root_cause(error, f"actor {name} failed at its start") from None
     except (RayActorError, OutOfMemoryError) as error:
-        raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}") from None
+        lives = isinstance(error, ActorUnavailableError)
+        raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}", may_live=lives) from None
 
 
 def end_actors(kept: Set[str]) -> None:

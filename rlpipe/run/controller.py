@@ -108,7 +108,7 @@ class Controller:
             give_up=self.stop,
             episodes=workers.episodes,
         )
-        self._shares_gpus, self._load_timeout_s = shares_gpus(config), config.weights.timeout_s
+        self._shares_gpus, self._weights_config, self._again = shares_gpus(config), config.weights, config.again
         self._evaluations: list[asyncio.Task[None]] = []
         self._admitting: dict[int, asyncio.Future[None]] = {}
         """Ledger entries that are still being written, by group id."""
@@ -138,7 +138,7 @@ class Controller:
             pool.notice = self._notice
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._monitor.follow())]
-            endless.append(tasks.create_task(watch_hosts(self._reporter.message)))
+            endless.append(tasks.create_task(watch_hosts(self._reporter.message, self._again)))
             endless.append(tasks.create_task(self._monitor.record_parts(self._output, self._parts)))
             starting = tasks.create_task(self._workers.start(self._cluster.start_timeout_s))
             if self._shares_gpus:
@@ -288,6 +288,10 @@ class Controller:
         training = [index for index, group_id in group_ids.items() if not self._evaluator.owns(group_id)]
         # The ledger entry must come first: actors may reorder calls, and an engine may finish before the entry exists.
         await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
+        if len(training) < len(group_ids):
+            limit = self._cluster.call_timeout_s
+            what = "the groups of an evaluation"
+            self._evaluator.keep(await await_remote(groups, what, within=limit, option="cluster.call_timeout_s"))
         if training:
             call: Any = self._replay.generated.remote(groups, training)
             outcome = await self._ask(call, f"a receipt for the tokens of {len(training)} groups")
@@ -299,7 +303,8 @@ class Controller:
         """Pass evaluation groups to their evaluation, and the scores of the other groups to the replay actor."""
         evaluated = {group_id for group_id in group_ids.values() if self._evaluator.owns(group_id)}
         if evaluated:
-            await add_evaluated(self._evaluator, groups, evaluated, scores)
+            self._evaluator.scored(evaluated, scores)
+            self._monitor.evaluated()
         training = [group_id for group_id in group_ids.values() if group_id not in evaluated]
         if training:
             call: Any = self._replay.scored.remote(training, *scores)
@@ -358,12 +363,12 @@ class Controller:
 
     async def _load_newest(self, name: str) -> int | NotLoaded:
         call: Any = self._weights.load_newest.remote(name)
-        limit = self._cluster.start_timeout_s + 2 * self._load_timeout_s
+        limit, options = self._cluster.start_timeout_s + 2 * self._weights_config.timeout_s, "cluster.start_timeout_s"
+        if self._weights_config.transport == "nccl":  # the learner sends again after its step
+            limit += self._weights_config.every_steps * self._cluster.step_timeout_s
+            options += ", cluster.step_timeout_s"
         version: int | NotLoaded = await await_remote(
-            call,
-            f"engine {name} to load the newest weights",
-            within=limit,
-            option="cluster.start_timeout_s and weights.timeout_s",
+            call, f"engine {name} to load the newest weights", within=limit, option=f"{options} and weights.timeout_s"
         )
         return version
 
@@ -407,18 +412,6 @@ class Controller:
     def _notice(self, subject: str, message: str, kind: str = "engine") -> None:
         """Record an event in the ledger; the terminal shows it when the follower reads it from there."""
         self._replay.note.remote(kind, subject, message)
-
-
-async def add_evaluated(
-    evaluator: Evaluator, groups: ObjectRef, group_ids: set[int], scores: Sequence[Sequence[GroupScores]]
-) -> None:
-    """Fetch the groups that belong to an evaluation, and add them to it with their scores."""
-    by_group: dict[int, list[GroupScores]] = {group_id: [] for group_id in group_ids}
-    for entry in (entry for pool in scores for entry in pool if entry.group_id in group_ids):
-        by_group[entry.group_id].append(entry)
-    for group in await groups:
-        if group.group_id in group_ids:
-            evaluator.add(group, by_group[group.group_id])
 
 
 def _cursor(group: GroupTicket) -> Cursor:

@@ -157,8 +157,12 @@ class EnginePool:
                 tasks.create_task(self._serve(name, tasks))
             if self._episodes is not None:
                 tasks.create_task(self._episodes.run(self._played, self._notice))
+            pause_s = min(1.0, self._cluster.suspect_after_s / 2)
             while True:
-                await asyncio.sleep(min(1.0, self._cluster.suspect_after_s / 2))
+                began = time.monotonic()
+                await asyncio.sleep(pause_s)
+                if time.monotonic() - began >= pause_s + self._cluster.suspect_after_s:
+                    continue  # this process stood still, and is yet to read what engines answered
                 for name in self._fleet.check():
                     reason = f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
                     self._give_up_on(name, EngineDied(reason))
@@ -396,7 +400,7 @@ class EpisodePool:
             if receipts:
                 num_deaths = 0
                 for receipt in receipts:
-                    del self._playing[receipt.group_id]
+                    self._playing.pop(receipt.group_id, None)  # one that Ray could not reach may have been played twice
                 tasks.create_task(finished(groups, receipts))
 
     async def _replace(self, name: str, reason: str, notice: Notice) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,7 @@ class Evaluator:
         self.prompts = prompts
         self._rewards, self._config, self._max_tokens = rewards, held_out, max_tokens
         self._running: dict[int, _Evaluation] = {}
+        self._kept: dict[int, RolloutGroup] = {}
         self._next_id = -1
 
     def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Evaluated]]:
@@ -73,6 +74,16 @@ class Evaluator:
     def owns(self, group_id: int) -> bool:
         """Return whether the group belongs to an evaluation that still runs."""
         return group_id in self._running
+
+    def keep(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keep those of the groups that it owns until their scores come; by then, their host may be lost."""
+        self._kept |= {group.group_id: group for group in groups if self.owns(group.group_id)}
+
+    def scored(self, group_ids: Iterable[int], scores: Sequence[Sequence[GroupScores]]) -> None:
+        """Add kept groups with their scores, of every pool, to their evaluations."""
+        groups = [self._kept.pop(group_id) for group_id in group_ids if group_id in self._kept]
+        for group in groups:
+            self.add(group, [entry for pool in scores for entry in pool if entry.group_id == group.group_id])
 
     def add(self, group: RolloutGroup, scores: Sequence[GroupScores]) -> None:
         """Add one group and its scores to its evaluation."""

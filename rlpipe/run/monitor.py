@@ -132,25 +132,31 @@ def describe_actors(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
 
 
-async def watch_hosts(say: Callable[[str], None]) -> None:
+async def watch_hosts(say: Callable[[str], None], again: str) -> None:
     """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head.
 
-    ``LEAVE_S`` later the process ends with that error, whatever else of it hangs.
+    ``again`` is the command that continues, in words. ``LEAVE_S`` later the process ends with that error, whatever else
+    of it hangs.
     """
     limit_s = 0.75 * float(os.environ.get(HEAD_OPTION, HEAD_LIMIT_S))
     lost = HeadLost(
         f"Ray's head at {ray.get_runtime_context().gcs_address} has not answered for {limit_s:.0f} s "
-        f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started again, the same "
-        "command continues from the newest checkpoint and the ledger"
+        f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started again, "
+        f"{again} continues from the newest checkpoint and the ledger"
     )
     watch, left = HostWatch(say), threading.Event()
     guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, left), daemon=True)
     guard.start()
     listing = asyncio.ensure_future(_list(watch))
     try:
-        while watch.head_silent_s < limit_s:
+        while True:
+            began = time.monotonic()
             await asyncio.gather(asyncio.sleep(PROBE_S), *(_probe(watch, *entry) for entry in watch.hosts.items()))
+            if time.monotonic() - began >= SILENT_AFTER_S:
+                continue  # this process stood still, so that it has heard nobody
             watch.check()
+            if watch.head_silent_s >= limit_s:
+                break
     except BaseException:
         left.set()
         raise
@@ -234,6 +240,7 @@ class RunMonitor:
         self._report, self._message = report, message
         self._last_step, self._last_event = first_step - 1, last_event
         self._stops = False
+        self._evaluated_at = 0.0
         self.ended = asyncio.Event()
         """Set once the last step is reported."""
 
@@ -253,6 +260,10 @@ class RunMonitor:
                 if report.last:
                     self.ended.set()
 
+    def evaluated(self) -> None:
+        """Count the end of an evaluation's group as progress."""
+        self._evaluated_at = time.monotonic()
+
     async def watch(self, describe: Callable[[], Any] = dict) -> None:
         """Watch the progress until cancelled; raise ``WaitTimeout`` if no step ends for ``cluster.step_timeout_s``.
 
@@ -266,7 +277,8 @@ class RunMonitor:
             state = await self.ask(self._batches.describe.remote(), "the state of the run")
             if self.ended.is_set():
                 state["learner_group"] = "has reported its last step, but Ray Train has not ended it"
-            if min(state["seconds_since_a_step"], time.monotonic() - started) > limit:
+            idle_s = time.monotonic() - max(started, self._evaluated_at)
+            if min(state["seconds_since_a_step"], idle_s) > limit:
                 raise WaitTimeout(
                     f"no step has ended for cluster.step_timeout_s={limit:g} seconds: {state | describe()}"
                 )

@@ -39,7 +39,7 @@ from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.run import workers
 from rlpipe.run.cluster import Need, connect, end_actors, placement_groups, release_placement_groups
-from rlpipe.run.controller import Controller, add_evaluated
+from rlpipe.run.controller import Controller
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.learner_group import end_learner, start_learner
@@ -128,7 +128,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
             if error.errno not in DISK_FULL:
                 raise
             raise RunError(
-                f"{run.output} can't be written: {error}; the same command continues once there is space"
+                f"{run.output} can't be written: {error}; {config.again} continues once there is space"
             ) from None
     files = {"policy": run.output / "policy"}
     for name, plot in (("reward.png", plot_rewards), ("loss.png", plot_losses)):
@@ -198,7 +198,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 num_steps_logged=num_steps_logged(run.output / METRICS_FILE, start.step),
             )
             reporter.found = keep_findings(replay, controller.stop)
-            with stop_on_signals(controller.stop):
+            with stop_on_signals(controller.stop, config.again):
                 await controller.run(partial(start_learner, config, setup))
 
         _run(run_controller())
@@ -245,9 +245,9 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
             reporter.found = keep_findings(batches, stop)
             async with asyncio.TaskGroup() as tasks:
                 watching = [follower.follow(), follower.watch(), follower.record_parts(run.output)]
-                watching.append(watch_hosts(reporter.message))
+                watching.append(watch_hosts(reporter.message, config.again))
                 endless = [tasks.create_task(watch) for watch in watching]
-                with stop_on_signals(stop):
+                with stop_on_signals(stop, config.again):
                     await start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
                         with suppress(TimeoutError):  # ranks that resumed after the last step report none
@@ -307,8 +307,8 @@ def _drain_hook(config: Config, replay: ActorHandle) -> None:
 async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) -> dict[str, float]:
     evaluator = _evaluator(run, prompts)
 
-    async def ignore(groups: ObjectRef, group_ids: GroupIds) -> None:
-        """Ignore the groups, since an evaluation's tokens are not stored."""
+    async def keep(groups: ObjectRef, group_ids: GroupIds) -> None:
+        evaluator.keep(await groups)
 
     async def end(failure: EngineFailed) -> None:
         raise failure
@@ -317,9 +317,9 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
         return 0
 
     async def deliver(groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
-        await add_evaluated(evaluator, groups, set(group_ids.values()), scores)
+        evaluator.scored(group_ids.values(), scores)
 
-    flow = ScoringDispatch(parts.pools, generated=ignore, scored=deliver, num_generating=lambda: pool.num_groups)
+    flow = ScoringDispatch(parts.pools, generated=keep, scored=deliver, num_generating=lambda: pool.num_groups)
     pool = EnginePool(
         parts.engines,
         cluster=run.config.cluster,
@@ -460,8 +460,10 @@ ONE_SIGNAL_S = 0.3
 
 
 @contextmanager
-def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[None]:
+def stop_on_signals(stop: Callable[[RunError], Awaitable[None]], again: str) -> Iterator[None]:
     """Call ``stop`` at the first signal within the block, and end the process at the second.
+
+    ``again`` is the command that continues, in words.
 
     ``timeout`` and batch systems signal both the process and its group, which is one signal here. Needs a running
     event loop. In threads other than the main one, which can't receive signals, it does nothing.
@@ -482,7 +484,7 @@ def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[Non
             # Skip Python's shutdown, in which a thread that waits in Ray may crash; Ray ends the driver's processes.
             print("rlpipe: interrupted", file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
-        reason = Interrupted(f"stopped by {number.name}; the same command continues from the checkpoint")
+        reason = Interrupted(f"stopped by {number.name}; {again} continues from the checkpoint")
         stopping.append(asyncio.ensure_future(stop(reason)))
 
     earlier = {number: signal.getsignal(number) for number in STOPPING}

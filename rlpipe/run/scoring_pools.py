@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 
-from rlpipe.actors.remote import await_remote, root_cause
+from rlpipe.actors.remote import ObjectsLost, await_remote, root_cause
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.served import ScorerHung
 from rlpipe.configs.schema.rollout_config import RewardConfig
@@ -335,8 +335,16 @@ class ScoringDispatch:
         self._held.append((groups, group_ids, kept))
         if sum(len(ids) for _, ids, _ in self._held) >= self._batch_size or not self._num_generating():
             held, self._held = self._held, []
-            await asyncio.gather(*(self.score(*part) for part in held))
-        await kept
+            results = await asyncio.gather(*(self.score(*part) for part in held), return_exceptions=True)
+            for part, result in zip(held, results, strict=True):
+                # Batches that are lost are generated again by their own calls.
+                if isinstance(result, BaseException) and (part[2] is kept or not isinstance(result, ObjectsLost)):
+                    raise result
+        try:
+            await kept
+        except ObjectsLost:
+            self._held = [part for part in self._held if part[2] is not kept]
+            raise
 
     async def score(self, groups: ObjectRef, group_ids: GroupIds, kept: Awaitable[None] | None = None) -> None:
         """Score groups in all pools, and pass the scores on once ``kept``, which stores the groups' tokens, is done."""

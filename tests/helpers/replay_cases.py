@@ -77,7 +77,7 @@ def open_store(
             groups_per_step=groups_per_step,
             num_steps=num_steps,
             replay=policy or ReplayPolicyConfig(),
-            advantage=AdvantageConfig(name=advantage),
+            advantage=AdvantageConfig(path=advantage) if ":" in advantage else AdvantageConfig(name=advantage),
         ),
         learner=LearnerConfig(max_tokens_per_microbatch=64),
         replay=replay or ReplayConfig(max_staleness=max_staleness),

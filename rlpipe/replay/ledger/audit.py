@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlpipe.errors import DataError
 from rlpipe.replay.ledger.query import has_ended
-from rlpipe.replay.ledger.run_ledger import COMPARED, Ledger
+from rlpipe.replay.ledger.run_ledger import COMPARED, NO_VARIANCE, Ledger
 
 MAX_MISSING = 1000
 """Most epochs, and most steps, that are looked for beyond as many as there are groups."""
@@ -27,6 +27,9 @@ epochs(epoch, length) AS (
     SELECT 0, iif(run.epoch > 0, num_rows, position) FROM run
     UNION ALL SELECT epochs.epoch + 1, iif(run.epoch > epochs.epoch + 1, num_rows, position) FROM epochs, run
     WHERE epochs.epoch < run.epoch AND epochs.epoch < (SELECT count(*) + {MAX_MISSING} FROM entries)),
+put_back(epoch, position, prompt_id, group_id, reroll) AS (
+    SELECT epoch, position, prompt_id, group_id, reroll FROM groups WHERE reroll = 0 OR state != 'DISCARDED'
+    OR step IS NOT NULL OR coalesce(reason, '') LIKE '{NO_VARIANCE}%'),
 reached(epoch, beyond) AS (SELECT epoch, max(position) + 1 FROM entries GROUP BY epoch),
 checkpointed(step) AS (
     SELECT 0 FROM run WHERE checkpoint_step > 0
@@ -77,9 +80,10 @@ CHECKS = (
             GROUP BY entries.epoch, prompt_id HAVING count(*) > 1 AND min(entries.position) < max(entries.position)""",
     ),
     Check(
-        "prompts that were put back are numbered 1, 2, ... after their first group",
+        "prompts that were put back are numbered 1, 2, ... after their first group; one whose group failed is put back "
+        "with the same number",
         """SELECT 'epoch ' || epoch || ', position ' || position || ': groups ' || group_concat(group_id, ', ')
-            FROM groups WHERE (epoch, position) IN (SELECT epoch, position FROM groups WHERE reroll != 0)
+            FROM put_back WHERE (epoch, position) IN (SELECT epoch, position FROM put_back WHERE reroll != 0)
             GROUP BY epoch, position
             HAVING min(reroll) != 0 OR max(reroll) != count(*) - 1 OR count(DISTINCT reroll) != count(*)
             OR min(prompt_id) != max(prompt_id)""",

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,7 +19,8 @@ from safetensors.numpy import load, save
 
 from rlpipe.common.atomic_io import check_room
 from rlpipe.data.render.messages import content_text
-from rlpipe.errors import LedgerDamaged, LedgerError
+from rlpipe.data.row import dump_values, load_values
+from rlpipe.errors import DataError, LedgerDamaged, LedgerError
 from rlpipe.types import ChatMessages, EpisodeTrace, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
 
 COMPRESSION = 1
@@ -27,8 +28,11 @@ COMPRESSION = 1
 TOKEN_ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
-def pack_arrays(group: RolloutGroup) -> bytes:
-    """Return the packed arrays of a group: the concatenated rollouts, and the prompt's tokens, truth and images."""
+def pack_arrays(group: RolloutGroup, *, with_columns: bool = False) -> bytes:
+    """Return the packed arrays of a group: the concatenated rollouts, and the prompt's tokens, truth and images.
+
+    ``with_columns`` adds those of the row's columns that can be stored.
+    """
     arrays: dict[str, NDArray[Any]] = {"prompt": group.prompt.token_ids}
     arrays["lengths"] = np.array([len(sequence.token_ids) for sequence in group.sequences], np.int32)
     for name in TOKEN_ARRAYS if len(group) else ():
@@ -43,7 +47,18 @@ def pack_arrays(group: RolloutGroup) -> bytes:
     if group.prompt.images:
         places = [(image.place, image.num_tokens) for image in group.prompt.images]
         arrays["image_places"] = np.array(places, np.int32)  # [I, 2]
+    if with_columns:
+        arrays["columns"] = np.frombuffer(_pack_columns(group.prompt.task), np.uint8)
     return zlib.compress(save(arrays), COMPRESSION)
+
+
+def _pack_columns(columns: Mapping[str, Any]) -> bytes:
+    stored: dict[str, Any] = {}
+    for name, value in columns.items():
+        with suppress(DataError):
+            dump_values(value, name)
+            stored[name] = value
+    return dump_values(stored, "the row")
 
 
 def pack_record(group: RolloutGroup) -> str:
@@ -87,17 +102,19 @@ def _episode_record(episode: EpisodeTrace) -> dict[str, Any]:
 
 
 def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[str, Any] | None = None) -> RolloutGroup:
-    """Return the group as it was stored; ``task`` holds the row's columns if they are needed again.
+    """Return the group as it was stored; ``task`` holds the row's columns, null those that were stored with it.
 
     Raises what its conversions raise if the group is damaged: call it within ``Database.decoding``.
     """
     record, arrays = json.loads(record_text), load(zlib.decompress(packed))
+    if task is None:
+        task = load_values(arrays["columns"].tobytes()) if "columns" in arrays else {}
     prompt = Prompt(
         prompt_id=record["prompt_id"],
         epoch=record["epoch"],
         token_ids=arrays["prompt"],
         prompt=stored_prompt(record),
-        task=task or {},
+        task=task,
         truth=Truth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
         images=tuple(
             PlacedImage(place=place, num_tokens=num_tokens, content=arrays[f"image_{index}"].tobytes())

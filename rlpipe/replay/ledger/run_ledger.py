@@ -97,8 +97,8 @@ class Ledger(Database):
             if self.place < place:  # calls may be repeated, and arrive in any order
                 self._set(place=[place.epoch, place.position])
 
-    def generated(self, groups: Iterable[RolloutGroup]) -> None:
-        """Store the tokens of groups that were admitted."""
+    def generated(self, groups: Iterable[RolloutGroup], *, with_columns: bool = False) -> None:
+        """Store the tokens of groups that were admitted, and ``with_columns`` their rows' columns."""
         now = time.time()
         with self._transaction():
             for group in groups:
@@ -125,7 +125,8 @@ class Ledger(Database):
                         "INSERT OR REPLACE INTO payloads VALUES (?, ?)", (group.group_id, pack_record(group))
                     )
                     # A separate table, because SQLite rewrites a row, arrays included, whenever a column changes.
-                    self._connection.execute("INSERT INTO tokens VALUES (?, ?)", (group.group_id, pack_arrays(group)))
+                    arrays = pack_arrays(group, with_columns=with_columns)
+                    self._connection.execute("INSERT INTO tokens VALUES (?, ?)", (group.group_id, arrays))
 
     def scored(self, groups: Iterable[RolloutGroup]) -> None:
         """Store the rewards of groups that were generated."""

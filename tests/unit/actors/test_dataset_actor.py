@@ -12,6 +12,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import Rollout, TrainBatch
 
 NUM_STEPS = 3
@@ -96,5 +97,21 @@ def test_a_step_that_cannot_be_packed_ahead_fails_for_the_rank_that_asks_for_it(
             await actor.next_batch(1, 0)
         actor.unusable = -1
         assert await actor.next_batch(1, 0) is not None, "a call that Ray repeats"
+
+    asyncio.run(train())
+
+
+def test_reports_are_kept_until_the_driver_has_them(policy: Path, tmp_path: Path) -> None:
+    async def train() -> None:
+        actor = actor_of(policy, tmp_path)
+        for step in range(5):
+            actor._keep_report(StepReport(step=step, metrics={}))
+        assert [report.step for report in (await actor.wait_updates(-1, 0, 1.0)).reports] == [0, 1, 2, 3, 4]
+        assert [report.step for report in (await actor.wait_updates(-1, 0, 1.0)).reports] == [0, 1, 2, 3, 4]
+        assert [report.step for report in (await actor.wait_updates(2, 0, 1.0)).reports] == [3, 4]
+        assert not (await actor.wait_updates(4, 0, 0.01)).reports
+        assert [report.step for report in actor._known_reports] == [4]
+        actor._keep_report(StepReport(step=4, metrics={}))
+        assert len(actor._known_reports) == 1, "a step that is trained again is reported once"
 
     asyncio.run(train())

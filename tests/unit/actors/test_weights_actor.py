@@ -152,6 +152,22 @@ def test_weights_that_died_with_the_learner_blame_no_engine(engines: dict[str, F
     play(act)
 
 
+def test_the_first_version_of_a_new_process_is_news(engines: dict[str, FakeEngine]) -> None:
+    async def publish(actor: WeightsActor) -> int:
+        await actor.publish(manifest(0), [], 1)
+        return (await served(actor)).number
+
+    async def replaced(number: int) -> Served | None:
+        actor = WeightsActor(engines=["a", "b"], timeout_s=1.0)
+        waiting = asyncio.create_task(actor.wait_served(number, 4.0))
+        await actor.publish(manifest(1), [], 1)
+        return await waiting
+
+    news = asyncio.run(replaced(play(publish)))
+    assert news is not None
+    assert news.version == 1
+
+
 def test_a_wrong_digest_ends_the_run(engines: dict[str, FakeEngine]) -> None:
     engines["b"].answers = ["wrong"]
 

@@ -112,6 +112,18 @@ def test_steps_before_a_change_of_options_are_checked_with_the_old_ones(tmp_path
     assert list(problems(tmp_path)) == [CLAIMS[-1]], "in other data, prompt 1 is another prompt"
 
 
+def test_a_prompt_whose_group_failed_is_put_back_with_the_same_number(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train_all()
+    columns = "epoch, position, prompt_id, attempt, reroll, version, admitted_at"
+    with run.ledger._transaction():
+        run.ledger._connection.execute(
+            f"INSERT INTO groups (group_id, state, reason, {columns}) SELECT 90, 'DISCARDED', 'it raised', {columns} "
+            "FROM groups WHERE group_id = 4"
+        )
+    assert problems(tmp_path) == {}
+
+
 def test_a_mix_of_sources_repeats_prompts_and_has_no_epochs(tmp_path: Path) -> None:
     config = config_tree()
     ledger = Ledger(tmp_path / NAME)

@@ -6,11 +6,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from replay_cases import admit, admitted, bring, group, open_store
+from replay_cases import admit, admitted, bring, group, open_store, score
 
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
@@ -393,3 +394,35 @@ def test_a_ledger_of_an_earlier_version_has_no_differences_until_a_run_continues
     assert damage(tmp_path / NAME) is None
     assert Ledger(tmp_path / NAME, read_only=True).differences(0) is None
     assert Ledger(tmp_path / NAME).rows("SELECT count(*) FROM differences") == [(0,)]
+
+
+OWN_ADVANTAGES = """
+import numpy as np
+
+
+def by_level(rewards, inputs):
+    return [np.full(len(own), group.prompt.task["level"]) for own, group in zip(rewards, inputs.groups, strict=True)]
+"""
+
+
+def test_functions_of_ones_own_get_the_rows_columns_after_a_restart_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_ADVANTAGES)
+    own = f"{tmp_path / 'own.py'}:by_level"
+    store = open_store(tmp_path, advantage=own)
+    admit(store, 0, 1)
+    for group_id in (0, 1):
+        made = group(group_id, [1.0, 0.0], scored=False)
+        columns = {"level": 3.0 + group_id, "tags": ["a"], "unstorable": open_store}
+        made.prompt = replace(made.prompt, task=columns)
+        made.rollouts = [replace(rollout, task=columns) for rollout in made]
+        store.generated([made])
+    for restarted in (False, True):
+        store = open_store(tmp_path, advantage=own) if restarted else store
+        for group_id in (0, 1):
+            score(store, group_id, [1.0, 0.0])
+        batches = store.batches(0)
+        assert batches is not None
+        (micro,) = batches[0].mini_batches[0].micro_batches
+        assert {*micro.advantages[micro.loss_mask].tolist()} == {3.0, 4.0}
+    (found, _) = store.ledger.load([0, 1])
+    assert found.prompt.task == found.rollouts[0].task == {"level": 3.0, "tags": ["a"]}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from types import SimpleNamespace
+
 import pytest
 from ray._private import ray_logging
 
 from rlpipe.actors.ray_internals import Host, hide_lines
+from rlpipe.errors import HeadLost
+from rlpipe.run import monitor
 from rlpipe.run.monitor import REPEATED_LINES, SILENT_AFTER_S, HostWatch, describe_actors
 
 HOSTS = {
@@ -120,3 +126,35 @@ def test_rays_own_lines_of_an_outage_are_left_out_and_no_others(message: str, is
     hide_lines(REPEATED_LINES)
     (batch, *_) = ray_logging.stdout_deduplicator.deduplicate({"lines": [message], "pid": "raylet", "is_err": False})
     assert len(batch["lines"]) == is_shown
+
+
+def test_a_driver_that_stood_still_does_not_give_up_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    monkeypatch.setattr(monitor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(monitor, "_guard_head", lambda *_: None)
+    for name, value in (("PROBE_S", 0.05), ("SILENT_AFTER_S", 0.5)):
+        monkeypatch.setattr(monitor, name, value)
+    monkeypatch.setenv(monitor.HEAD_OPTION, "1.2")
+
+    async def watch() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        head = Host(address="127.0.0.1", port=server.sockets[0].getsockname()[1], is_head=True)
+
+        async def ask() -> tuple[dict[str, Host], dict[str, list[str]]]:
+            return {"a": head}, {}
+
+        monkeypatch.setattr(monitor, "_ask_head", ask)
+        watching = asyncio.create_task(monitor.watch_hosts(said.append, "the same command"))
+        await asyncio.sleep(0.3)
+        time.sleep(2.0)
+        await asyncio.sleep(0.3)
+        assert not watching.done()
+        assert not said
+        server.close()
+        await server.wait_closed()
+        with pytest.raises(HeadLost, match="the same command continues"):
+            await watching
+
+    said: list[str] = []
+    asyncio.run(watch())
+    assert len(said) == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlpipe.actors.remote import ObjectsLost
 from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.run.scoring_pools import ScoringDispatch, ScoringPool
@@ -117,4 +118,30 @@ def test_the_queue_of_a_pool_is_what_it_has_to_score() -> None:
         await task
         assert [(part.state, part.queue) for part in stations.flow.parts()] == [("idle", 0)]
 
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_is_lost_is_generated_again_alone() -> None:
+    class Losing(Stations):
+        async def generated(self, groups: Any, group_ids: Mapping[int, int]) -> None:
+            if groups in lost:
+                raise ObjectsLost("its host is gone")
+            await super().generated(groups, group_ids)
+
+    async def scenario() -> None:
+        stations = Losing(num_generating=1, groups_per_step=3, streaming=False)
+        stations.receipt.set()
+        lost.add("a")
+        with pytest.raises(ObjectsLost):
+            await stations.collect("a", 0, 1)
+        waiting = stations.collect("b", 2, 3)
+        await waiting
+        assert not any(call.startswith("score") for call in stations.calls), "what is lost counts for the batch"
+        lost.add("c")
+        with pytest.raises(ObjectsLost):
+            await stations.collect("c", 4)
+        assert stations.calls.count("scored b") == 1
+        assert not stations.flow._held
+
+    lost = set[str]()
     asyncio.run(scenario())

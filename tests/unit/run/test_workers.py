@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from rlpipe.errors import RunError
 from rlpipe.run import cluster
@@ -16,13 +16,13 @@ from rlpipe.run.workers import Workers
 class Engine:
     """An engine whose first ``deaths`` starts fail, as while Ray replaces a dead process."""
 
-    def __init__(self, deaths: int) -> None:
-        self.deaths, self.starts = deaths, 0
+    def __init__(self, deaths: int, error: RayActorError | None = None) -> None:
+        self.deaths, self.starts, self.error = deaths, 0, error or RayActorError()
 
     async def start(self) -> None:
         self.starts += 1
         if self.starts <= self.deaths:
-            raise ActorUnavailableError("the actor is restarting", None)
+            raise self.error
 
 
 def start(engine: Engine) -> None:
@@ -47,3 +47,19 @@ def test_an_engine_that_always_dies_at_its_start_ends_the_run() -> None:
         start(engine)
     assert raised.group_contains(RunError, match="3 processes in a row .* actor rollout-0 died at its start")
     assert engine.starts == MAX_STARTS
+
+
+def test_calls_that_ray_does_not_send_while_it_restarts_an_engine_are_no_deaths() -> None:
+    engine = Engine(deaths=4 * MAX_STARTS, error=ActorUnavailableError("the actor is restarting", None))
+    start(engine)
+    assert engine.starts == 4 * MAX_STARTS + 1
+
+
+def test_an_engine_that_dies_in_its_start_though_ray_restarts_it_counts_as_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "AT_ONCE_S", 0)
+    engine = Engine(deaths=MAX_STARTS, error=ActorUnavailableError("the actor is restarting", None))
+    with pytest.raises(ExceptionGroup) as raised:
+        start(engine)
+    assert raised.group_contains(RunError, match="3 processes in a row .* actor rollout-0 died at its start")
