@@ -299,11 +299,14 @@ def check_lengths(config: Config) -> Iterator[str]:
     limit = config.rollout.max_model_len
     if limit is not None and limit < prompt + completion:
         yield f"rollout.max_model_len: {limit} is less than {parts} together; set {prompt + completion} or more"
+    # Rows of EBFT may have further turns, which go on up to the limit of the engine.
+    has_turns = config.environment.is_used or (config.algorithm.ebft.reward and limit is not None)
     conversation, limit = longest_conversation(config), config.learner.max_tokens_per_microbatch
-    if config.environment.is_used and limit < conversation:
+    if has_turns and limit < conversation:
+        longest = "episode" if config.environment.is_used else "conversation"
         yield (
-            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest episode, of {conversation} tokens; set "
-            f"{conversation} or more, or rollout.max_model_len={limit}"
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest {longest}, of {conversation} tokens; "
+            f"set {conversation} or more, or rollout.max_model_len={limit}"
         )
     elif config.algorithm.samples_pairs and limit < 2 * (prompt + completion):
         yield (

@@ -36,6 +36,11 @@ def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield contradictions of EBFT as a reward (``ebft.reward``)."""
     if algorithm.combine != "sum_then_normalize":
         yield "algorithm.combine: EBFT's rewards are summed first; set sum_then_normalize"
+    if algorithm.ebft.ce_coef and algorithm.num_minibatches > algorithm.groups_per_step:
+        yield (
+            f"algorithm.num_minibatches: {algorithm.num_minibatches}, but a step has only {algorithm.groups_per_step} "
+            f"ground truths; set {algorithm.groups_per_step} or fewer, or algorithm.ebft.ce_coef=0"
+        )
     features = algorithm.ebft.features
     if features.weights == "own" and not features.serve.replicas:
         yield "algorithm.ebft.features.serve.replicas: 0 replicas compute no features; set 1 or more"

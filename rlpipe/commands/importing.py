@@ -44,5 +44,8 @@ def run_import(arguments: argparse.Namespace) -> None:
         return
     if Path(arguments.output).exists():
         raise ConfigError(f"{arguments.output} exists already; name another file, or delete it")
-    write_whole(Path(arguments.output), text)
+    try:
+        write_whole(Path(arguments.output), text)
+    except OSError as error:
+        raise ConfigError(f"--output: {arguments.output} can't be written: {error.strerror}") from None
     print(f"written to {arguments.output}: {len(translation.options)} options, {len(translation.notes)} comments")

@@ -75,7 +75,7 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
     path, feed, failures = find_ledger(run), Feed(question.wanted), 0
     show = _print_json if as_json else _print_lines
     with _identified(path) as (ledger, file):
-        for subject in question.subjects if question.limit else ():
+        for subject in question.subjects if question.limit != 0 else ():
             show(_find(ledger, subject, question)[::-1])
         feed.look(ledger, file)
         ended = has_ended(ledger)

@@ -183,6 +183,9 @@ class RunChecks:
         if self.is_made_first:
             yield skipped("plan", "it needs the model")
             return
+        if len(set(_uses_gpus(self.config))) > 1:
+            yield skipped("plan", "learner and engines compute on different kinds of devices, which it does not cover")
+            return
         if _on_gpu(self.config) and not torch.cuda.is_available():
             yield skipped("plan", "this machine has no GPU; rlpipe plan --device NAME plans for another one")
             return
@@ -219,8 +222,14 @@ def _changes(data: Mapping[str, Any]) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else []
 
 
+def _uses_gpus(config: Config) -> list[bool]:
+    """Return whether the learner, and the engines if there are any, compute on GPUs."""
+    engines = [config.rollout.num_gpus > 0] if config.algorithm.kind == "rl" else []
+    return [config.learner.num_gpus > 0, *engines]
+
+
 def _on_gpu(config: Config) -> bool:
-    return bool(config.learner.num_gpus or config.rollout.num_gpus)
+    return any(_uses_gpus(config))
 
 
 def this_device(config: Config) -> Device:

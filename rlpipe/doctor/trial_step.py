@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -18,10 +19,12 @@ SMALL = (
     "algorithm.num_steps=1",
     "algorithm.num_minibatches=1",
     "algorithm.num_epochs_per_step=1",
+    "data.held_out.every_steps=0",
     "data.held_out.size=0",
     "data.held_out.path=null",
     "data.held_out.split=null",
     "data.held_out.correct_by=null",
+    "learner.schedule.warmup_steps=0",
     "replay.refill_attempts=0",
     "resume=never",
     "ledger.folder=null",
@@ -36,6 +39,13 @@ SMALL = (
 """Options with which a run is one step without evaluations, trackers or traces of it."""
 
 
+def shrunken(config: Config) -> list[str]:
+    """Return the options with which a run is one step, of as few groups as there are ranks."""
+    least = 2 if config.algorithm.kind == "preference" and config.algorithm.preference.loss == "kto" else 1
+    model = [] if config.model.prepare is None else [f"model.path={json.dumps(config.model.path)}"]  # below output
+    return [*SMALL, f"algorithm.groups_per_step={max(config.learner.num_ranks, least)}", *model]
+
+
 def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iterator[Observation]:
     """Train one step of as few groups as there are ranks, beside the run's output; raise what the run would raise."""
     from rlpipe.run.pipeline import train  # Ray takes a second
@@ -43,8 +53,7 @@ def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iter
     scratch = ScratchFolder(".rlpipe-doctor-", existing_folder(Path(config.output).absolute().parent))
     folder = Path(scratch.path)
     try:
-        groups = f"algorithm.groups_per_step={max(config.learner.num_ranks, 1)}"
-        small = load_config([*overrides, *SMALL, groups, f"output={folder}/run"], file=file)
+        small = load_config([*overrides, *shrunken(config), f"output={folder}/run"], file=file)
         with redirect_stdout(io.StringIO()):
             summary = train(small)
         yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(folder / 'run')}")

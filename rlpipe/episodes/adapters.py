@@ -6,6 +6,7 @@ the package itself is not needed here.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -265,6 +266,8 @@ class OpenEnvSession:
         self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._messages: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self._reading: asyncio.Task[None] | None = None
 
     async def schema(self) -> Mapping[str, Any]:
         """Return the JSON schemas of actions and observations."""
@@ -283,6 +286,9 @@ class OpenEnvSession:
         return await self._ask("step", action)
 
     async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
         if self._socket is not None and not self._socket.closed:
             await self._socket.send_json({"type": "close"})
             await self._socket.close()
@@ -295,15 +301,26 @@ class OpenEnvSession:
             self._http = aiohttp.ClientSession(timeout=limit)
         return self._http
 
+    async def _read(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        """Read what the server sends also while the policy has its turn: only then its pings are answered."""
+        while True:
+            message = await connection.receive()
+            self._messages.put_nowait(message)
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
+
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> SessionAnswer:
         try:
             if self._socket is None:
                 self._socket = await self._opened().ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+                self._reading = asyncio.create_task(self._read(self._socket))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._fail(f"it can't be reached: {error!r}", error)
         with suppress(ConnectionError):  # a server without room says so, and closes before it is asked
             await self._socket.send_json({"type": kind, "data": dict(data)})
-        message = await self._socket.receive()
+        if self._reading is not None and self._reading.done() and self._messages.empty():
+            self._fail(f"the connection broke before it was asked to {kind}")
+        message = await self._messages.get()
         if message.type is not aiohttp.WSMsgType.TEXT:
             self._fail(f"the connection broke before it answered to {kind}")
         try:

@@ -16,7 +16,7 @@ import numpy as np
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
-from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text, with_tools
+from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, with_tools
 from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray
 
@@ -156,6 +156,8 @@ class AgentSession:
     def __init__(self, *, bridge: Bridge, parser: Parser, draw: Draw, rules: Rules) -> None:
         self._bridge, self._parser, self._draw, self._rules = bridge, parser, draw, rules
         self.episode = Episode()
+        self.is_rewarded = False
+        """Whether a reward was set: also rewards of no answer at all, which is 0."""
         self.rewards: dict[str, float] = {}
         """Rewards of answers, by their ids, and of the whole episode, by an empty one."""
         self.conversations: dict[str, ChatMessages] = {}
@@ -185,6 +187,7 @@ class AgentSession:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
         self.rewards = {own: float(value) for own, value in rewards.items()}
+        self.is_rewarded = True
 
     def seal(self) -> Episode:
         """End the episode: what was not received is dropped, and further requests are refused.
@@ -197,7 +200,7 @@ class AgentSession:
             answer.node.reward = self.rewards.get(answer.id, 0.0)
         if "" in self.rewards and self._received:
             self.episode.graph.turns[-1].reward = self.rewards[""]
-        self.episode.is_rewarded = bool(self.rewards) or self.episode.failure is not None
+        self.episode.is_rewarded = self.is_rewarded or self.episode.failure is not None
         if self._received:
             path, opening = self.episode.graph.turns[-1].path(), self.episode.opening
             messages = [message for node in path for message in node.messages]
@@ -218,7 +221,10 @@ class AgentSession:
         if self._is_sealed:
             raise RequestRefused(409, "sealed", "the episode is over")
         equal = self._asked.setdefault(question.digest, [])
-        asked = next((asked for asked in reversed(equal) if _is_repeated(asked, is_retry)), None)
+        known = [asked for asked in reversed(equal) if not _has_failed(asked.answer)]
+        asked = next((asked for asked in known if not (asked.is_received or asked.listens())), None)
+        if asked is None and is_retry:
+            asked = next(iter(known), None)
         if asked is None:
             asked = _Asked(asyncio.ensure_future(self._answer(question)), listens)
             equal.append(asked)
@@ -251,7 +257,8 @@ class AgentSession:
         answer.node = None
 
     def _request(self, question: ChatQuestion, answer: ChatAnswer) -> _Asked:
-        return next(own for own in self._asked[question.digest] if own.answer.done() and own.answer.result() is answer)
+        asked = (own for own in self._asked[question.digest] if own.answer.done() and not _has_failed(own.answer))
+        return next(own for own in asked if own.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         if self._num_drawn >= self._rules.max_turns:
@@ -284,6 +291,9 @@ class AgentSession:
         for stop in question.stop:
             text = text.partition(stop)[0]
         parsed = self._parser_of(question.tools, tools)(text, f"{number}c")
+        if surplus := parsed.calls[MAX_CALLS:]:
+            self.episode.invalid_calls += len(surplus)
+            parsed = replace(parsed, calls=parsed.calls[:MAX_CALLS])
         if wrong := sum(call.problem is not None for call in parsed.calls):
             self.episode.invalid_calls += wrong
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
@@ -336,10 +346,6 @@ class AgentSession:
         if key not in self._templates:
             self._templates[key] = self._bridge.template.with_tools(list(tools))
         return replace(self._bridge, template=self._templates[key])
-
-
-def _is_repeated(asked: _Asked, is_retry: bool) -> bool:
-    return not _has_failed(asked.answer) and (is_retry or not (asked.is_received or asked.listens()))
 
 
 def _has_failed(answer: asyncio.Task[ChatAnswer]) -> bool:

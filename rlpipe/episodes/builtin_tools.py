@@ -70,7 +70,8 @@ class McpTool:
         if problem is not None:
             raise InvalidArguments(problem.message)
         result = await self._client.call_tool(self.name, dict(arguments))
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        texts = [getattr(part, "text", None) for part in result.content]
+        parts = [f"[{part.type}]" if text is None else text for part, text in zip(result.content, texts, strict=True)]
         text = "\n".join(parts)
         if result.is_error:
             raise ServerToolFailed(text)
@@ -95,9 +96,20 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
                 program, *arguments = server.command
                 started = StdioServerParameters(command=program, args=arguments, env=mark | dict(server.env))
                 client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))
-                listed = await client.list_tools()
-                tools += [McpTool(client, own.name, own.description or "", own.input_schema) for own in listed.tools]
+                tools += await _list_tools(client)
             yield tools
+
+
+async def _list_tools(client: Client) -> list[Tool]:
+    """Return all tools of a server, which may list them in several pages."""
+    found: list[Tool] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found += [McpTool(client, own.name, own.description or "", own.input_schema) for own in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
 
 
 def python(code: str) -> str:

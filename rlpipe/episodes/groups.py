@@ -187,7 +187,7 @@ class GroupPlayer:
         try:
             async with deadline:
                 reward = await self._kind.agent.run(row, Access(base_url=self._gateway.base_url, api_key=key))
-                if reward is not None and not session.rewards:  # else it sent one, and this may be its result
+                if reward is not None and not session.is_rewarded:  # else it sent one, and this may be its result
                     session.set_reward(reward)
         except Exception as error:  # noqa: BLE001 - programs raise anything
             if deadline.has_passed:
@@ -264,7 +264,7 @@ def _with_turns(episode: Episode) -> Episode:
 
 def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_reward: bool) -> Rollout:
     """Return an episode as a rollout; an episode in which nothing was drawn has the tokens of its opening, if any."""
-    rewards = episode.turn_rewards
+    rewards = [0.0] * len(episode.turn_rewards) if episode.failure is not None else episode.turn_rewards
     rollout = Rollout(
         group_id=request.group_id,
         sample_index=index,
@@ -286,10 +286,9 @@ def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_
         for branch in episode.graph.branches()
     ]
     first, *others = sequences or [rollout]
-    reward = 0.0 if episode.failure is not None else float(sum(rewards))
     trace = EpisodeTrace(
         messages=episode.messages,
-        reward=reward if has_reward and episode.is_rewarded else None,
+        reward=float(sum(rewards)) if has_reward and episode.is_rewarded else None,
         turn_rewards=rewards,
         end=episode.end,
         branches=others,

@@ -99,13 +99,22 @@ class IsolatedHost:
             os._exit(0)
 
     def _serve(self, link: int, tool: str | None) -> None:
-        with Connection(link) as asked_by, asyncio.Runner() as runner:
-            served = ServedObject(self._kind, tool)
-            with suppress(EOFError):
-                while True:
-                    name, arguments = asked_by.recv()
-                    answer = runner.run(served.answer(name, arguments))
-                    asked_by.send_bytes(json.dumps(answer, default=str).encode())
+        with Connection(link) as asked_by, asyncio.Runner() as runner, suppress(EOFError):
+            runner.run(_answer_all(asked_by, ServedObject(self._kind, tool)))
+
+
+async def _answer_all(asked_by: Connection, served: ServedObject) -> NoReturn:
+    """Answer calls, each after the one before; what the object does beside them goes on while none is there."""
+    called = asyncio.Event()
+    asyncio.get_running_loop().add_reader(asked_by.fileno(), called.set)
+    while True:
+        called.clear()
+        if not asked_by.poll():  # the loop may set the event once more for a call that is read already
+            await called.wait()
+            continue
+        name, arguments = asked_by.recv()
+        answer = await served.answer(name, arguments)
+        asked_by.send_bytes(json.dumps(answer, default=str).encode())
 
 
 class ServedObject:

@@ -167,15 +167,16 @@ class VllmParser:
             for number, call in enumerate(found.tool_calls)
         ]
         content = found.content or ""
-        return ParsedTurn(content=content if not calls else content.strip(), reasoning=reasoning, calls=calls)
+        content = content if not calls else content.strip()
+        return ParsedTurn(content=content, reasoning=reasoning, calls=_limited(calls))
 
     def _shortened(self, text: str) -> str:
-        """Return the text without what follows ``MAX_CALLS`` calls or ``MAX_CHARS`` characters.
+        """Return the text without what follows the first call that is too many, or ``MAX_CHARS`` characters.
 
         Some parsers take minutes for a few thousand characters in which the policy repeats itself.
         """
-        marks = [found.start() for found in islice(self._mark.finditer(text), MAX_CALLS + 1)]
-        return text[: min([MAX_CHARS, *marks[MAX_CALLS:]])]
+        marks = [found.start() for found in islice(self._mark.finditer(text), MAX_CALLS + 2)]
+        return text[: min([MAX_CHARS, *marks[MAX_CALLS + 1 :]])]
 
 
 def _start_of_call(template: ChatTemplate) -> str:

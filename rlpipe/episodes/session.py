@@ -108,11 +108,12 @@ class Episode:
 class Deadline:
     """Time limit of an episode, which is paused while no engine can answer it.
 
-    A context manager that is entered once, and raises ``TimeoutError`` as ``asyncio.timeout`` does.
+    A context manager that is entered once, and raises ``TimeoutError`` as ``asyncio.timeout`` does; its time begins
+    then.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._limit = asyncio.timeout(seconds)
+        self._seconds, self._limit = seconds, asyncio.timeout(None)
         self._is_running = False
         self._left_s: float | None = None
         self._num_stops = 0
@@ -120,6 +121,10 @@ class Deadline:
     async def __aenter__(self) -> Deadline:
         self._is_running = True
         await self._limit.__aenter__()
+        if self._num_stops:
+            self._left_s = self._seconds
+        else:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
         return self
 
     async def __aexit__(self, *error: Any) -> None:

@@ -20,10 +20,11 @@ NUMBER = re.compile(SIGN + r"\$?(?:\d{1,3}(?:,\d{3})+\b|\d+|(?<!\w)(?=\.\d))(?:\
 
 
 def completion_text(completion: Completion) -> str:
-    """Return the text of a completion: the completion itself, or the joined contents of its messages."""
+    """Return the text of a completion: the completion itself, or its last message by the assistant that has a text."""
     if isinstance(completion, str):
         return completion
-    return "".join(message["content"] for message in completion)
+    own = (message for message in reversed(completion) if message.get("role", "assistant") == "assistant")
+    return next((message["content"] for message in own if message.get("content")), "")
 
 
 def extract_tag(text: str, tag: str) -> str | None:

@@ -16,7 +16,7 @@ from rlpipe.errors import DataError, InputError
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import image_kind
 from rlpipe.viewer.group_query import GroupQuery
-from rlpipe.viewer.viewed_run import NotInRun, ViewedRun
+from rlpipe.viewer.viewed_run import ViewedRun
 from rlpipe.viewer.web_app import static_files, to_json
 
 MOST_BYTES = 6 * 2**20
@@ -112,7 +112,7 @@ def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], 
     for group_id in group_ids:
         try:
             group = run.group(group_id, most_tokens=MOST_TOKENS)
-        except NotInRun:  # another viewer has read the run's evaluations anew
+        except DataError:  # its tokens are damaged, or another viewer has read the run's evaluations anew
             continue
         images = [run.image(group_id, number) for number in range(group.get("num_images", 0))]
         size = len(to_json(group)) + sum(len(image) * 4 // 3 for image in images)

@@ -28,9 +28,12 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the folders of runs at these paths or below them; raise ``DataError`` if there is none."""
     found: dict[Path, None] = {}
     for path in paths:
-        if not path.exists():
-            raise DataError(f"{path} does not exist: give the output folder of a run, or a folder of them")
-        below = [path] if path.is_file() or _is_run(path) else sorted(_runs_below(path, DEPTH))
+        try:
+            if not path.exists():
+                raise DataError(f"{path} does not exist: give the output folder of a run, or a folder of them")
+            below = [path] if path.is_file() or _is_run(path) else sorted(_runs_below(path, DEPTH))
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error.strerror}") from None
         if not below:
             raise DataError(f"{path} holds no run: no folder in it has a {', '.join(MARKS[:2])} or {MARKS[2]}")
         found |= dict.fromkeys(below)
@@ -43,11 +46,11 @@ def _is_run(folder: Path) -> bool:
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     for child in folder.iterdir():
-        if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
-            if _is_run(child):
-                yield child
-            elif depth > 1:
-                with suppress(PermissionError):
+        with suppress(PermissionError):
+            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+                if _is_run(child):
+                    yield child
+                elif depth > 1:
                     yield from _runs_below(child, depth - 1)
 
 

@@ -82,6 +82,7 @@ class ViewedRun:
         if seen == self._seen:
             return
         self.series.update()
+        self._known_steps = None  # a run may be made longer when it is resumed
         self._changed_at = max((state[1] / 1e9 for state in seen if state is not None), default=0.0)
         if self._ledger_path is not None and self.index is not None:
             file = self._ledger_path.stat()

@@ -15,9 +15,10 @@ from plain_training import load_plain, train_plain
 from rank_cases import Ranks
 from safetensors.torch import load_file
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import AdapterConfig
+from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.publish import outline_weights, whole_weights
 from rlpipe.models.tiny import make_tiny_policy
 
@@ -244,3 +245,34 @@ def test_moments_in_eight_bit_stay_near_those_in_float32(
         assert norms == pytest.approx(expected_norms, rel=1e-3)
         assert_close(expected, parameters, LEARNING_RATE)
         assert any(not torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+def move_copy(path: Path, strategy: str, out: Path) -> None:
+    learner = make_learner(
+        path,
+        learner=LearnerConfig(strategy=strategy, num_ranks=NUM_RANKS[strategy], optimizer=OptimizerConfig(lr=1e-3)),
+        model=make_model_config(path, adapter="none", dtype="bfloat16"),
+        algorithm=AlgorithmConfig(
+            num_steps=10, loss=LossConfig(beta=0.1), reference=ReferenceConfig(sync_steps=1, mixup=0.01)
+        ),
+    )
+    reference, sharding = learner.reference, learner.policy.sharding
+    assert isinstance(reference, FrozenCopy)
+
+    def copy() -> dict[str, torch.Tensor]:
+        return {name: sharding.full(parameter).clone() for name, parameter in reference.moving().items()}
+
+    before = copy()
+    train_steps(learner, 0, 1)
+    torch.save((before, parameters_of(learner), copy()), out / f"rank{sharding.rank}.pt")
+
+
+@pytest.mark.parametrize("strategy", NUM_RANKS)
+def test_a_copy_of_a_narrow_policy_moves_by_less_than_the_types_rounding(
+    tiny: Path, groups: dict[str, Ranks], tmp_path: Path, strategy: str
+) -> None:
+    groups[strategy].run(move_copy, tiny, strategy, tmp_path)
+    for rank in range(NUM_RANKS[strategy]):
+        before, policy, moved = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        assert any(not torch.equal(moved[name], before[name]) for name in moved)
+        assert_close(moved, {name: 0.99 * before[name] + 0.01 * policy[name] for name in moved}, 1e-6)

@@ -459,6 +459,10 @@ def test_an_exported_page_works_alone(browser: Browser, tmp_path: Path) -> None:
                 expect(page.get_by_role("button", name="Older events")).to_be_hidden()
         expect(page.locator(".side[data-side=right] .rollout").first).to_be_visible()
         show(page, "groups?run=0")
+        for is_discarded in (1, 0):
+            page.get_by_role("button", name="State", exact=True).click()
+            discarded = page.locator("table.groups tbody tr").first.get_by_text("discarded")
+            expect(discarded).to_have_count(is_discarded)
         page.evaluate("location.hash = '#/group?id=200'")
         expect(page.locator("main")).to_contain_text("group 200 was left out of this file")
 

@@ -46,7 +46,8 @@ class Zero3(RankGroup):
         if trained:
             self._trained = scorer
         else:
-            settings = self._settings(scorer)
+            # A copy that moves is float32, and autocast narrows it: bfloat16 would round small moves away.
+            settings = self._settings(is_narrow=next(scorer.parameters()).dtype is torch.bfloat16)
             # Small parameters, too, are gathered from their parts for each use, because ``move`` may change the parts.
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
             self._spread(scorer, settings)
@@ -55,16 +56,16 @@ class Zero3(RankGroup):
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
         assert self._trained is not None, "shard() comes first"
         optimizer = make_optimizer(parameters.values(), config)  # it looks at shapes, which sharded parameters lack
-        settings = self._settings(self._trained)
+        is_narrow = self._trained.compute_dtype is torch.bfloat16
+        for parameter in self._trained.parameters() if is_narrow else ():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        settings = self._settings(is_narrow=is_narrow)
         self._spread(self._trained, settings)
         engine, *_ = deepspeed.initialize(model=self._trained, optimizer=optimizer, config=settings)
         return Zero3Updates(engine, parameters, self)
 
     def _spread(self, scorer: TokenScorer, settings: dict[str, Any]) -> None:
         """Shard a model one parameter at a time; DeepSpeed's engine would first move all of them to the device."""
-        if scorer.compute_dtype is torch.bfloat16:
-            for parameter in scorer.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
         deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
         for layer in scorer.modules():
             if isinstance(layer, FusedLora):  # it reads the weights of its parts without calling them
@@ -73,19 +74,18 @@ class Zero3(RankGroup):
         for buffer in scorer.buffers():
             buffer.data = buffer.data.to(self.device)
 
-    def _settings(self, scorer: TokenScorer) -> dict[str, Any]:
+    def _settings(self, *, is_narrow: bool) -> dict[str, Any]:
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         stage: dict[str, Any] = {"stage": 3, "overlap_comm": self.device.type == "cuda"}
         if self._config.offload_optimizer:
             stage["offload_optimizer"] = offload
         if self._config.offload_parameters:
             stage["offload_param"] = offload
-        narrow = scorer.compute_dtype is torch.bfloat16
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "steps_per_print": 2**31,
-            "bf16": {"enabled": narrow},
+            "bf16": {"enabled": is_narrow},
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": stage,
             "zero_allow_untested_optimizer": True,
@@ -110,7 +110,9 @@ class Zero3(RankGroup):
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
-        self.local(parameter).lerp_(self.local(towards), by)
+        own = self.local(parameter)
+        policy = safe_get_local_fp32_param(towards) if towards.requires_grad else self.local(towards)
+        own.lerp_(policy.to(own), by)
 
     def shape(self, tensor: Tensor) -> torch.Size:
         return torch.Size(getattr(tensor, "ds_shape", tensor.shape))

@@ -384,6 +384,12 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (serving(max_replicas=1, replicas=2), "scoring.rewards.right.serve.max_replicas", "set 2 or more"),
         ({**FEATURES, SERVE: ServeConfig(replicas=2, max_replicas=1)}, f"{SERVE}.max_replicas", "set 2 or more"),
         ({"algorithm.ebft.reward": True, "algorithm.combine": "normalize_then_sum"}, "algorithm.combine", "are summed"),
+        (
+            FEATURES | {"algorithm.ebft.ce_coef": 0.1, "algorithm.groups_per_step": 4, "algorithm.num_minibatches": 8},
+            "algorithm.num_minibatches",
+            "only 4 ground truths; set 4 or fewer",
+        ),
+        (FEATURES | {"rollout.max_model_len": 10_000}, "learner.max_tokens_per_microbatch", "the longest conversation"),
         ({**FEATURES, SERVE: ServeConfig()}, f"{SERVE}.replicas", "set 1 or more"),
         ({**LEARNERS, SERVE: ServeConfig(replicas=2)}, SERVE, "weights=own"),
         (

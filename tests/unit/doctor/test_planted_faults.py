@@ -325,7 +325,17 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "subject", "status", "says"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+SLOW = (sometimes_failing_reward, exiting_reward, one_number)
+"""Variants of faults that take a process of their own."""
+
+
+@pytest.mark.parametrize(
+    ("plant", "subject", "status", "says"),
+    [
+        pytest.param(*fault, id=fault[0].__name__, marks=[pytest.mark.slow] if fault[0] in SLOW else [])
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_is_found(
     plant: Plant,
     subject: str,

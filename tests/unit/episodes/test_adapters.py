@@ -286,3 +286,61 @@ def test_what_is_no_server_of_openenv_is_named(answer: str) -> None:
             await runner.cleanup()
 
     asyncio.run(reset())
+
+
+PINGED = """
+import rlpipe
+from rlpipe.episodes.adapters import OpenEnvSession
+
+
+class Pinged(rlpipe.Environment):
+    def __init__(self):
+        self.session = OpenEnvSession(ADDRESS)
+
+    async def reset(self, row, seed):
+        return str((await self.session.reset()).observation)
+
+    async def step(self, action):
+        answer = await self.session.step({"message": action})
+        return rlpipe.Step(observation=str(answer.observation), reward=answer.reward, done=answer.done)
+
+    async def close(self):
+        await self.session.close()
+"""
+
+
+async def serve_pinged(request: web.Request) -> web.WebSocketResponse:
+    """Give up a client that does not answer a ping, as uvicorn does after 20 seconds."""
+    connection = web.WebSocketResponse(heartbeat=1.0)
+    await connection.prepare(request)
+    async for message in connection:
+        kind = json.loads(message.data)["type"]
+        if kind == "close":
+            break
+        found = {"observation": kind, "reward": 1.0, "done": kind == "step"}
+        await connection.send_json({"type": "observation", "data": found})
+    return connection
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_server_is_answered_while_the_policy_has_its_turn(isolation: str, tmp_path: Path) -> None:
+    async def scenario() -> float:
+        app = web.Application()
+        app.router.add_get("/ws", serve_pinged)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        (tmp_path / "pinged.py").write_text(PINGED.replace("ADDRESS", repr(address)))
+        config = EnvironmentConfig(path=f"{tmp_path / 'pinged.py'}:Pinged", isolation=isolation)
+        environment = isolate(import_kind(config), config).make()
+        try:
+            assert await environment.reset({}, 0) == "reset"
+            await asyncio.sleep(2.5)
+            step = await environment.step("x")
+            await environment.close()
+        finally:
+            await runner.cleanup()
+        return float(step.reward)
+
+    assert asyncio.run(scenario()) == 1.0

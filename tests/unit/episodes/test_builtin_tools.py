@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.builtin_tools import _list_tools
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
@@ -77,3 +81,23 @@ def test_a_server_that_cannot_be_started_fails_before_the_run(tmp_path: Path) ->
 def test_what_is_no_server_is_refused_by_name(entry: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"environment\.tools"):
         import_kind(EnvironmentConfig(tools=[entry]))
+
+
+def test_all_pages_of_a_servers_tools_are_read_and_an_empty_text_is_no_picture() -> None:
+    class Paged:
+        async def list_tools(self, *, cursor: str | None) -> SimpleNamespace:
+            number = int(cursor or 0)
+            made = SimpleNamespace(name=f"tool{number}", description=None, input_schema={"type": "object"})
+            return SimpleNamespace(tools=[made], next_cursor=str(number + 1) if number < 2 else None)
+
+        async def call_tool(self, name: str, arguments: dict[str, Any]) -> SimpleNamespace:
+            content = [SimpleNamespace(type="text", text=""), SimpleNamespace(type="image")]
+            return SimpleNamespace(content=content, is_error=False)
+
+    async def scenario() -> None:
+        client: Any = Paged()
+        found = await _list_tools(client)
+        assert [own.name for own in found] == ["tool0", "tool1", "tool2"]
+        assert await found[0].call({}) == "\n[image]"
+
+    asyncio.run(scenario())

@@ -19,7 +19,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.bridge import Bridge, turn_ends
 from rlpipe.episodes.gateway import Gateway
-from rlpipe.episodes.parsing import parse_hermes
+from rlpipe.episodes.parsing import MAX_CALLS, parse_hermes
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules
 from rlpipe.errors import ConfigError
 from rlpipe.types import IntArray
@@ -303,6 +303,38 @@ def test_a_client_that_gives_up_and_asks_again_gets_the_turn_that_was_drawn() ->
     assert len(scene.contexts) == len(episode.graph.turns) == 1
 
 
+def test_a_retry_among_equal_questions_gets_the_turn_that_was_given_up() -> None:
+    async def program(scene: Scene) -> list[str | None]:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        patient = asyncio.create_task(scene.client().chat.completions.create(**body))
+        await asyncio.sleep(0.1)
+        made = scene.client(timeout=0.3, max_retries=1).chat.completions.create  # the second one is its retry
+        answers = [await made(**body), await patient]
+        return [answer.choices[0].message.content for answer in answers]
+
+    scene = Scene(["North.", "East."], pause_s=0.6)
+    episode, texts = play(scene, program)
+    assert texts == ["East.", "North."]
+    assert len(scene.contexts) == len(episode.graph.turns) == 2
+
+
+def test_a_question_that_failed_once_is_answered_when_it_is_asked_again() -> None:
+    class Failing(Scene):
+        async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+            if not turn:
+                raise ValueError("an odd text")
+            return await super().draw(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)
+
+    async def program(scene: Scene) -> str | None:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        answer = await scene.client(max_retries=2).chat.completions.create(**body)
+        return answer.choices[0].message.content
+
+    episode, text = play(Failing(["North.", "East."]), program)
+    assert text == "East."
+    assert len(episode.graph.turns) == 1
+
+
 def test_the_end_of_an_episode_refuses_open_requests() -> None:
     async def program(scene: Scene) -> None:
         asked = asyncio.create_task(
@@ -360,6 +392,28 @@ def test_rewards_belong_to_answers_or_to_the_episode() -> None:
 
     episode, _ = play(Scene(["x", "y"]), program)
     assert episode.turn_rewards == [0.5, 2.0]
+
+
+def test_rewards_of_no_answer_at_all_are_0() -> None:
+    async def program(scene: Scene) -> None:
+        await scene.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}])
+        scene.session.set_reward({})
+
+    episode, _ = play(Scene(["x"]), program)
+    assert episode.turn_rewards == [0.0]
+    assert episode.is_rewarded
+
+
+def test_calls_beyond_the_most_of_a_turn_are_left_out_of_the_answer() -> None:
+    async def program(scene: Scene) -> int:
+        made = scene.client().chat.completions.create
+        asked: Any = [{"role": "user", "content": "a"}]
+        answer = await made(model="any", messages=asked, tools=[LOOK])  # type: ignore[list-item]
+        return len(answer.choices[0].message.tool_calls or ())
+
+    episode, num_calls = play(Scene([CALL * (MAX_CALLS + 4)]), program)
+    assert num_calls == MAX_CALLS
+    assert episode.invalid_calls
 
 
 def test_bodies_that_are_no_requests_are_refused() -> None:

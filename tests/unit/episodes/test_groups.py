@@ -349,6 +349,8 @@ def test_a_failed_episode_may_cost_its_group_or_count_as_0_or_stop_the_run() -> 
     group, _ = play(*said, kind=FRAGILE, on_error="zero")
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0, 1.0]
     assert group.rollouts[0].num_loss_tokens > 0, "what was drawn is trained"
+    assert group.rollouts[0].episode is not None
+    assert not any(group.rollouts[0].episode.turn_rewards), "what it earned before it failed does not count, either"
     with pytest.raises(EnvironmentFailed, match="the board is gone"):
         play(*said, kind=FRAGILE, on_error="raise")
 

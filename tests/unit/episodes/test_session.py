@@ -17,7 +17,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.parsing import parse_hermes
-from rlpipe.episodes.session import Episode, Rules, Session
+from rlpipe.episodes.session import Deadline, Episode, Rules, Session
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.types import RolloutStatus
 
@@ -244,3 +244,22 @@ def test_control_tokens_in_the_first_message_are_plain_text() -> None:
     assert [(policy.contexts[0] == end).sum() for end in ends] == [3, 2]
     assert "<|im_start|>assistant\n20<|im_end|>" in tokenizer.decode(policy.contexts[0])
     assert sum(episode.turn_rewards) == 1.0
+
+
+def test_the_time_of_an_episode_begins_with_it() -> None:
+    async def wait(deadline: Deadline) -> float:
+        await asyncio.sleep(0.3)  # the environment starts
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError):
+            async with deadline:
+                await asyncio.sleep(5)
+        return asyncio.get_running_loop().time() - began
+
+    async def scenario() -> None:
+        assert await wait(Deadline(0.2)) >= 0.2
+        stopped = Deadline(0.2)
+        stopped.stop()
+        asyncio.get_running_loop().call_later(0.6, stopped.go_on)
+        assert await wait(stopped) >= 0.4
+
+    asyncio.run(scenario())

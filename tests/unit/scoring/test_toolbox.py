@@ -9,6 +9,7 @@ from reasoning_gym import create_dataset
 from trl.rewards import get_soft_overlong_punishment
 
 from rlpipe.scoring.toolbox import (
+    completion_text,
     exact_match,
     format_regex,
     format_tags,
@@ -215,3 +216,18 @@ def test_a_rows_answer_parses_within_the_timeout(monkeypatch: pytest.MonkeyPatch
 def test_a_null_answer_scores_no_completion(reward: Callable[..., list[float]]) -> None:
     with pytest.raises(ValueError, match=r"^the row's answer (is null|None is not a number)$"):
         reward(["None", "null"], answer=["None", None] if reward is exact_match else [None, None])
+
+
+def test_only_the_last_answer_of_a_conversation_is_read() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    conversation = [
+        {"role": "assistant", "content": "I call it 1."},
+        call,
+        {"role": "tool", "content": "56"},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "are you sure about 8?"},
+        call,
+    ]
+    assert completion_text(conversation) == "7"
+    assert numeric_match([conversation, conversation[:3]], [7, 56]) == [1.0, 0.0]
+    assert completion_text([call, {"role": "tool", "content": "56"}]) == ""

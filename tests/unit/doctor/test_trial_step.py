@@ -1,0 +1,25 @@
+"""Tests that what `rlpipe doctor` makes of a run's config, for its one step, is a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.configs.compose import list_groups, load_config
+from rlpipe.doctor.trial_step import shrunken
+
+KTO = ["algorithm=kto", "data=jsonl", "data.path=rows.jsonl", "model.path=org/policy"]
+EXPERIMENTS = {name: [f"experiment={name}"] for name in list_groups()["experiment"]}
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS, "kto"])
+def test_every_experiment_can_be_tried(name: str, tmp_path: Path) -> None:
+    overrides = {**EXPERIMENTS, "kto": KTO}[name]
+    run = load_config(overrides, need_files=False)
+    small = load_config([*overrides, *shrunken(run), f"output={tmp_path}/run"], need_files=False)
+    assert small.algorithm.num_steps == 1
+    assert small.data.held_out.every_steps == 0
+    assert small.output == f"{tmp_path}/run"
+    if run.model.prepare is not None:
+        assert small.model.path == run.model.path
