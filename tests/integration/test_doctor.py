@@ -48,11 +48,27 @@ def test_hosts_of_a_cluster_are_asked(
     assert f"{cluster_environment['RAY_ADDRESS']} answers" in found["network", "ok"]
 
 
+ACTOR = """
+import rlpipe
+
+
+class Broken(rlpipe.RewardActor):
+    def score(self, group):
+        raise ValueError("never works")
+"""
+
+
 @pytest.mark.slow
-def test_a_reward_that_fails_is_found_by_the_step(
+def test_a_reward_that_fails_is_found_before_the_step_or_by_it(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--json", *run_options(tiny_policy, prompts_file, tmp_path / "run", RAISING)]) == 1
+    found = said(capsys)
+    assert "never works" in found["reward calls", "PROBLEM"]
+    assert "the problems above come first" in found["trial step", "skipped"]
+    (tmp_path / "broken.py").write_text(ACTOR)  # an actor may need what only the run has
+    broken = f"scoring.rewards.digits.path={tmp_path / 'broken.py'}:Broken"
+    assert main(["doctor", "--json", *run_options(tiny_policy, prompts_file, tmp_path / "run", broken)]) == 1
     assert "groups in a row failed" in said(capsys)["trial step", "PROBLEM"]
 
 
