@@ -311,7 +311,7 @@ class Pinged(rlpipe.Environment):
 
 async def serve_pinged(request: web.Request) -> web.WebSocketResponse:
     """Give up a client that does not answer a ping, as uvicorn does after 20 seconds."""
-    connection = web.WebSocketResponse(heartbeat=1.0)
+    connection = web.WebSocketResponse(heartbeat=1.5)
     await connection.prepare(request)
     async for message in connection:
         kind = json.loads(message.data)["type"]
@@ -336,7 +336,7 @@ def test_a_server_is_answered_while_the_policy_has_its_turn(isolation: str, tmp_
         environment = isolate(import_kind(config), config).make()
         try:
             assert await environment.reset({}, 0) == "reset"
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(4.0)
             step = await environment.step("x")
             await environment.close()
         finally:

@@ -307,12 +307,12 @@ def test_a_retry_among_equal_questions_gets_the_turn_that_was_given_up() -> None
     async def program(scene: Scene) -> list[str | None]:
         body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
         patient = asyncio.create_task(scene.client().chat.completions.create(**body))
-        await asyncio.sleep(0.1)
-        made = scene.client(timeout=0.3, max_retries=1).chat.completions.create  # the second one is its retry
+        await asyncio.sleep(0.5)
+        made = scene.client(timeout=1.0, max_retries=1).chat.completions.create  # the second one is its retry
         answers = [await made(**body), await patient]
         return [answer.choices[0].message.content for answer in answers]
 
-    scene = Scene(["North.", "East."], pause_s=0.6)
+    scene = Scene(["North.", "East."], pause_s=2.0)
     episode, texts = play(scene, program)
     assert texts == ["East.", "North."]
     assert len(scene.contexts) == len(episode.graph.turns) == 2

@@ -132,9 +132,9 @@ def test_a_driver_that_stood_still_does_not_give_up_its_cluster(monkeypatch: pyt
     context = SimpleNamespace(gcs_address="127.0.0.1:1")
     monkeypatch.setattr(monitor.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(monitor, "_guard_head", lambda *_: None)
-    for name, value in (("PROBE_S", 0.05), ("SILENT_AFTER_S", 0.5)):
+    for name, value in (("PROBE_S", 0.2), ("SILENT_AFTER_S", 1.5)):
         monkeypatch.setattr(monitor, name, value)
-    monkeypatch.setenv(monitor.HEAD_OPTION, "1.2")
+    monkeypatch.setenv(monitor.HEAD_OPTION, "3.2")
 
     async def watch() -> None:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
@@ -145,9 +145,9 @@ def test_a_driver_that_stood_still_does_not_give_up_its_cluster(monkeypatch: pyt
 
         monkeypatch.setattr(monitor, "_ask_head", ask)
         watching = asyncio.create_task(monitor.watch_hosts(said.append, "the same command"))
-        await asyncio.sleep(0.3)
-        time.sleep(2.0)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.5)
+        time.sleep(4.0)
+        await asyncio.sleep(0.5)
         assert not watching.done()
         assert not said
         server.close()
