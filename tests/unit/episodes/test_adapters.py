@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,20 @@ def test_what_is_no_object_is_no_action(text: str) -> None:
         read_fields(text, {"a": {"type": "integer"}, "b": {"type": "string"}}, ["a", "b"])
 
 
+@asynccontextmanager
+async def served_socket(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """Yield the address, without a scheme, of a server whose ``/ws`` is answered as given."""
+    app = web.Application()
+    app.router.add_get("/ws", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize(
     "answer", ["x", "[]", "{}", '{"type": "observation", "data": 3}', '{"type": "error", "data": 1}']
 )
@@ -272,18 +287,13 @@ def test_what_is_no_server_of_openenv_is_named(answer: str) -> None:
         return socket
 
     async def reset() -> None:
-        app = web.Application()
-        app.router.add_get("/ws", say)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        session = OpenEnvSession(f"ws://127.0.0.1:{runner.addresses[0][1]}/")
-        try:
-            with pytest.raises(OpenEnvFailed, match="its answer to reset is not in the form of OpenEnv"):
-                await session.reset()
-        finally:
-            await session.close()
-            await runner.cleanup()
+        async with served_socket(say) as address:
+            session = OpenEnvSession(f"ws://{address}/")
+            try:
+                with pytest.raises(OpenEnvFailed, match="its answer to reset is not in the form of OpenEnv"):
+                    await session.reset()
+            finally:
+                await session.close()
 
     asyncio.run(reset())
 
@@ -325,22 +335,14 @@ async def serve_pinged(request: web.Request) -> web.WebSocketResponse:
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_server_is_answered_while_the_policy_has_its_turn(isolation: str, tmp_path: Path) -> None:
     async def scenario() -> float:
-        app = web.Application()
-        app.router.add_get("/ws", serve_pinged)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        (tmp_path / "pinged.py").write_text(PINGED.replace("ADDRESS", repr(address)))
-        config = EnvironmentConfig(path=f"{tmp_path / 'pinged.py'}:Pinged", isolation=isolation)
-        environment = isolate(import_kind(config), config).make()
-        try:
+        async with served_socket(serve_pinged) as address:
+            (tmp_path / "pinged.py").write_text(PINGED.replace("ADDRESS", repr(f"http://{address}")))
+            config = EnvironmentConfig(path=f"{tmp_path / 'pinged.py'}:Pinged", isolation=isolation)
+            environment = isolate(import_kind(config), config).make()
             assert await environment.reset({}, 0) == "reset"
             await asyncio.sleep(4.0)
             step = await environment.step("x")
             await environment.close()
-        finally:
-            await runner.cleanup()
-        return float(step.reward)
+            return float(step.reward)
 
     assert asyncio.run(scenario()) == 1.0
