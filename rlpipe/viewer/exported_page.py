@@ -13,8 +13,10 @@ from typing import Any
 
 from rlpipe.common.atomic_io import write_whole
 from rlpipe.errors import DataError, InputError
+from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import image_kind
+from rlpipe.viewer.group_index import STATUS_BITS
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.viewed_run import ViewedRun
 from rlpipe.viewer.web_app import static_files, to_json
@@ -50,7 +52,8 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
         trees.append(tree)
         left_out += [f"{run.name}: {line}" for line in lines]
     title = f"exported {time.strftime('%Y-%m-%d %H:%M')}; parts of the runs were left out"
-    page = make_page({"title": title, "left_out": left_out, "runs": trees})
+    orders = {"states": [*GroupState], "statuses": [*STATUS_BITS]}  # which the page sorts by, as the server does
+    page = make_page({"title": title, "left_out": left_out, "runs": trees, **orders})
     try:
         write_whole(target, page)
     except OSError as error:

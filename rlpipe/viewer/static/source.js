@@ -51,13 +51,9 @@ const COLUMNS = {
   staleness: "staleness", version: "version",
 };
 
-// The orders of states and statuses, as the server sorts by them.
-const STATES = ["ADMITTED", "GENERATED", "SCORED", "ASSIGNED", "TRAINED", "DISCARDED"];
-const STATUSES = ["completed", "truncated", "aborted", "failed"];
-
 function valueOf(row, key) {
-  if (key === "state") return STATES.indexOf(row.state);
-  if (key === "status") return STATUSES.reduce((bits, status, place) => bits + (row.statuses?.includes(status) ? 2 ** place : 0), 0);
+  if (key === "state") return exported.states.indexOf(row.state);
+  if (key === "status") return exported.statuses.reduce((bits, status, place) => bits + (row.statuses?.includes(status) ? 2 ** place : 0), 0);
   return key.startsWith("reward:") ? row.functions?.[key.slice(7)] ?? null : row[COLUMNS[key]];
 }
 
