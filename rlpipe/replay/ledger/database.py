@@ -25,6 +25,8 @@ from rlpipe.types import ChatMessages, EpisodeTrace, PlacedImage, Prompt, Rollou
 
 COMPRESSION = 1
 """zlib's fastest level; higher levels take three times as long to save a tenth of the size."""
+COLUMN = "column:"
+"""Prefix of the names of arrays that hold a column of the row."""
 TOKEN_ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
@@ -47,18 +49,10 @@ def pack_arrays(group: RolloutGroup, *, with_columns: bool = False) -> bytes:
     if group.prompt.images:
         places = [(image.place, image.num_tokens) for image in group.prompt.images]
         arrays["image_places"] = np.array(places, np.int32)  # [I, 2]
-    if with_columns:
-        arrays["columns"] = np.frombuffer(_pack_columns(group.prompt.task), np.uint8)
-    return zlib.compress(save(arrays), COMPRESSION)
-
-
-def _pack_columns(columns: Mapping[str, Any]) -> bytes:
-    stored: dict[str, Any] = {}
-    for name, value in columns.items():
+    for name, value in group.prompt.task.items() if with_columns else ():
         with suppress(DataError):
-            dump_values(value, name)
-            stored[name] = value
-    return dump_values(stored, "the row")
+            arrays[COLUMN + name] = np.frombuffer(dump_values(value, name), np.uint8)
+    return zlib.compress(save(arrays), COMPRESSION)
 
 
 def pack_record(group: RolloutGroup) -> str:
@@ -108,7 +102,8 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
     """
     record, arrays = json.loads(record_text), load(zlib.decompress(packed))
     if task is None:
-        task = load_values(arrays["columns"].tobytes()) if "columns" in arrays else {}
+        columns = {name: stored for name, stored in arrays.items() if name.startswith(COLUMN)}
+        task = {name.removeprefix(COLUMN): load_values(stored.tobytes()) for name, stored in columns.items()}
     prompt = Prompt(
         prompt_id=record["prompt_id"],
         epoch=record["epoch"],
