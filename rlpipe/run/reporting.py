@@ -117,7 +117,7 @@ class Reporter:
 
     def _check_health(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on what the rules find; after the last step nothing is left to be stopped."""
-        for finding in self._health.update(metrics):
+        for finding in self._health.update({"step": step, **metrics}):
             self.found(replace(finding, stops=finding.stops and step < self._total))
 
     def compared(self, report: StepReport) -> None:

@@ -30,7 +30,7 @@ from rlpipe.scoring.rewards import (
 )
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed
 from rlpipe.scoring.validation import check_scores, describe_exception, is_lack_of_memory
-from rlpipe.types import NO_VERSION, ChatMessages, Rollout, RolloutGroup
+from rlpipe.types import NO_VERSION, ChatMessages, Rollout, RolloutGroup, RolloutStatus
 
 if TYPE_CHECKING:
     from rlpipe.scoring.engine_chat import Chat
@@ -373,8 +373,8 @@ def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Ma
     """Write each rollout's ``rewards`` and their weighted sum, and handle failures as the config says.
 
     ``scores`` come from the processes that share the group's rewards; a reward that none of them scored counts as
-    failed. A sum leaves out None values, and is None if there is no other. Raises ``RewardFailed`` for a failure whose
-    ``fail`` is ``raise``.
+    failed. A sum leaves out None values, and is None if there is no other. The rewards of an episode that failed are 0,
+    whatever it has said until then. Raises ``RewardFailed`` for a failure whose ``fail`` is ``raise``.
     """
     values: dict[str, list[float | None]] = {}
     failures: dict[str, str] = {}
@@ -386,7 +386,8 @@ def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Ma
     for name, reason in failures.items():
         values[name] = _substitute(name, reason, group, rewards[name])
     for index, rollout in enumerate(group):
-        rollout.rewards = {name: values[name][index] for name in rewards}
+        has_failed = rollout.status is RolloutStatus.FAILED
+        rollout.rewards = {name: 0.0 if has_failed else values[name][index] for name in rewards}
         rollout.reward = None if group.failure else _weighted_sum(rollout.rewards, rewards)
     group.score_s = sum(sum(part.seconds.values()) for part in scores)
 

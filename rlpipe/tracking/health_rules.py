@@ -35,10 +35,15 @@ class RunHistory:
     """Highest mean reward of as many steps as are recent."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out."""
+        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
+
+        An evaluation takes the place of the last one if both are of the same ``step``.
+        """
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         values = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if is_evaluation(values):
+            if self.evaluations and self.evaluations[-1][0].get("step", -1) == values.get("step"):
+                self.evaluations.pop()  # a resumed run evaluates the version that it begins with again
             self.evaluations.append((values, self.progress()))
         for name, value in values.items():
             if len(self.first[name]) < START:

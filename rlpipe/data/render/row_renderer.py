@@ -272,6 +272,8 @@ class SequenceRenderer:
         if self._processor is not None:
             self._processor.check(encoded)
         if self._data.text_column is None:
+            if not loss_mask.any():
+                raise UnusableRow("it has no tokens to train: its completion is empty")
             check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
         task = {name: value for name, value in row.items() if name not in self._rendered_columns}
         return RenderedRow(encoded=encoded, loss_mask=loss_mask, task=task)

@@ -289,11 +289,12 @@ class Feed:
     """Feed of rows that are new in a ledger since the last look, even if a copy has replaced the ledger in between.
 
     A group is new once it passes the filter; if the filter names no state, its rewards must be known, or it must be
-    discarded. Rows that are there at the first look are not new.
+    discarded. Steps have to be within the filter's bounds of steps. Rows that are there at the first look are not new.
     """
 
     def __init__(self, wanted: GroupFilter) -> None:
         self._condition, self._values = wanted.condition()
+        self._first_step, self._last_step = wanted.first_step or 0, wanted.last_step
         if not wanted.states:
             self._condition += " AND state NOT IN ('ADMITTED', 'GENERATED')"
         self._file: tuple[int, int] | None = None
@@ -315,7 +316,8 @@ class Feed:
             self._skip_groups(ledger)
         found = dict(self._open_groups(ledger))
         groups = read_groups(ledger, [group_id for group_id in found if group_id not in self._shown])
-        steps, events = find_steps(ledger, after=self._newest_step), ledger.events(self._last_event)
+        steps = find_steps(ledger, first=self._first_step, last=self._last_step, after=self._newest_step)
+        events = ledger.events(self._last_event)
         self._newest_group = max([self._newest_group, *found.values()])
         self._newest_step = max([self._newest_step, *(step.ended_at for step in steps)])
         if events:

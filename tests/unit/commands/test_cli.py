@@ -175,6 +175,7 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["inspect", "run", "--state", "LOST"], "--state: there is no LOST; it is one of ADMITTED, GENERATED"),
         (["inspect", "run", "--sort", "age"], "--sort: there is no age; it is one of id, step"),
         (["inspect", "run", "--steps", "--epoch", "1"], "--steps show no groups: leave out --epoch"),
+        (["inspect", "run", "--events", "--step", "1"], "--events shows what belongs to no step: leave out --step"),
         (
             ["inspect", "run", "--group", "1", "--events"],
             "--group shows one group in full: leave out --groups, --steps",

@@ -278,6 +278,14 @@ def test_a_feed_of_a_state_waits_for_it(tmp_path: Path) -> None:
     assert names(feed.look(store.ledger, (0, 0))) == [("group", 0), ("group", 1)]
 
 
+def test_a_feed_of_some_steps_has_no_others(tmp_path: Path) -> None:
+    store, feed = open_store(tmp_path), Feed(GroupFilter(first_step=1, last_step=2))
+    assert feed.look(store.ledger, (0, 0)) == []
+    for step in range(4):
+        store.ledger.complete(StepReport(step=step, metrics={}))
+    assert names(feed.look(store.ledger, (0, 0))) == [("step", 1), ("step", 2)]
+
+
 def test_a_feed_goes_on_with_a_copy(tmp_path: Path) -> None:
     store, feed = open_store(tmp_path), Feed(GroupFilter())
     feed.look(store.ledger, (0, 0))

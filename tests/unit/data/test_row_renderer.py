@@ -257,6 +257,12 @@ def test_a_blank_prompt_is_skipped(blank: str) -> None:
         prompt_of({"prompt": blank})
 
 
+def test_an_empty_completion_is_skipped() -> None:
+    options: dict[str, Any] = {"chat": False, "train_on_eos": "none"}
+    with pytest.raises(UnusableRow, match=r"^it has no tokens to train: its completion is empty$"):
+        sequence_of({"prompt": "1+1=", "completion": ""}, **options)
+
+
 @pytest.mark.parametrize(
     ("tools", "problem"),
     [

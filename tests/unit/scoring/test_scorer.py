@@ -31,7 +31,7 @@ from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.rewards import Reward, RewardActor
 from rlpipe.scoring.scorer import GroupScores, Scorer, apply_scores
 from rlpipe.scoring.validation import check_scores
-from rlpipe.types import Prompt, Rollout, RolloutGroup
+from rlpipe.types import Prompt, Rollout, RolloutGroup, RolloutStatus
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]
 PROMPT_TOKENS = 3
@@ -595,6 +595,13 @@ def test_weighted_sum_leaves_out_none() -> None:
     assert group.rollouts[1].rewards == {"x": None, "y": 2.0}
     assert group.failure is None
     assert group.score_s == pytest.approx(0.75)
+
+
+def test_an_episode_that_failed_has_no_reward_for_what_it_said() -> None:
+    group = make_group("a", "b")
+    group.rollouts[0].status = RolloutStatus.FAILED
+    apply_scores(group, [GroupScores(group_id=5, scores={"x": [1.0, 1.0]})], {"x": config(weight=0.5)})
+    assert [rollout.reward for rollout in group] == [0.0, 0.5]
 
 
 @pytest.fixture

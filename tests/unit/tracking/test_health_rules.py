@@ -223,6 +223,18 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     assert config.health == {"entropy_low": HealthLimits(stop=0.005)}
 
 
+def test_a_version_that_is_evaluated_again_counts_once() -> None:
+    falls = [0.3, 0.5, 0.52, 0.4]
+    again = [{"step": step, "eval/accuracy": value} for step, value in [*enumerate(falls), (3, 0.4), (3, 0.4)]]
+    well_rows = [well(step) for step in range(60)]
+    watch = HealthWatch(make_config(), well_rows)
+    for row in again:
+        watch.update(row)
+    assert watch.tripped == []
+    watch.update({"step": 4, "eval/accuracy": 0.38})
+    assert watch.tripped == ["held_out_falls"]
+
+
 def _documented() -> dict[str, list[str]]:
     page = (Path(__file__).parents[3] / "docs" / "health.md").read_text()
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
