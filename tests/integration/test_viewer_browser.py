@@ -108,6 +108,22 @@ def test_charts_are_read_and_zoomed_by_keys(browser: Browser, address: str) -> N
         expect(page.locator(".chart[data-zoomed]")).to_have_count(0)
 
 
+def test_events_above_a_curve_are_reached_by_keys(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        reward = page.locator(".chart[data-title='Reward']")
+        reward.get_by_role("group", name="Reward over steps").focus()
+        for _ in range(5):
+            if "engine rollout-0 died: killed" not in reward.locator(".legend").inner_text():
+                page.keyboard.press("E")
+        step = reward.locator(".at").inner_text()
+        page.keyboard.press("ArrowLeft")
+        expect(reward.locator(".at")).not_to_have_text(step)
+        page.keyboard.press("e")
+        expect(reward.locator(".at")).to_have_text(step)
+        page.keyboard.press("Enter")  # the newest event of the step
+        expect(page.locator("tr.chosen")).to_contain_text("the policy becomes random")
+
+
 def test_an_event_above_a_curve_leads_to_its_description(browser: Browser, address: str) -> None:
     with opened(browser, address) as page:
         mark = page.locator(".chart[data-title='Reward'] .mark.death")

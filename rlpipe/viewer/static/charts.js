@@ -101,16 +101,35 @@ export class Chart {
     requestAnimationFrame(() => { if (this.plot) this.pointTo(step); });
   }
 
-  // Left and right go from step to step, + zooms in on that step, - out, 0 and Escape go back to all steps.
+  // The point of the curves that each mark is at: the one of its step, or else the one before it.
+  places() {
+    return this.marks.map(({ step }) => (step === null ? null : nearest(this.plot.data[0], step)));
+  }
+
+  marksAt(index) {
+    const places = this.places();
+    return this.marks.filter((_, number) => places[number] === index);
+  }
+
+  // Left and right go from step to step, e and E from event to event, Enter opens the event; + zooms in on the step,
+  // - out, 0 and Escape go back to all steps.
   onKey(event) {
     const steps = this.plot?.data[0] ?? [];
     if (!steps.length || event.ctrlKey || event.metaKey || event.altKey) return;
     const { min, max } = this.plot.scales.x;
     const at = this.plot.cursor.idx ?? steps.findLastIndex((step) => step <= max);
     const zooms = { "+": 0.5, "=": 0.5, "-": 2 };
+    const isShown = (index) => steps[index] >= min && steps[index] <= max;
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const next = Math.min(Math.max(at + (event.key === "ArrowLeft" ? -1 : 1), 0), steps.length - 1);
-      if (steps[next] >= min && steps[next] <= max) this.pointTo(steps[next]);
+      if (isShown(next)) this.pointTo(steps[next]);
+    } else if (event.key === "e" || event.key === "E") {
+      const back = event.key === "E";
+      const start = this.plot.cursor.idx ?? (back ? Infinity : -1);
+      const beyond = this.places().filter((place) => place !== null && isShown(place) && (back ? place < start : place > start));
+      if (beyond.length) this.pointTo(steps[back ? Math.max(...beyond) : Math.min(...beyond)]);
+    } else if (event.key === "Enter" && this.marksAt(this.plot.cursor.idx).length) {
+      this.onmark(this.marksAt(this.plot.cursor.idx)[0]);
     } else if (event.key in zooms) {
       const factor = Math.max(zooms[event.key], Math.min(1, 1 / (max - min)));
       const around = factor > 1 ? (min + max) / 2 : steps[at];  // else - at an edge would hardly widen the other side
@@ -152,7 +171,7 @@ export class Chart {
     return { data, series, bands };
   }
 
-  // The names of the lines, with their values at the pointer, or else their newest ones.
+  // The names of the lines, with their values at the pointer, or else their newest ones; and what happened there.
   showValues() {
     const index = this.plot?.cursor.idx;
     const step = index === null || index === undefined ? null : this.plot.data[0][index];
@@ -160,7 +179,8 @@ export class Chart {
       const at = step === null ? values.length - 1 : nearest(steps, step);
       return make("span", { class: "key" }, make("i", { style: { backgroundColor: seriesColour(place) } }), `${label} `, make("b", {}, number(values[at])));
     });
-    this.legend.replaceChildren(...entries, step === null ? "" : make("span", { class: "at" }, `step ${step.toLocaleString("en")}`));
+    const events = step === null ? [] : this.marksAt(index).map(({ kind, message }) => make("span", { class: "event" }, `${kind}: ${message}`));
+    this.legend.replaceChildren(...entries, step === null ? "" : make("span", { class: "at" }, `step ${step.toLocaleString("en")}`), ...events);
   }
 
   placeMarks() {

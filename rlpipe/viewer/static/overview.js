@@ -38,7 +38,7 @@ export async function overviewView(body, context) {
   slider.value = String(state.smoothing);
   const reset = make("button", { onclick: () => zoomTo() }, "Reset zoom");
   const toolbar = make("div", { class: "toolbar" }, labelled("Smoothing", slider), search, datalist, reset,
-    make("span", { class: "muted" }, "drag over a chart to zoom all of them, double click to go back; keys: arrows, +, -, 0"));
+    make("span", { class: "muted" }, "drag over a chart to zoom all of them, double click to go back; keys: arrows, e, Enter, +, -, 0"));
   fill(body, strip, toolbar, grid, health);
   let data = [];
   let marks = [];
