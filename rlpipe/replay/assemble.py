@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from operator import itemgetter
 
 import numpy as np
@@ -55,7 +56,7 @@ def assemble_step(
     rollouts whose advantage is 0 are counted in the denominators but left out of the batch, unless the loss reads them
     all the same. If the learner computes the advantages, the batches hold the rewards instead.
     """
-    whole = [*_without_replaced(groups, len(replayed), algorithm.combine), *replayed]
+    whole = [*_without_replaced(groups, len(replayed), algorithm), *replayed]
     trained = [replace(group, rollouts=group.sampled) for group in whole]
     in_learner = algorithm.credits_in_learner
     skip_zero_advantage = skip_zero_advantage and not in_learner
@@ -98,9 +99,11 @@ def assemble_step(
     return batches
 
 
-def _without_replaced(groups: Sequence[RolloutGroup], num_replaced: int, combine: str) -> list[RolloutGroup]:
+def _without_replaced(
+    groups: Sequence[RolloutGroup], num_replaced: int, algorithm: AlgorithmConfig
+) -> list[RolloutGroup]:
     """Return the groups without the first ones whose rewards are all equal, which get advantages of 0."""
-    flat = [group for group in groups if not has_signal(group, combine)] if num_replaced else []
+    flat = [group for group in groups if not has_signal(group, algorithm)] if num_replaced else []
     replaced = flat[:num_replaced]
     for rollout in (rollout for group in replaced for rollout in group):
         _write_advantages(rollout, np.zeros((), np.float32))
@@ -179,17 +182,24 @@ def _truth_rollout(group: RolloutGroup) -> Rollout:
     )
 
 
-def has_signal(group: RolloutGroup, combine: str) -> bool:
-    """Return whether the group's rewards differ: their sum, or any one of them if each is normalized first."""
+def has_signal(group: RolloutGroup, algorithm: AlgorithmConfig) -> bool:
+    """Return whether the group's rewards differ: their sums, or any that is normalized, or credited, by itself."""
     columns = [[rollout.reward for rollout in group]]
-    if combine == "normalize_then_sum":
+    if algorithm.combine == "normalize_then_sum":
         columns = [[rollout.rewards.get(name) for rollout in group] for name in group.rollouts[0].rewards]
+    if algorithm.advantage.credit == "turns":
+        own = [rollout.episode.turn_rewards for rollout in _rewarded(group) if rollout.episode is not None]
+        columns += [list(turn) for turn in zip_longest(*own, fillvalue=0.0)]
     return any(np.std(_known(column)) >= NO_SPREAD for column in columns)
+
+
+def _rewarded(group: RolloutGroup) -> list[Rollout]:
+    return [rollout for rollout in group if rollout.reward is not None]
 
 
 def _is_flat(group: RolloutGroup) -> bool:
     """Return whether all of the group's advantages are 0."""
-    return not any(rollout.advantages is not None and rollout.advantages.any() for rollout in group)
+    return not any(own.advantages is not None and own.advantages.any() for own in group.sequences)
 
 
 def _advantages_std(group: RolloutGroup) -> float:
@@ -308,17 +318,23 @@ def _write_advantages(rollout: Rollout, advantages: FloatArray) -> None:
 
 
 def _credit_turns(group: RolloutGroup, environment_weight: float) -> None:
-    """Write each turn's advantage to its tokens; what reward functions give counts for an episode's last turn."""
-    rewards = []
-    for rollout in group:
+    """Write each turn's advantage to its tokens; what reward functions give counts for an episode's last turn.
+
+    Episodes without a reward get advantages of 0, and count in no other's; one that is the only one left gets 0, too.
+    """
+    for sequence in group.sequences:
+        sequence.advantages = np.zeros(len(sequence.token_ids), np.float32)
+    rewarded, rewards = _rewarded(group), []
+    if len(rewarded) == 1 < len(group):
+        return
+    for rollout in rewarded:
         own = np.zeros(0) if rollout.episode is None else environment_weight * np.array(rollout.episode.turn_rewards)
         if len(own):
             own[-1] += (rollout.reward or 0.0) - own.sum()
         rewards.append(own.tolist())
-    for rollout, advantages in zip(group, turn_advantages(rewards), strict=True):
+    for rollout, advantages in zip(rewarded, turn_advantages(rewards), strict=True):
         for sequence in rollout.sequences:
-            sequence.advantages = np.zeros(len(sequence.token_ids), np.float32)
-            if sequence.turns is not None:
+            if sequence.advantages is not None and sequence.turns is not None:
                 sequence.advantages[sequence.loss_mask] = advantages[sequence.turns[sequence.loss_mask]]
 
 

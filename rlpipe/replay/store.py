@@ -110,7 +110,7 @@ class ReplayStore:
         self._algorithm, self._learner, self._replay, self._rewards = algorithm, learner, replay, rewards
         self._seed, self._num_samples = seed, num_samples
         self._buffer = ReplayBuffer(groups_per_step=algorithm.groups_per_step, max_staleness=replay.max_staleness)
-        self._kept = ReplayCache(limit=replay.reuse_groups, combine=algorithm.combine, policy=algorithm.replay)
+        self._kept = ReplayCache(limit=replay.reuse_groups, algorithm=algorithm, policy=algorithm.replay)
         self._generated: dict[int, RolloutGroup] = {}
         self._entries: dict[int, GroupTicket] = {}
         self._samples: dict[int, list[RolloutGroup]] = {}
@@ -267,7 +267,7 @@ class ReplayStore:
 
     def _is_refilled(self, group: RolloutGroup) -> bool:
         attempt = self._entries[group.group_id].attempt
-        return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm.combine)
+        return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm)
 
     def _zero_reward(self) -> list[GroupTicket]:
         """Return the ledger's groups that earned nothing and whose prompts have not been put back."""

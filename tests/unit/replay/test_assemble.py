@@ -9,7 +9,7 @@ from replay_cases import group
 
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig, RewardKlConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
-from rlpipe.replay.assemble import assemble_step, set_advantages, step_metrics
+from rlpipe.replay.assemble import assemble_step, has_signal, set_advantages, step_metrics
 from rlpipe.types import NO_TURN, EpisodeTrace, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 
@@ -232,6 +232,34 @@ def test_turns_may_have_advantages_of_their_own() -> None:
     )
     (micro,) = batch.mini_batches[0].micro_batches
     assert [*micro.advantages[micro.loss_mask]] == [1.75 - 2.0, 1.25, 1.25, 2.0 - 1.75]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([1.5, None, 2.0], [-0.5, 1.0, 1.0, 0, 0.5]), ([1.5, None, None], [0, 0, 0, 0, 0])]
+)
+def test_an_episode_without_a_reward_counts_in_no_turn(rewards: list[float | None], expected: list[float]) -> None:
+    made = group(0, [0.0, 0.0, 0.0], lengths=[3, 1, 1])
+    turns = ([0.5, 0.0, 1.0], [0.0], [2.0])
+    made.rollouts = [played(rollout, own) for rollout, own in zip(made, turns, strict=True)]
+    for rollout, reward in zip(made, rewards, strict=True):
+        rollout.reward = reward
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="rloo", credit="turns"))
+    set_advantages([made], algorithm, {"environment": 1.0})
+    found = [own.advantages[own.loss_mask] for own in made.sequences if own.advantages is not None]
+    assert [*np.concatenate(found)] == expected
+
+
+def test_equal_sums_of_different_turns_are_a_signal_where_turns_are_credited() -> None:
+    made = group(0, [1.0, 1.0, 1.0], lengths=[2, 3, 1])
+    early, late, unknown = (played(x, own) for x, own in zip(made, ([1.0, 0], [0, 1.0, 0], [5.0]), strict=True))
+    unknown.reward = None
+    advantages = [AdvantageConfig(name="rloo", credit=credit) for credit in ("turns", "episode")]
+    turns, episodes = (AlgorithmConfig(advantage=own) for own in advantages)
+    made.rollouts = [early, late]
+    assert has_signal(made, turns)
+    assert not has_signal(made, episodes)
+    made.rollouts = [early, played(late, [1.0, 0, 0]), unknown]
+    assert not has_signal(made, turns)
 
 
 def test_own_advantages_of_tokens_reach_the_branches_of_an_episode(tmp_path: Path) -> None:
