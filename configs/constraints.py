@@ -345,6 +345,8 @@ def check_environment(config: Config) -> Iterator[str]:
     if environment.agent is not None and names != ["agent"]:
         other = next(name for name in names if name != "agent")
         yield f"environment.agent: a program brings its own tools and answers; remove environment.{other}, or agent"
+    if environment.agent is not None and environment.isolation == "sandbox":
+        yield "environment.isolation: an agent in a sandbox could not reach the policy; set process"
     if config.algorithm.ebft.reward:
         yield f"{name}: EBFT compares single completions with a ground truth; set algorithm.ebft.reward=false"
     if config.rollout.sampling.stop:

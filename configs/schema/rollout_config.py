@@ -198,8 +198,8 @@ class EnvironmentConfig(Freezable):
     tool_timeout_s: float = option(10.0, "Maximum seconds of a tool call.", above=0, maximum=MAX_SECONDS)
     isolation: str = option(
         "process",
-        "Where an environment and tools run: in threads of the process that plays (thread), each episode and each call "
-        "of a function in a process of its own (process), or in one without network (sandbox).",
+        "Where an environment, tools, or a function as an agent run: in threads of the process that plays (thread), "
+        "each episode and each call of a tool in a process of its own (process), or in one without network (sandbox).",
         choices=("thread", "process", "sandbox"),
     )
     memory_gb: float | None = option(

@@ -111,12 +111,12 @@ def _read_value(value: Any, space: Any) -> Any:
     return np.asarray(value, getattr(space, "dtype", None))
 
 
-def from_trl(factory: Callable[[], Any]) -> type[Environment]:
+def from_trl(factory: Callable[[], Any], *, prompt_column: str = "prompt") -> type[Environment]:
     """Return what TRL takes as ``environment_factory`` as an environment class.
 
     Its public methods are tools; the text that its ``reset`` returns for the row's columns is appended to the row's
-    prompt; ``get_reward``, if there is one, gives the reward. Reward functions can't have the parameter
-    ``environments``, as they run in other processes. Raises ``ConfigError`` if it has no ``reset``.
+    prompt, which is in ``prompt_column``; ``get_reward``, if there is one, gives the reward. Reward functions can't
+    have the parameter ``environments``, as they run in other processes. Raises ``ConfigError`` if it has no ``reset``.
     """
     if not callable(getattr(factory(), "reset", None)):
         raise ConfigError(f"{getattr(factory, '__name__', factory)} has no method reset, which TRL's environments have")
@@ -126,9 +126,13 @@ def from_trl(factory: Callable[[], Any]) -> type[Environment]:
             self.env = factory()
 
         async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-            prompt = row.get("prompt", [{"role": "user", "content": ""}])
+            prompt = row.get(prompt_column) or ""
             *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             added = await call_anywhere(self.env.reset, **row)
+            if not (prompt or added):
+                raise ValueError(
+                    f"the row has no text in {prompt_column!r}, and reset returned none: set prompt_column"
+                )
             return [*before, last if added is None else {**last, "content": last["content"] + added}]
 
         async def final_reward(self) -> float:

@@ -18,7 +18,7 @@ from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, with_tools
 from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
-from rlpipe.types import ChatMessages, IntArray
+from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
 REFUSED: Mapping[str, Any] = {
@@ -284,6 +284,8 @@ class AgentSession:
             message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
             raise RequestRefused(400, "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
+        if self.episode.end == "length":  # the program has made room, and goes on
+            self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
         number, self._num_drawn = self._num_drawn, self._num_drawn + 1
         with self.episode.timed("engine_wait"):
             drawn = await self._draw(context, max_tokens=limit, turn=number, stop=question.stop)

@@ -260,7 +260,11 @@ HISTORIES: Sequence[ChatMessages] = (
     [_user("Hello"), _said("Hello, where to?"), _user("To the sea, {please}.\n")],
     [_user("Where?"), _called(FIRST), _result(FIRST, "north"), _said("North."), _user("And then?")],
     [_user("Два пути\n\nили три?"), _said("<b>Два</b>"), _user("1 + 1 = ?"), _said("2"), _user("  Why?  ")],
+    [_user("```\ndef way(): ...\n```"), _said("It has no end.\n"), _user("Has it none?")],
+    [_user("a" * 500)],
 )
+MIN_HISTORIES = 5
+"""Histories that a template must accept to be trusted; it may know neither system messages nor tools."""
 KINDS: Mapping[str, tuple[Message, ChatMessages]] = {
     USER_MESSAGE: (_said("It is far."), [_user("How far?")]),
     RESULT: (_called(FIRST), [_result(FIRST, "ten miles")]),
@@ -294,7 +298,9 @@ def _why_refused(bridge: Bridge, answer: Message, new: ChatMessages) -> str | No
         num_tried += 1
         if not ends_with(whole, expected):
             return "what the chat template writes after it depends on the history"
-    return None if num_tried else "the chat template does not accept a conversation with it"
+    if num_tried < MIN_HISTORIES:
+        return f"the chat template accepts it after {num_tried} of {len(HISTORIES)} histories, too few to tell"
+    return None
 
 
 def render_whole(template: ChatTemplate, messages: ChatMessages) -> IntArray:

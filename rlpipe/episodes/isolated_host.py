@@ -1,4 +1,4 @@
-"""Process that has imported a run's environment and tools, and forks another for each episode and each call of a tool.
+"""Process that has imported a run's environment, tools or agent, and forks others for episodes and calls of tools.
 
 It has one thread, so that it may fork. What it forks stays until its episode ends, is watched as a sandboxed call is,
 and ends with all that it started.
@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -50,7 +51,7 @@ class HostSetup:
 
 
 class IsolatedHost:
-    """Serves the environment and tools of a config, each object in a process of its own."""
+    """Serves the environment, tools or agent of a config, each object in a process of its own."""
 
     def __init__(self, setup: HostSetup) -> None:
         config = self._config = setup.config
@@ -118,7 +119,10 @@ async def _answer_all(asked_by: Connection, served: ServedObject) -> NoReturn:
 
 
 class ServedObject:
-    """An environment with its tools, or one tool, whose methods another process calls; each reset makes another."""
+    """An environment with its tools, a tool or an agent, whose methods another process calls.
+
+    Each reset makes another environment.
+    """
 
     def __init__(self, kind: EpisodeKind, tool: str | None) -> None:
         self._kind = kind
@@ -134,6 +138,8 @@ class ServedObject:
                 answer = {"value": _plain(value)} if isinstance(value, Step) else {"text": as_text(value)}
                 # An environment may still wait for processes that it has started, and reap them itself.
                 return answer if self._environment is not None else answer | {"is_alone": _is_alone()}
+            if name == "run" and self._kind.agent is not None:
+                return {"value": _plain(await self._kind.agent.run(*arguments)), "is_alone": _is_alone()}
             if name == "close" and self._environment is None:  # it could not be made
                 return {"is_alone": _is_alone()}
             if name == "reset":
@@ -156,6 +162,8 @@ def _plain(value: Any) -> Any:
     """Return what a method returned with Python's own numbers, since JSON has no others, such as numpy's."""
     if isinstance(value, Step):
         return {"observation": value.observation, "reward": float(value.reward), "done": bool(value.done)}
+    if isinstance(value, Mapping):
+        return {key: _plain(own) for key, own in value.items()}
     return value.item() if hasattr(value, "item") else value
 
 

@@ -1,4 +1,4 @@
-"""Environments and tools in processes of their own, so that one that hangs, crashes or floods costs nothing else.
+"""Environments, tools and agents in processes of their own, so that one that hangs or crashes costs nothing else.
 
 Starting a process takes tens of milliseconds, so that it serves one episode after the other, outside of a sandbox.
 """
@@ -21,6 +21,7 @@ from typing import Any
 from rlpipe.common.imports import describe_error
 from rlpipe.common.scratch import ScratchFolder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.agents import Access, FunctionAgent, Reward
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.kinds import EpisodeKind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
@@ -51,13 +52,15 @@ def isolate(kind: EpisodeKind, config: EnvironmentConfig) -> EpisodeKind:
 
     Raises ``ConfigError`` if this machine can't isolate them so.
     """
-    if config.isolation == "thread" or (config.path is None and not kind.tools):
+    plays = isinstance(kind.agent, FunctionAgent)
+    if config.isolation == "thread" or not (config.path is not None or kind.tools or plays):
         return kind
     isolation = Isolation(config)
     return replace(
         kind,
         make=isolation.make_environment if config.path is not None else kind.make,
         tools=[isolation.isolate(tool) for tool in kind.tools],
+        agent=IsolatedAgent(isolation) if plays else kind.agent,
     )
 
 
@@ -291,6 +294,24 @@ class IsolatedTool:
         finally:
             self._isolation.release(link, self.name, is_alone=is_alone)
         return _as_value(answer)
+
+
+class IsolatedAgent:
+    """A function as an agent, each episode in a process that plays no other meanwhile."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        self._isolation = isolation
+
+    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+        link = await self._isolation.open()
+        is_alone = False
+        try:
+            answer = await link.ask("run", dict(row), access)
+            is_alone = bool(answer["is_alone"])
+        finally:
+            self._isolation.release(link, is_alone=is_alone)
+        reward: Reward = answer["value"]
+        return reward
 
 
 def _as_value(answer: Mapping[str, Any]) -> Any:

@@ -240,6 +240,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"environment.tools": ["m:f"], "rollout.sampling.stop": ["x"]}, "environment.tools", "set it to []"),
         ({"environment.path": "m:E", "data.chat": False}, "environment.path", "set data.chat=true"),
         ({"environment.path": "m:E", "environment.agent": "m:f"}, "environment.agent", "remove environment.path"),
+        ({"environment.agent": "m:f", "environment.isolation": "sandbox"}, "environment.isolation", "set process"),
         (
             {"environment.agent": "m:f", "environment.port": 8000, "environment.num_processes": 2},
             "environment.port",

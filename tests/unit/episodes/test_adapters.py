@@ -129,6 +129,20 @@ def test_a_class_for_trl_has_its_methods_as_tools_and_its_own_reward() -> None:
         rlpipe.from_trl(dict)
 
 
+class Silent:
+    def reset(self, **row: Any) -> None:
+        pass
+
+
+def test_the_prompt_of_a_class_for_trl_may_be_in_another_column() -> None:
+    row = {"question": "Count."}
+    group, _ = play(["1"], ["2"], kind=kind(rlpipe.from_trl(Silent, prompt_column="question")), row=row)
+    assert group.prompt.prompt[-1]["content"] == "Count."  # type: ignore[index]
+    group, _ = play(["1"], ["2"], kind=kind(rlpipe.from_trl(Silent)), row=row)
+    assert group.failure is not None
+    assert "the row has no text in 'prompt', and reset returned none: set prompt_column" in group.failure
+
+
 ROW = {"reset": {"number": 7}, "seed": 3}
 
 

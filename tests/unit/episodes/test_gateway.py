@@ -22,7 +22,7 @@ from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import MAX_CALLS, parse_hermes
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules
 from rlpipe.errors import ConfigError
-from rlpipe.types import IntArray
+from rlpipe.types import IntArray, RolloutStatus
 
 TEMPLATES = dict(shipped_templates())
 DATA = DataConfig(source="jsonl")
@@ -367,6 +367,13 @@ def test_turns_and_the_context_may_run_out() -> None:
             )
 
     assert play(Scene(["x"]), long)[0].end == "length"
+
+    async def shortened(scene: Scene) -> None:
+        await long(scene)
+        await scene.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "word"}])
+
+    episode, _ = play(Scene(["x"]), shortened)
+    assert (episode.status, episode.end) == (RolloutStatus.COMPLETED, "done"), "it made room, and went on"
 
 
 RULES_AS_DICT = {name: getattr(RULES, name) for name in RULES.__dataclass_fields__}

@@ -25,6 +25,7 @@ from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, prove, turn_ends
 from rlpipe.episodes.builtin_tools import McpServer
 from rlpipe.episodes.groups import GroupPlayer, open_player, refused_messages
+from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
 from rlpipe.episodes.tools import FunctionTool, Step
@@ -284,6 +285,39 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     children = [int(path.name) for path in tmp_path.iterdir()]
     assert len(children) == 2
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in children)
+
+
+OBEY = """
+import os, signal, time
+import numpy, openai
+
+async def obey(row, episode):
+    client = openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+    match answer.choices[0].message.content:
+        case "hang":
+            time.sleep(1000)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise KeyError("no such map")
+    return {answer.id: numpy.float32(0.5)}
+"""
+
+
+def test_an_agent_that_hangs_or_dies_costs_its_own_episode(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OBEY)
+    config = EnvironmentConfig(agent=f"{tmp_path}/own.py:obey")
+    kind = isolate(import_kind(config), config)
+    began = time.monotonic()
+    said = [["hang"], ["die"], ["raise"], ["play"]]
+    group, _ = play(*said, kind=kind, timeout_s=5.0, on_error="zero")
+    assert time.monotonic() - began < 60
+    assert group.failure is None
+    ends = [(rollout.finish_reason, rollout.episode.reward) for rollout in group if rollout.episode]
+    assert ends == [("timeout", 0.0), ("failed", 0.0), ("failed", 0.0), ("done", 0.5)]
+    with pytest.raises(EnvironmentFailed, match="KeyError: 'no such map'"):
+        play(["raise"], ["play"], kind=kind, on_error="raise")
 
 
 def ask_once(row: dict[str, Any], episode: Access) -> None:
