@@ -5,12 +5,15 @@ Each MCP server is a command that an episode starts and ends. The Python tool ne
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +22,16 @@ from jsonschema.validators import validator_for
 
 from rlpipe.episodes.tools import InvalidArguments, Tool
 from rlpipe.errors import ConfigError
-from rlpipe.scoring.processes import CHILD_MARK
+from rlpipe.scoring.processes import CHILD_MARK, end_processes, find_survivors, process_ids
 from rlpipe.scoring.remote_program import end_program, start_program
 
 if TYPE_CHECKING:
     from mcp import Client
 
-
 MAX_PRINTED_BYTES = 2**18
+SERVER_MARK = "RLPIPE_MCP_SERVER"
+"""Variable by which the processes of one server are known."""
+NO_GROUP = -1
 
 
 class ServerToolFailed(Exception):
@@ -56,11 +61,33 @@ class McpServer:
         return cls(command=[str(part) for part in command], env={str(key): str(env[key]) for key in env})
 
 
-class McpTool:
-    """A tool of a running server; its arguments are checked against the server's schema."""
+class ServerProcess:
+    """The processes of one running server, which a variable of their environment tells from others."""
 
-    def __init__(self, client: Client, name: str, description: str, parameters: Mapping[str, Any]) -> None:
-        self.name, self._client = name, client
+    def __init__(self) -> None:
+        self._mark, self._strangers = secrets.token_hex(16), process_ids()
+        self.has_ended = False
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return {SERVER_MARK: self._mark}
+
+    def end(self) -> None:
+        """Kill the server with all that it has started."""
+        self.has_ended = True
+        end_processes(partial(find_survivors, NO_GROUP, f"{SERVER_MARK}={self._mark}", self._strangers))
+
+
+class McpTool:
+    """A tool of a running server; its arguments are checked against the server's schema.
+
+    A call that is cancelled ends the server, since it may hang.
+    """
+
+    def __init__(
+        self, client: Client, process: ServerProcess, *, name: str, description: str, parameters: Mapping[str, Any]
+    ) -> None:
+        self.name, self._client, self._process = name, client, process
         self._validator = validator_for(parameters)(parameters)
         function = {"name": name, "description": description, "parameters": dict(parameters)}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
@@ -69,7 +96,13 @@ class McpTool:
         problem: ValidationError | None = best_match(self._validator.iter_errors(dict(arguments)))
         if problem is not None:
             raise InvalidArguments(problem.message)
-        result = await self._client.call_tool(self.name, dict(arguments))
+        if self._process.has_ended:
+            raise ServerToolFailed("the server was ended, because a call took too long")
+        try:
+            result = await self._client.call_tool(self.name, dict(arguments))
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self._process.end)
+            raise
         texts = [getattr(part, "text", None) for part in result.content]
         parts = [f"[{part.type}]" if text is None else text for part, text in zip(result.content, texts, strict=True)]
         text = "\n".join(parts)
@@ -94,19 +127,24 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
             mark = {name: value for name, value in os.environ.items() if name == CHILD_MARK}
             for server in servers:
                 program, *arguments = server.command
-                started = StdioServerParameters(command=program, args=arguments, env=mark | dict(server.env))
+                process = ServerProcess()
+                env = {**mark, **server.env, **process.env}
+                started = StdioServerParameters(command=program, args=arguments, env=env)
                 client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))
-                tools += await _list_tools(client)
+                tools += await _list_tools(client, process)
             yield tools
 
 
-async def _list_tools(client: Client) -> list[Tool]:
+async def _list_tools(client: Client, process: ServerProcess) -> list[Tool]:
     """Return all tools of a server, which may list them in several pages."""
     found: list[Tool] = []
     cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
-        found += [McpTool(client, own.name, own.description or "", own.input_schema) for own in page.tools]
+        found += [
+            McpTool(client, process, name=own.name, description=own.description or "", parameters=own.input_schema)
+            for own in page.tools
+        ]
         cursor = page.next_cursor
         if cursor is None:
             return found

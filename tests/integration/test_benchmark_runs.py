@@ -91,7 +91,7 @@ def test_offload_is_measured_beside_others(tmp_path: Path) -> None:
 def run_benchmark(name: str, *options: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # other tests have the other cores
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -14,7 +14,7 @@ import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
-from rlpipe.episodes.builtin_tools import _list_tools
+from rlpipe.episodes.builtin_tools import ServerProcess, _list_tools
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
@@ -59,11 +59,12 @@ def test_each_episode_has_a_server_of_its_own(tmp_path: Path) -> None:
 def test_a_server_that_hangs_or_dies_costs_its_calls(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     began = time.monotonic()
-    hanging = [call("hang"), "done"]
+    hanging = [call("hang"), call("count", '{"step": 1}'), "done"]
     dying = [call("leave"), call("count", '{"step": 1}'), "done"]
     group, _ = play(hanging, dying, kind=kind(pids), prompt=ASKED, timeout_s=60.0, tool_timeout_s=2.0)
     assert time.monotonic() - began < 40
-    assert results(group, 0) == ["Error: hang took longer than 2 seconds"]
+    ended = "Error: ServerToolFailed: the server was ended, because a call took too long"
+    assert results(group, 0) == ["Error: hang took longer than 2 seconds", ended]
     assert all(text.startswith("Error: ") for text in results(group, 1))
     assert [rollout.finish_reason for rollout in group] == ["done", "done"]
     assert_ended(pids)
@@ -96,7 +97,7 @@ def test_all_pages_of_a_servers_tools_are_read_and_an_empty_text_is_no_picture()
 
     async def scenario() -> None:
         client: Any = Paged()
-        found = await _list_tools(client)
+        found = await _list_tools(client, ServerProcess())
         assert [own.name for own in found] == ["tool0", "tool1", "tool2"]
         assert await found[0].call({}) == "\n[image]"
 
