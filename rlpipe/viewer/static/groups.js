@@ -34,6 +34,7 @@ export async function groupsView(body, context) {
   const places = [];
   let page = null;
   let asked = 0;
+  let turning = false;
   const table = make("table", { class: "groups" });
   const status = make("p", { class: "muted", role: "status", "aria-live": "polite" });
   const indexing = make("div", { class: "indexing", hidden: true });
@@ -73,44 +74,48 @@ export async function groupsView(body, context) {
     query.sort = key;
     places.length = 0;
     remember();
-    load(key);
+    load();
   }
 
   function turn(forwards) {
+    if (turning) return;  // a key that is held would take the same place again
+    turning = true;
     if (forwards) places.push(page.after);
     else places.pop();
     load();
   }
 
-  async function load(sorted = null) {
+  async function load() {
     const own = ++asked;
     try {
       const found = await context.ask("groups", { ...query, after: places[places.length - 1] });
       if (own !== asked) return;
       page = found;
-      draw(sorted);
+      turning = false;
+      draw();
       const matches = await context.ask("count", query);
       if (own !== asked) return;
       const many = matches >= MOST_COUNTED && matches < page.num_groups ? "over " : "";
       status.textContent = `${many}${count(matches)} of ${count(page.num_groups)} groups${places.length ? `, page ${places.length + 1}` : ""}`;
     } catch (error) {
-      if (own === asked) fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
+      if (own !== asked) return;
+      turning = false;
+      fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
     }
   }
 
-  function draw(sorted) {
-    const focused = document.activeElement?.closest?.("tr[data-group]")?.dataset.group;
+  function draw() {
+    const wasInRow = table.contains(document.activeElement) && document.activeElement.matches("tr");
     const head = columns.map(([key, title]) => {
       const order = query.sort === key ? (query.order === "desc" ? "descending" : "ascending") : "none";
       return make("th", { scope: "col", "aria-sort": key ? order : null, class: kindOf(key) },
-        key ? make("button", { onclick: () => sortBy(key), "data-sort": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
+        key ? make("button", { onclick: () => sortBy(key), "data-key": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
     });
-    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, "aria-label": `group ${row.group_id}` },
+    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, onfocus: hold, "aria-label": `group ${row.group_id}` },
       columns.map(([key, , cell]) => make("td", { class: kindOf(key) }, cell(row)))));
     const empty = make("tr", {}, make("td", { colspan: columns.length }, notice("no group matches")));
     fill(table, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows.length ? rows : empty));
-    if (focused) table.querySelector(`tr[data-group="${focused}"]`)?.focus();
-    if (sorted) table.querySelector(`button[data-sort="${CSS.escape(sorted)}"]`)?.focus();
+    if (wasInRow && !table.contains(document.activeElement)) rows[0]?.focus();  // another page has other rows
     older.disabled = page.after === null;
     newer.disabled = places.length === 0;
     indexing.hidden = page.num_indexed >= page.num_groups;
@@ -122,11 +127,16 @@ export async function groupsView(body, context) {
     if (!getSelection().toString()) context.go("group", { id: row.group_id });
   }
 
+  // Tab goes back to the row that was focused last.
+  function hold(event) {
+    table.querySelectorAll("tbody tr").forEach((row) => { row.tabIndex = row === event.currentTarget ? 0 : -1; });
+  }
+
   function move(event) {
     const row = event.currentTarget;
     const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Home: row.parentElement.firstElementChild, End: row.parentElement.lastElementChild }[event.key];
     if (event.key === "Enter") context.go("group", { id: row.dataset.group });
-    else if (next) { row.tabIndex = -1; next.tabIndex = 0; next.focus(); event.preventDefault(); }
+    else if (next) { next.focus(); event.preventDefault(); }
     else if (event.key === "ArrowRight" && !older.disabled) turn(true);
     else if (event.key === "ArrowLeft" && !newer.disabled) turn(false);
   }
