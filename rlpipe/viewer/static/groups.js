@@ -28,8 +28,8 @@ function rewardCell(reward) {
 }
 
 export async function groupsView(body, context) {
-  const choices = await context.ask("choices");
-  const columns = columnsFor(choices.functions);
+  let choices = await context.ask("choices");
+  let columns = columnsFor(choices.functions);
   const query = { sort: "id", order: "desc", ...context.query };
   const places = [];
   let page = null;
@@ -40,7 +40,8 @@ export async function groupsView(body, context) {
   const indexing = make("div", { class: "indexing", hidden: true });
   const older = make("button", { onclick: () => turn(true) }, "Next page");
   const newer = make("button", { onclick: () => turn(false) }, "Previous page");
-  fill(body, filters(), indexing, make("div", { class: "pager" }, status, newer, older), make("div", { class: "card table" }, table));
+  let form = filters();
+  fill(body, form, indexing, make("div", { class: "pager" }, status, newer, older), make("div", { class: "card table" }, table));
 
   function filters() {
     let timer = 0;
@@ -48,20 +49,21 @@ export async function groupsView(body, context) {
     const bound = (name) => make("input", { name, inputmode: "decimal", size: 5, value: query[name] ?? "", "aria-label": name.replace("_min", " at least").replace("_max", " at most"), placeholder: name.endsWith("min") ? "min" : "max" });
     const range = (name, title) => make("fieldset", {}, make("legend", {}, title), bound(`${name}_min`), bound(`${name}_max`));
     const any = (values) => [["", "any"], ...values.map((value) => [value, value.length > 60 ? `${value.slice(0, 60)}…` : value])];
-    const functions = choices.functions.length > 0 && make("fieldset", {}, make("legend", {}, "Reward function"), choose("function", any(choices.functions), query.function ?? ""), bound("function_min"), bound("function_max"));
-    const form = make("form", { class: "filters card", role: "search", oninput: changed, onsubmit: (event) => { event.preventDefault(); apply(); } },
+    const choosing = (name, values) => choose(name, any(query[name] && !values.includes(query[name]) ? [...values, query[name]] : values), query[name] ?? "");
+    const functions = choices.functions.length > 0 && make("fieldset", {}, make("legend", {}, "Reward function"), choosing("function", choices.functions), bound("function_min"), bound("function_max"));
+    const made = make("form", { class: "filters card", role: "search", oninput: changed, onsubmit: (event) => { event.preventDefault(); apply(); } },
       make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }),
       RANGES.map(([name, title]) => range(name, title)), functions,
-      labelled("State", choose("state", any(choices.states), query.state ?? "")), labelled("Outcome", choose("status", any(choices.statuses), query.status ?? "")),
-      choices.reasons.length > 0 && labelled("Reason", choose("reason", any(choices.reasons), query.reason ?? "")),
+      labelled("State", choosing("state", choices.states)), labelled("Outcome", choosing("status", choices.statuses)),
+      choices.reasons.length > 0 && labelled("Reason", choosing("reason", choices.reasons)),
       make("button", { type: "reset", onclick: () => context.go("groups") }, "Clear"));
     function apply() {
-      for (const [name, value] of new FormData(form)) query[name] = value;
+      for (const [name, value] of new FormData(made)) query[name] = value;
       places.length = 0;
       remember();
       load();
     }
-    return form;
+    return made;
   }
 
   function remember() {
@@ -141,11 +143,17 @@ export async function groupsView(body, context) {
     else if (event.key === "ArrowLeft" && !newer.disabled) turn(false);
   }
 
-  // The index of a new run, or a large one, gets its reward functions and reasons while the table is seen already.
+  // A run gets new states and reasons, and its reward functions, while the table is seen already: they are offered
+  // once nobody is choosing.
   async function update() {
-    const found = choices.functions.length ? choices : await context.ask("choices");
-    if (found.functions.length !== choices.functions.length && !body.contains(document.activeElement)) dispatchEvent(new HashChangeEvent("hashchange"));
-    else await load();
+    const found = await context.ask("choices");
+    if (JSON.stringify(found) !== JSON.stringify(choices) && !form.contains(document.activeElement)) {
+      [choices, columns] = [found, columnsFor(found.functions)];
+      const before = form;
+      form = filters();
+      before.replaceWith(form);
+    }
+    await load();
   }
 
   await load();
