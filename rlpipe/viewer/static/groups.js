@@ -6,6 +6,7 @@ import { count, number, NONE, STATE_KINDS } from "./format.js";
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
 const PAUSE_MS = 100;
 const MOST_COUNTED = 100000;
+const CHOICES_EVERY = 5;  // refreshes, in a run of many groups, whose states and reasons take long to count
 
 function columnsFor(functions) {
   const means = functions.length > 1 ? functions : [];
@@ -35,6 +36,7 @@ export async function groupsView(body, context) {
   let page = null;
   let asked = 0;
   let turning = false;
+  let refreshes = 0;
   const table = make("table", { class: "groups" });
   const status = make("p", { class: "muted", role: "status", "aria-live": "polite" });
   const indexing = make("div", { class: "indexing", hidden: true });
@@ -146,7 +148,8 @@ export async function groupsView(body, context) {
   // A run gets new states and reasons, and its reward functions, while the table is seen already: they are offered
   // once nobody is choosing.
   async function update() {
-    const found = await context.ask("choices");
+    const isDue = !choices.functions.length || page === null || page.num_groups < MOST_COUNTED || refreshes++ % CHOICES_EVERY === 0;
+    const found = isDue ? await context.ask("choices") : choices;
     if (JSON.stringify(found) !== JSON.stringify(choices) && !form.contains(document.activeElement)) {
       [choices, columns] = [found, columnsFor(found.functions)];
       const before = form;
