@@ -44,6 +44,8 @@ MENDS = {
 """Mends of errors, by the names of their classes."""
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "memory usage", "killed by the kernel", "SIGKILL")
 MANY_FAILED = 0.2
+MOST_SUBJECTS = 5
+"""Parts whose events are told."""
 STUCK = 10
 """Medians of a step's time without a step after which a run that goes on seems to hang."""
 
@@ -143,13 +145,20 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
         return
     with reading(path) as ledger:
         events = [event for event in ledger.events() if event.kind != "health"]
+        recoveries = [event for event in events if event.kind == "recovery"]
+        losses = Counter((event.kind, event.subject) for event in events if event.kind != "recovery")
         failed = ledger.failures()
         num_groups = ledger.rows("SELECT count(*) FROM groups WHERE state != 'ADMITTED'")[0][0]
-    for (kind, subject), number in Counter((event.kind, event.subject) for event in events).most_common(5):
+    # Deaths come before what the run got over at once, as a failed write of a checkpoint.
+    for (kind, subject), number in sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")[
+        :MOST_SUBJECTS
+    ]:
         last = next(event.message for event in reversed(events) if (event.kind, event.subject) == (kind, subject))
         lacked = any(word in last for word in OUT_OF_MEMORY)
         mend = "rlpipe plan shows the memory that the run needs" if lacked else ""
         yield warning("events", f"{subject}, {number} x: {last}", mend)
+    if recoveries:
+        yield ok("events", f"{len(recoveries)} recoveries, the last one: {recoveries[-1].message}")
     if num_groups and sum(number for _, number in failed) > MANY_FAILED * num_groups:
         reason, number = failed[0]
         yield problem("groups", f"{number} of {num_groups} groups failed with: {reason}", MENDS["RewardFailed"])

@@ -45,8 +45,9 @@ class HealthWatch:
 
     @property
     def tripped(self) -> list[str]:
-        """Names of the rules that are tripped now."""
-        return [name for name, state in self._states.items() if state.is_ill]
+        """Names of the rules that are tripped now, without those that no longer apply, as the task is solved."""
+        applying = [rule.name for rule in self._rules if rule.measure(self._history) is not None]
+        return [name for name in applying if self._states[name].is_ill]
 
     def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
         """Add the metrics of a step or an evaluation, and return what has changed with them."""
@@ -57,6 +58,7 @@ class HealthWatch:
     def _check(self, rule: HealthRule) -> Iterator[HealthFinding]:
         value, state = rule.measure(self._history), self._states[rule.name]
         if value is None:
+            yield from self._count_well(rule, f"{rule.name} is over: it no longer applies")
             return
         limits, warn = self._config.health.get(rule.name), rule.limit(self._config)
         if limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
@@ -68,8 +70,13 @@ class HealthWatch:
             if not state.is_ill:
                 state.is_ill = True
                 yield HealthFinding(rule=rule.name, message=f"warning ({rule.name}): {rule.describe(value)}")
-        elif state.is_ill:
-            state.num_well += 1
-            if state.num_well == WELL_STEPS:
-                state.is_ill, state.num_well = False, 0
-                yield HealthFinding(rule=rule.name, message=f"{rule.name} is over: {value:.3g}, within {warn:.3g}")
+        else:
+            yield from self._count_well(rule, f"{rule.name} is over: {value:.3g}, within {warn:.3g}")
+
+    def _count_well(self, rule: HealthRule, message: str) -> Iterator[HealthFinding]:
+        """Count a step at which a rule is well; yield that it is over, if it was tripped, after some of them."""
+        state = self._states[rule.name]
+        state.num_well = state.num_well + 1 if state.is_ill else 0
+        if state.num_well == WELL_STEPS:
+            state.is_ill, state.num_well = False, 0
+            yield HealthFinding(rule=rule.name, message=message)

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
 
-WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_run_id.txt", "mlflow_run_id.txt"
+WANDB_ID_FILE, MLFLOW_ID_FILE, TRACKIO_NAME_FILE = "wandb_run_id.txt", "mlflow_run_id.txt", "trackio_run_name.txt"
 LONGEST_PARAMETER = 500
 """Characters of a parameter's value, of which MLflow takes no more."""
 PARAMETERS_AT_ONCE = 100
@@ -101,14 +101,19 @@ class MlflowTracker:
 
 
 class TrackioTracker:
-    """Tracker of a run of Trackio, whose files are in ``TRACKIO_DIR``; ``trackio show`` shows them."""
+    """Tracker of a run of Trackio, whose files are in ``TRACKIO_DIR``; ``trackio show`` shows them.
+
+    Trackio resumes runs by their names alone, so the name that is kept in the output ends with a random part.
+    """
 
     def __init__(self, output: Path, *, run_name: str, project: str, config: Mapping[str, Any]) -> None:
         import trackio
 
         from rlpipe.configs.options import leaves
 
-        self._run = trackio.init(project=project, name=run_name, config=dict(leaves(config)), resume="allow")
+        output.mkdir(parents=True, exist_ok=True)
+        name = _kept_id(output / TRACKIO_NAME_FILE, lambda: f"{run_name}-{uuid4().hex[:8]}")
+        self._run = trackio.init(project=project, name=name, config=dict(leaves(config)), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

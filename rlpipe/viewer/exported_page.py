@@ -23,7 +23,7 @@ from rlpipe.viewer.web_app import static_files, to_json
 
 MOST_BYTES = 6 * 2**20
 """Size of all groups' completions and images, after which further ones are left out."""
-MOST_POINTS = 1000
+MOST_POINTS, MOST_EVENTS = 1000, 1000
 MOST_TOKENS = 1000
 NUM_NEWEST, NUM_EXTREME = 300, 100
 """Groups of a run in the table: the newest, and those with the highest and the lowest rewards."""
@@ -84,7 +84,7 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
         lines.append(f"curves have at most {MOST_POINTS} points, means of several steps")
     if run.index is None:
         with suppress(DataError):
-            tree["events"] = run.events()
+            tree["events"], tree["marks"] = run.events(limit=MOST_EVENTS), run.marks()
         return tree, 0, [*lines, "it has no ledger, which keeps the groups"]
     extremes = [GroupQuery(sort="reward", descending=descending) for descending in (True, False)]
     newest = run.groups(GroupQuery(), NUM_NEWEST)
@@ -95,11 +95,12 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
     missing = [group_id for group_id in dict.fromkeys(wanted) if group_id not in rows]
     rows |= {row["group_id"]: row for row in run.rows_of(missing)}
     used = _add_groups(tree, run, [group_id for group_id in dict.fromkeys(wanted) if group_id in rows], most_bytes)
-    events = run.events()
+    events = run.events(limit=MOST_EVENTS)
     tree |= {
         "rows": sorted(rows.values(), key=lambda row: -row["group_id"]),
         "choices": run.choices(),
         "events": events,
+        "marks": run.marks(),
     }
     if len(rows) < run.index.num_groups:
         lines.append(f"the table has {len(rows):,} of {run.index.num_groups:,} groups: new, best, worst, and compared")

@@ -38,6 +38,8 @@ QUIET_S = 120.0
 """Seconds without a change of any file after which a run without a record of its end counts as ended."""
 CLOCK_S = 2.0
 """Seconds by which the start of a process may seem later than what it wrote."""
+MOST_MARKS = 500
+"""Newest events, and newest deaths, from which the page chooses its marks above curves."""
 DIAGNOSIS_S = 20.0
 """Shortest time between two diagnoses of a run that goes on."""
 
@@ -212,14 +214,31 @@ class ViewedRun:
                 " max(coalesce(scored_at, generated_at, admitted_at)) FROM groups WHERE state = 'DISCARDED'"
                 " GROUP BY reason ORDER BY 2 DESC LIMIT 50"
             )
-        names = ("id", "time", "kind", "subject", "message")
-        events = [dict(zip(names, row, strict=True)) | {"step": self.series.step_at(row[1])} for row in rows[:limit]]
         return {
-            "events": events,
+            "events": [self._event(row) for row in rows[:limit]],
             "before": rows[limit - 1][0] if len(rows) > limit else None,
             "kinds": dict(kinds),
             "discards": [dict(zip(("reason", "count", "first", "last"), row, strict=True)) for row in discards],
         }
+
+    def marks(self) -> list[dict[str, Any]]:
+        """Return the newest events, and the newest deaths, of which some may be older, for the marks above curves."""
+        if self.index is None and (self.folder / EVENTS_FILE).is_file():
+            found = [row for kind in ("", "death") for row in self._logged_events(None, kind, MOST_MARKS)["events"]]
+            return [*{row["id"]: row for row in found}.values()]
+        with self.ledger() as ledger:
+            rows = ledger.rows(
+                "SELECT id, time, kind, subject, message FROM events WHERE"
+                " id IN (SELECT id FROM events ORDER BY id DESC LIMIT ?)"
+                " OR id IN (SELECT id FROM events WHERE kind = 'death' ORDER BY id DESC LIMIT ?) ORDER BY id DESC",
+                MOST_MARKS,
+                MOST_MARKS,
+            )
+        return [self._event(row) for row in rows]
+
+    def _event(self, row: Sequence[Any]) -> dict[str, Any]:
+        names = ("id", "time", "kind", "subject", "message")
+        return dict(zip(names, row, strict=True)) | {"step": self.series.step_at(row[1])}
 
     def _logged_events(self, before: int | None, kind: str, limit: int) -> dict[str, Any]:
         """Return what ``events`` does for a run without a ledger, from its log of events."""

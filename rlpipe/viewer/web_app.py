@@ -129,6 +129,7 @@ class Pages:
             "choices": lambda asked: self._run(asked).choices(),
             "group": self._group,
             "events": self._events,
+            "marks": lambda asked: self._run(asked).marks(),
             "parts": lambda asked: self._run(asked).parts(),
             "prompts": lambda asked: shared_prompts(*self._sides(asked), asked.get("text", "")),
             "answers": self._answers,

@@ -83,9 +83,15 @@ def test_trackio_has_metrics_and_completions(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
     track_twice(tmp_path, trackio=True, project="sums")
+    track_twice(tmp_path / "other", trackio=True, project="sums")
     (database,) = (tmp_path / "trackio").glob("sums*.db")
+    name = (tmp_path / "trackio_run_name.txt").read_text()
     with closing(sqlite3.connect(database)) as connection:
-        rows = connection.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        rows = connection.execute(
+            "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (name,)
+        ).fetchall()
+        names = connection.execute("SELECT DISTINCT run_name FROM metrics").fetchall()
+    assert len(names) == 2
     logged = [(step, json.loads(metrics)) for step, metrics in rows]
     assert [(step, metrics["reward"]) for step, metrics in logged if "reward" in metrics] == [(1, 0.5), (2, 1.0)]
     assert [step for step, metrics in logged if "completions" in metrics] == [1, 2]

@@ -197,6 +197,26 @@ def test_groups_are_reached_by_keys_alone(browser: Browser, address: str) -> Non
         expect(page.get_by_role("link", name="Overview")).to_be_focused()
 
 
+def test_pages_of_groups_are_turned_by_keys(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        rows = page.locator("table.groups tbody tr")
+        rows.nth(2).focus()
+        for key, first in (("ArrowRight", "109"), ("ArrowRight", "59"), ("ArrowLeft", "109")):
+            page.keyboard.press(key)
+            expect(rows.first).to_have_attribute("data-group", first)
+            expect(rows.first).to_be_focused()
+        held = """row => ["ArrowLeft", "ArrowRight", "ArrowRight"].forEach((key) =>
+            row.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })))"""
+        rows.first.evaluate(held)  # before the first of the pages has come
+        expect(rows.first).to_have_attribute("data-group", "159")
+        page.keyboard.press("ArrowDown")
+        expect(rows.nth(1)).to_be_focused()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Shift+Tab")
+        expect(rows.nth(1)).to_be_focused()
+
+
 def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: str) -> None:
     with opened(browser, address) as page:
         wait_for_index(page)

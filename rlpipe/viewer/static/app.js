@@ -43,7 +43,16 @@ function go(view, query = {}, { replace = false } = {}) {
   const target = link(view, query);
   if (!replace) { location.hash = target; return; }
   history.replaceState(null, "", target);
+  const before = context.run;
   readAddress();
+  if (context.run !== before) drawHeader();
+}
+
+function drawHeader() {
+  const isOnTheme = document.activeElement?.id === "theme";  // the button itself is put into the new header
+  fill(document.getElementById("top"), header());
+  if (isOnTheme) document.getElementById("theme").focus();
+  document.title = `${context.runs[context.run].name} · rlpipe view`;
 }
 
 function header() {
@@ -72,8 +81,7 @@ async function show() {
   const own = ++generation;
   readAddress();
   hideTooltip();
-  fill(document.getElementById("top"), header());
-  document.title = `${context.runs[context.run].name} · rlpipe view`;
+  drawHeader();
   current?.close?.();
   const main = document.getElementById("main");
   const body = make("div", { class: `view ${context.view}` });
@@ -112,7 +120,7 @@ async function poll() {
     stale ||= changed;
     if (stale && !document.hidden) {
       stale = false;
-      if (!document.activeElement?.closest("#top select")) fill(document.getElementById("top"), header());
+      if (!document.activeElement?.closest("#top select")) drawHeader();
       await current?.update?.();
     }
     document.getElementById("gone")?.remove();

@@ -44,10 +44,15 @@ export class Chart {
     this.stacked = stacked;
     this.plot = null;
     this.lines = [];
+    this.allMarks = [];
+    this.marks = [];  // those of the shown range
+    this.waiting = null;  // what is drawn once the mouse is released
+    this.isDragged = false;
     this.body = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${title} over steps`, onkeydown: (event) => this.onKey(event) });
     this.legend = make("div", { class: "legend" });
     this.body.addEventListener("focus", () => this.legend.setAttribute("aria-live", "polite"));
     this.body.addEventListener("blur", () => this.legend.removeAttribute("aria-live"));
+    this.body.addEventListener("mousedown", () => this.hold());
     this.element = make("section", { class: "card chart", "aria-label": title, "data-title": title },
       make("h3", {}, title, note && make("small", {}, note)), this.body, this.legend);
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.body);
@@ -57,15 +62,36 @@ export class Chart {
     return { width: Math.max(this.body.clientWidth, 120), height: HEIGHT };
   }
 
-  update(lines, { smoothing = 0, marks = [], onmark = () => {}, onzoom = (range) => this.zoomTo(range) } = {}) {
-    const zoom = this.plot && this.zoomed() ? this.plot.scales.x : null;
-    const pointed = document.activeElement === this.body ? this.plot?.data[0][this.plot.cursor.idx] : undefined;
-    this.lines = lines;
-    this.marks = marks.slice(0, MOST_MARKS);
-    this.onmark = onmark;
-    this.onzoom = onzoom;
-    this.plot?.destroy();
+  // A range that is being dragged would be lost if the chart were drawn anew under the mouse.
+  hold() {
+    this.isDragged = true;
+    addEventListener("mouseup", () => {
+      this.isDragged = false;
+      if (this.waiting && this.plot) this.update(...this.waiting);
+    }, { once: true });
+  }
+
+  update(lines, options = {}) {
+    this.waiting = this.isDragged ? [lines, options] : null;
+    if (this.isDragged) return;
+    const { smoothing = 0, marks = [], onmark = () => {}, onzoom = (range) => this.zoomTo(range) } = options;
+    const zoom = this.plot && this.zoomed() ? { ...this.plot.scales.x } : null;
+    const pointed = this.plot?.data[0][this.plot.cursor.idx];
+    [this.lines, this.allMarks, this.onmark, this.onzoom] = [lines, marks, onmark, onzoom];
     const drawn = this.stacked ? this.stack(lines) : this.overlay(lines, smoothing);
+    const look = JSON.stringify([drawn.series, drawn.bands]);
+    const isSame = this.plot && look === this.look;
+    this.look = look;
+    if (isSame) this.plot.setData(drawn.data, !zoom);
+    else this.build(drawn);
+    if (zoom) this.plot.setScale("x", { min: zoom.min, max: zoom.max });
+    const isByMouse = isSame && document.activeElement !== this.body;  // which stays where it is
+    if (pointed !== undefined && !isByMouse) this.pointLater(pointed);
+    this.showValues();
+  }
+
+  build(drawn) {
+    this.plot?.destroy();
     const options = {
       ...this.size(), series: [{ label: "step" }, ...drawn.series], bands: drawn.bands, axes: axes(), legend: { show: false },
       scales: { x: { time: false }, y: { range: (_, low, high) => padded(low, high, this.stacked) } },
@@ -73,9 +99,6 @@ export class Chart {
       hooks: { draw: [() => this.placeMarks()], setCursor: [() => this.showValues()], setScale: [() => this.element.toggleAttribute("data-zoomed", this.zoomed())] },
     };
     this.plot = new uPlot(options, drawn.data, this.body);
-    if (zoom) this.plot.setScale("x", { min: zoom.min, max: zoom.max });
-    if (pointed !== undefined) this.pointLater(pointed);
-    this.showValues();
   }
 
   zoomed() {
@@ -174,7 +197,7 @@ export class Chart {
   // The names of the lines, with their values at the pointer, or else their newest ones; and what happened there.
   showValues() {
     const index = this.plot?.cursor.idx;
-    const step = index === null || index === undefined ? null : this.plot.data[0][index];
+    const step = this.plot?.data[0][index] ?? null;
     const entries = this.lines.map(({ label, steps, values, place }) => {
       const at = step === null ? values.length - 1 : nearest(steps, step);
       return make("span", { class: "key" }, make("i", { style: { backgroundColor: seriesColour(place) } }), `${label} `, make("b", {}, number(values[at])));
@@ -187,7 +210,8 @@ export class Chart {
     const { over } = this.plot;
     over.querySelectorAll(".mark").forEach((mark) => mark.remove());
     const { min, max } = this.plot.scales.x;
-    for (const mark of this.marks.filter(({ step }) => step >= min && step <= max)) {
+    this.marks = mostImportant(this.allMarks.filter(({ step }) => step !== null && step >= min && step <= max));
+    for (const mark of this.marks) {
       const left = this.plot.valToPos(mark.step, "x");
       over.append(make("button", {
         class: `mark ${mark.kind}`, tabindex: "-1", style: { left: `${left}px` }, "aria-label": `step ${mark.step}, ${mark.kind}: ${mark.message}`,
@@ -209,6 +233,17 @@ function ordered([steps, ...columns]) {
   const places = new Map(steps.map((step, index) => [step, index]));
   const kept = [...places.keys()].sort((one, other) => one - other);
   return [kept, ...columns.map((column) => kept.map((step) => column[places.get(step)]))];
+}
+
+// As many marks as can be told apart: deaths before others, and from all parts of the range.
+function mostImportant(marks) {
+  const deaths = evenly(marks.filter(({ kind }) => kind === "death"), MOST_MARKS);
+  const others = evenly(marks.filter(({ kind }) => kind !== "death"), MOST_MARKS - deaths.length);
+  return [...deaths, ...others].sort((one, other) => other.id - one.id);
+}
+
+function evenly(items, most) {
+  return items.length <= most ? items : Array.from({ length: most }, (_, place) => items[Math.floor(place * items.length / most)]);
 }
 
 function padded(low, high, fromZero) {

@@ -15,9 +15,21 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Whatever has the keyboard's focus in the element gets it again, or else the control that takes its place: a live run
+// is drawn anew every two seconds.
 export function fill(element, ...children) {
+  const focused = element.contains(document.activeElement) && element !== document.activeElement ? document.activeElement : null;
+  const place = focused ? sameControls(element, focused).indexOf(focused) : 0;
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  const next = focused?.isConnected ? focused : focused && sameControls(element, focused)[place];
+  if (next && next !== document.activeElement) next.focus({ preventScroll: true });
   return element;
+}
+
+// The controls that are called the same; `data-key` is for those whose texts change.
+function sameControls(element, control) {
+  const name = (other) => other.dataset.key ?? other.getAttribute("aria-label") ?? other.getAttribute("name") ?? other.textContent;
+  return [...element.querySelectorAll(control.tagName)].filter((other) => name(other) === name(control));
 }
 
 export function labelled(text, control) {

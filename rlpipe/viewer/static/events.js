@@ -8,6 +8,7 @@ const KINDS = { death: "bad", health: "warn", checkpoint: "warn", recovery: "goo
 
 export async function eventsView(body, context) {
   let kind = context.query.kind ?? "";
+  let chosen = context.query.event ?? null;
   let chart = null;
   const list = make("div", {});
   const kinds = make("div", { class: "toolbar", role: "group", "aria-label": "Kinds of events" });
@@ -19,8 +20,7 @@ export async function eventsView(body, context) {
   fill(body, plot, kinds, list, older, discards);
 
   function eventRow(event) {
-    const chosen = String(event.id) === context.query.event;
-    return make("tr", { class: chosen ? "chosen" : "", "data-event": event.id }, make("td", {}, moment(event.time)), make("td", { class: "number" }, count(event.step)), make("td", {}, pill(event.kind, KINDS[event.kind] ?? "")), make("td", {}, event.subject), make("td", { class: "text" }, event.message));
+    return make("tr", { class: String(event.id) === chosen ? "chosen" : "", "data-event": event.id }, make("td", {}, moment(event.time)), make("td", { class: "number" }, count(event.step)), make("td", {}, pill(event.kind, KINDS[event.kind] ?? "")), make("td", {}, event.subject), make("td", { class: "text" }, event.message));
   }
 
   function ending(run) {
@@ -29,29 +29,49 @@ export async function eventsView(body, context) {
   }
 
   async function update() {
+    const asked = kind;
     const found = await context.ask("events", { kind });
-    [shown, before] = [found.events, found.before];
+    if (asked !== kind) return;
+    addNewest(found);
     const names = [["", "all"], ...Object.keys(found.kinds).map((name) => [name, name])];
-    fill(kinds, names.map(([name, title]) => make("button", { "aria-pressed": String(name === kind), onclick: () => { kind = name; update(); } }, name ? `${title} ${count(found.kinds[name])}` : title)));
+    fill(kinds, names.map(([name, title]) => make("button", { "aria-pressed": String(name === kind), "data-key": name, onclick: () => choose(name) }, name ? `${title} ${count(found.kinds[name])}` : title)));
     draw();
     showDiscards(found.discards);
     await drawCurve();
   }
 
+  // Older events that are shown already stay, unless so many are new that some between them are not known.
+  function addNewest(found) {
+    const oldest = found.events[found.events.length - 1]?.id;
+    const older = shown.some(({ id }) => id >= oldest) ? shown.filter(({ id }) => id < oldest) : [];
+    if (!older.length) before = found.before;
+    shown = [...found.events, ...older];
+  }
+
+  async function choose(name) {
+    kind = name;
+    shown = [];
+    await update();
+  }
+
   async function drawCurve() {
+    const marks = (await context.ask("marks")).filter((event) => !kind || event.kind === kind);
     const series = await context.ask("series", { name: ["reward", "loss"] });
     const name = series.reward ? "reward" : "loss";
     if (!series[name]) return;
     chart ??= new Chart(name === "reward" ? "Reward" : "Loss");
     if (!chart.element.isConnected) fill(plot, chart.element);
-    chart.update([{ label: name, ...series[name], place: 0 }], { marks: shown, onmark: choosing });
+    chart.update([{ label: name, ...series[name], place: 0 }], { marks, onmark: ({ id }) => reveal(String(id)) });
   }
 
-  function choosing(mark) {
-    const row = list.querySelector(`tr[data-event="${mark.id}"]`);
-    list.querySelectorAll(".chosen").forEach((other) => other.classList.remove("chosen"));
-    row?.classList.add("chosen");
-    row?.scrollIntoView({ block: "center" });
+  // Chooses an event and scrolls to it, once, so that a refresh takes no reader away from where he is.
+  async function reveal(id) {
+    chosen = id;
+    while (before !== null && !shown.some((event) => event.id <= id)) {
+      if (!await more()) return;
+    }
+    draw();
+    list.querySelector(".chosen")?.scrollIntoView({ block: "center" });
   }
 
   function draw() {
@@ -59,14 +79,17 @@ export async function eventsView(body, context) {
     const head = headings(["Time", "Step", "Kind", "Part", "What happened"], ["Step"]);
     fill(list, rows.length ? make("div", { class: "card table" }, make("table", { class: "events" }, head, make("tbody", {}, rows))) : notice("nothing has happened: no death, no recovery, no health rule that tripped"));
     older.hidden = before === null;
-    list.querySelector(".chosen")?.scrollIntoView({ block: "center" });
   }
 
+  // Adds older events; returns false if the list has become another one meanwhile.
   async function more() {
+    const asked = [kind, before];
     const found = await context.ask("events", { kind, before });
+    if (asked[0] !== kind || asked[1] !== before) return false;
     shown = [...shown, ...found.events];
     before = found.before;
     draw();
+    return true;
   }
 
   function showDiscards(rows) {
@@ -75,5 +98,10 @@ export async function eventsView(body, context) {
       make("tbody", {}, rows.map((row) => make("tr", {}, make("td", { class: "number" }, make("a", { href: context.link("groups", { reason: row.reason, state: "DISCARDED" }) }, count(row.count))), make("td", {}, moment(row.first)), make("td", {}, moment(row.last)), make("td", { class: "text" }, row.reason))))));
   }
 
-  return { shown: update, update, redraw: drawCurve, close: () => chart?.destroy() };
+  async function start() {
+    await update();
+    if (chosen !== null) await reveal(chosen);
+  }
+
+  return { shown: start, update, redraw: drawCurve, close: () => chart?.destroy() };
 }

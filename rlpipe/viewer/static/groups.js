@@ -6,6 +6,7 @@ import { count, number, NONE, STATE_KINDS } from "./format.js";
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
 const PAUSE_MS = 100;
 const MOST_COUNTED = 100000;
+const CHOICES_EVERY = 5;  // refreshes, in a run of many groups, whose states and reasons take long to count
 
 function columnsFor(functions) {
   const means = functions.length > 1 ? functions : [];
@@ -28,18 +29,21 @@ function rewardCell(reward) {
 }
 
 export async function groupsView(body, context) {
-  const choices = await context.ask("choices");
-  const columns = columnsFor(choices.functions);
+  let choices = await context.ask("choices");
+  let columns = columnsFor(choices.functions);
   const query = { sort: "id", order: "desc", ...context.query };
   const places = [];
   let page = null;
   let asked = 0;
+  let turning = false;
+  let refreshes = 0;
   const table = make("table", { class: "groups" });
   const status = make("p", { class: "muted", role: "status", "aria-live": "polite" });
   const indexing = make("div", { class: "indexing", hidden: true });
   const older = make("button", { onclick: () => turn(true) }, "Next page");
   const newer = make("button", { onclick: () => turn(false) }, "Previous page");
-  fill(body, filters(), indexing, make("div", { class: "pager" }, status, newer, older), make("div", { class: "card table" }, table));
+  let form = filters();
+  fill(body, form, indexing, make("div", { class: "pager" }, status, newer, older), make("div", { class: "card table" }, table));
 
   function filters() {
     let timer = 0;
@@ -47,20 +51,21 @@ export async function groupsView(body, context) {
     const bound = (name) => make("input", { name, inputmode: "decimal", size: 5, value: query[name] ?? "", "aria-label": name.replace("_min", " at least").replace("_max", " at most"), placeholder: name.endsWith("min") ? "min" : "max" });
     const range = (name, title) => make("fieldset", {}, make("legend", {}, title), bound(`${name}_min`), bound(`${name}_max`));
     const any = (values) => [["", "any"], ...values.map((value) => [value, value.length > 60 ? `${value.slice(0, 60)}…` : value])];
-    const functions = choices.functions.length > 0 && make("fieldset", {}, make("legend", {}, "Reward function"), choose("function", any(choices.functions), query.function ?? ""), bound("function_min"), bound("function_max"));
-    const form = make("form", { class: "filters card", role: "search", oninput: changed, onsubmit: (event) => { event.preventDefault(); apply(); } },
+    const choosing = (name, values) => choose(name, any(query[name] && !values.includes(query[name]) ? [...values, query[name]] : values), query[name] ?? "");
+    const functions = choices.functions.length > 0 && make("fieldset", {}, make("legend", {}, "Reward function"), choosing("function", choices.functions), bound("function_min"), bound("function_max"));
+    const made = make("form", { class: "filters card", role: "search", oninput: changed, onsubmit: (event) => { event.preventDefault(); apply(); } },
       make("input", { type: "search", name: "text", value: query.text ?? "", placeholder: "search prompts (press /)", "aria-label": "Search prompts" }),
       RANGES.map(([name, title]) => range(name, title)), functions,
-      labelled("State", choose("state", any(choices.states), query.state ?? "")), labelled("Outcome", choose("status", any(choices.statuses), query.status ?? "")),
-      choices.reasons.length > 0 && labelled("Reason", choose("reason", any(choices.reasons), query.reason ?? "")),
+      labelled("State", choosing("state", choices.states)), labelled("Outcome", choosing("status", choices.statuses)),
+      choices.reasons.length > 0 && labelled("Reason", choosing("reason", choices.reasons)),
       make("button", { type: "reset", onclick: () => context.go("groups") }, "Clear"));
     function apply() {
-      for (const [name, value] of new FormData(form)) query[name] = value;
+      for (const [name, value] of new FormData(made)) query[name] = value;
       places.length = 0;
       remember();
       load();
     }
-    return form;
+    return made;
   }
 
   function remember() {
@@ -73,44 +78,48 @@ export async function groupsView(body, context) {
     query.sort = key;
     places.length = 0;
     remember();
-    load(key);
+    load();
   }
 
   function turn(forwards) {
+    if (turning) return;  // a key that is held would take the same place again
+    turning = true;
     if (forwards) places.push(page.after);
     else places.pop();
     load();
   }
 
-  async function load(sorted = null) {
+  async function load() {
     const own = ++asked;
     try {
       const found = await context.ask("groups", { ...query, after: places[places.length - 1] });
       if (own !== asked) return;
       page = found;
-      draw(sorted);
+      turning = false;
+      draw();
       const matches = await context.ask("count", query);
       if (own !== asked) return;
       const many = matches >= MOST_COUNTED && matches < page.num_groups ? "over " : "";
       status.textContent = `${many}${count(matches)} of ${count(page.num_groups)} groups${places.length ? `, page ${places.length + 1}` : ""}`;
     } catch (error) {
-      if (own === asked) fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
+      if (own !== asked) return;
+      turning = false;
+      fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
     }
   }
 
-  function draw(sorted) {
-    const focused = document.activeElement?.closest?.("tr[data-group]")?.dataset.group;
+  function draw() {
+    const wasInRow = table.contains(document.activeElement) && document.activeElement.matches("tr");
     const head = columns.map(([key, title]) => {
       const order = query.sort === key ? (query.order === "desc" ? "descending" : "ascending") : "none";
       return make("th", { scope: "col", "aria-sort": key ? order : null, class: kindOf(key) },
-        key ? make("button", { onclick: () => sortBy(key), "data-sort": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
+        key ? make("button", { onclick: () => sortBy(key), "data-key": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
     });
-    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, "aria-label": `group ${row.group_id}` },
+    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, onfocus: hold, "aria-label": `group ${row.group_id}` },
       columns.map(([key, , cell]) => make("td", { class: kindOf(key) }, cell(row)))));
     const empty = make("tr", {}, make("td", { colspan: columns.length }, notice("no group matches")));
     fill(table, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows.length ? rows : empty));
-    if (focused) table.querySelector(`tr[data-group="${focused}"]`)?.focus();
-    if (sorted) table.querySelector(`button[data-sort="${CSS.escape(sorted)}"]`)?.focus();
+    if (wasInRow && !table.contains(document.activeElement)) rows[0]?.focus();  // another page has other rows
     older.disabled = page.after === null;
     newer.disabled = places.length === 0;
     indexing.hidden = page.num_indexed >= page.num_groups;
@@ -122,20 +131,32 @@ export async function groupsView(body, context) {
     if (!getSelection().toString()) context.go("group", { id: row.group_id });
   }
 
+  // Tab goes back to the row that was focused last.
+  function hold(event) {
+    table.querySelectorAll("tbody tr").forEach((row) => { row.tabIndex = row === event.currentTarget ? 0 : -1; });
+  }
+
   function move(event) {
     const row = event.currentTarget;
     const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Home: row.parentElement.firstElementChild, End: row.parentElement.lastElementChild }[event.key];
     if (event.key === "Enter") context.go("group", { id: row.dataset.group });
-    else if (next) { row.tabIndex = -1; next.tabIndex = 0; next.focus(); event.preventDefault(); }
+    else if (next) { next.focus(); event.preventDefault(); }
     else if (event.key === "ArrowRight" && !older.disabled) turn(true);
     else if (event.key === "ArrowLeft" && !newer.disabled) turn(false);
   }
 
-  // The index of a new run, or a large one, gets its reward functions and reasons while the table is seen already.
+  // A run gets new states and reasons, and its reward functions, while the table is seen already: they are offered
+  // once nobody is choosing.
   async function update() {
-    const found = choices.functions.length ? choices : await context.ask("choices");
-    if (found.functions.length !== choices.functions.length && !body.contains(document.activeElement)) dispatchEvent(new HashChangeEvent("hashchange"));
-    else await load();
+    const isDue = !choices.functions.length || page === null || page.num_groups < MOST_COUNTED || refreshes++ % CHOICES_EVERY === 0;
+    const found = isDue ? await context.ask("choices") : choices;
+    if (JSON.stringify(found) !== JSON.stringify(choices) && !form.contains(document.activeElement)) {
+      [choices, columns] = [found, columnsFor(found.functions)];
+      const before = form;
+      form = filters();
+      before.replaceWith(form);
+    }
+    await load();
   }
 
   await load();

@@ -26,6 +26,7 @@ export async function overviewView(body, context) {
   const state = { charts: new Map(), smoothing: Number(sessionStorage.getItem(SMOOTHING)) || 0, more: (context.query.more ?? "").split(",").filter(Boolean) };
   const strip = make("div", { class: "strip" });
   const grid = make("div", { class: "charts" });
+  const empty = notice("no metrics yet: the first step is under way");
   const health = make("section", { class: "card doctor", "aria-label": "Doctor" }, make("h3", {}, "Doctor"), make("p", { class: "muted" }, "…"));
   const names = new Set();
   const datalist = make("datalist", { id: "metric-names" });
@@ -58,23 +59,27 @@ export async function overviewView(body, context) {
 
   async function update() {
     const shown = context.shown;
-    const marked = eventMarks();
+    const marked = context.ask("marks").catch(() => []);  // a run without a ledger has no events
     const listed = await Promise.all(shown.map((run) => ask("names", { run })));
     listed.flat().forEach((name) => names.add(name));
     fill(datalist, [...names].sort().map((name) => make("option", { value: name })));
     const wanted = [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), "staleness/max", ...state.more, ...[...names].filter((name) => isPhase(name) || isRewardMean(name))])];
-    data = await Promise.all(shown.map((run) => ask("series", { run, name: wanted.filter((name) => names.has(name)) })));
-    marks = await marked;
+    const found = await Promise.all(shown.map((run) => ask("series", { run, name: wanted.filter((name) => names.has(name)) })));
+    const events = await marked;
+    if (shown !== context.shown) return;  // others were chosen meanwhile
+    [data, marks] = [found, events];
     draw();
-    fill(strip, shown.map((run) => runCard(context, run)));
+    const hidden = context.runs.map((_, run) => run).filter((run) => !shown.includes(run));
+    fill(strip, shown.map((run) => runCard(context, run, showRuns)), hidden.length > 0 && make("div", { class: "card others" },
+      "not shown:", hidden.map((run) => make("label", {}, showBox(context, run, showRuns), context.runs[run].name))));
     showHealth();
   }
 
-  async function eventMarks() {
-    try {
-      const { events } = await ask("events", { run: context.run });
-      return events;
-    } catch { return []; }  // a run without a ledger has no events
+  // The view's own run is one of those that are shown.
+  async function showRuns(runs) {
+    const run = runs.includes(context.run) ? context.run : runs[0];
+    context.go("overview", { run: run || "", shown: runs.join(","), more: state.more.join(",") }, { replace: true });
+    await update();
   }
 
   function linesOf(metrics) {
@@ -98,7 +103,8 @@ export async function overviewView(body, context) {
       if (!state.charts.has(title)) state.charts.set(title, new Chart(title, { stacked: how.stacked, note: how.note }));
       elements.push([state.charts.get(title), lines]);
     }
-    if (grid.children.length !== elements.length) fill(grid, elements.length ? elements.map(([chart]) => chart.element) : notice("no metrics yet: the first step is under way"));
+    const wanted = elements.length ? elements.map(([chart]) => chart.element) : [empty];
+    if (grid.children.length !== wanted.length || wanted.some((element, place) => element !== grid.children[place])) fill(grid, wanted);
     for (const [chart, lines] of elements) chart.update(lines, options);
     grid.dataset.points = String(Math.max(0, ...elements.map(([chart]) => chart.plot.data[0].length)));
   }
@@ -124,14 +130,24 @@ function shortName(name) {
   return isRewardMean(name) ? name.slice(8, -5) : name;
 }
 
-function runCard(context, place) {
+function showBox(context, place, show) {
+  const { shown } = context;
+  const isShown = shown.includes(place);
+  const runs = isShown ? shown.filter((other) => other !== place) : [...shown, place].sort((one, other) => one - other);
+  return make("input", { type: "checkbox", "aria-label": `Show ${context.runs[place].name}`, checked: isShown, disabled: runs.length === 0, onchange: () => show(runs) });
+}
+
+function runCard(context, place, show) {
   const run = context.runs[place];
   const share = run.num_steps ? Math.min(run.step / run.num_steps, 1) : 0;
   const lasted = run.began_at === null ? null : (run.ended_at ?? Date.now() / 1000) - run.began_at;
   const facts = [["reward", number(run.reward)], ["held-out", number(run.accuracy)], ["tokens/s", count(run.tokens_per_second)], ["groups", count(run.num_groups)], ["began", moment(run.began_at)], ["lasts", span(lasted)]];
-  const hidden = context.runs.length > 1 && make("button", { class: "quiet", "aria-label": `Show only ${run.name}`, onclick: () => context.go("overview", { run: place, shown: context.shown.length > 1 ? place : context.runs.map((_, other) => other).join(",") }) }, context.shown.length > 1 ? "only this" : "all runs");
+  const isAlone = context.shown.length === 1;
+  const choices = context.runs.length > 1 && [
+    make("button", { class: "quiet", "data-key": `only ${place}`, "aria-label": isAlone ? "Show all runs" : `Show only ${run.name}`, onclick: () => show(isAlone ? context.runs.map((_, other) => other) : [place]) }, isAlone ? "all runs" : "only this"),
+    showBox(context, place, show)];
   return make("section", { class: "card run", "aria-label": run.name },
-    make("div", { class: "line" }, make("i", { class: `dot series-${place % 8}` }), make("b", { title: run.path }, run.name), pill(run.state, STATE_KINDS[run.state] ?? ""), hidden),
+    make("div", { class: "line" }, make("i", { class: `dot series-${place % 8}` }), make("b", { title: run.path }, run.name), pill(run.state, STATE_KINDS[run.state] ?? ""), choices),
     make("progress", { value: share, max: 1, "aria-label": "steps done" }),
     make("div", { class: "facts" }, make("div", {}, make("span", {}, "step"), make("b", {}, run.num_steps ? `${count(run.step)} / ${count(run.num_steps)}` : count(run.step))),
       facts.map(([name, text]) => make("div", {}, make("span", {}, name), make("b", {}, text)))),

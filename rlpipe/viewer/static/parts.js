@@ -23,7 +23,7 @@ export async function partsView(body, context) {
 
 function groupsByState(states, context) {
   if (!states) return null;
-  return make("section", { class: "way", "aria-label": "Groups by state" }, WAY.map(([state, text]) => make("a", { class: "card stage", href: context.link("groups", { state }) }, make("b", {}, count(states[state] ?? 0)), make("span", {}, text))));
+  return make("section", { class: "way", "aria-label": "Groups by state" }, WAY.map(([state, text]) => make("a", { class: "card stage", "data-key": state, href: context.link("groups", { state }) }, make("b", {}, count(states[state] ?? 0)), make("span", {}, text))));
 }
 
 function heard(part, age, over) {

@@ -176,6 +176,22 @@ def test_what_else_went_wrong_is_said(name: str, run: Path, capsys: pytest.Captu
     assert re.search(says, diagnosis(run, capsys)[subject, status])
 
 
+def test_recoveries_are_well_and_leave_room_for_deaths(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end(run, None)
+    made = Run(run)
+    for number in range(8):
+        for kind in ("recovery", "checkpoint", "recovery", "checkpoint"):
+            made.ledger.note(kind, f"part-{number}", f"{kind} of part-{number}")
+    made.ledger.note("death", "rollout-0", "engine rollout-0 died")
+    made.ledger.close()
+    assert main(["doctor", "--json", str(run)]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    first, *others, last = [(line["status"], line["text"]) for line in found if line["subject"] == "events"]
+    assert first == ("warning", "rollout-0, 1 x: engine rollout-0 died")
+    assert last == ("ok", "16 recoveries, the last one: recovery of part-7")
+    assert others == [("warning", f"part-{number}, 2 x: checkpoint of part-{number}") for number in range(4)]
+
+
 def test_other_folders_and_old_records_are_refused_or_passed_over(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,18 @@ def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None
     assert found_in(config, rows[1:]) == []
 
 
+def test_a_rule_that_no_longer_applies_is_over() -> None:
+    watch = HealthWatch(make_config(), run_with(ILLNESSES["equal_rewards"]))
+    assert watch.tripped == ["equal_rewards"]
+    watch.update({"eval/accuracy": 0.99})
+    assert watch.tripped == [], "no step may follow the evaluation that shows that the task is solved"
+    equal = {**well(NUM_STEPS), "frac_reward_zero_std": 1.0}
+    found = [finding.message for _ in range(2 * WELL_STEPS) for finding in watch.update(equal)]
+    assert found == ["equal_rewards is over: it no longer applies"]
+    watch.update({"eval/accuracy": 0.5})
+    assert [finding.rule for finding in watch.update(equal)] == ["equal_rewards"]
+
+
 def test_pairs_that_the_policy_samples_itself_are_new_to_it() -> None:
     assert found_in(make_config(), run_with(ILLNESSES["wrong_preferences"])) == []
     kto = AlgorithmConfig(kind="preference", preference=PreferenceConfig(loss="kto"))

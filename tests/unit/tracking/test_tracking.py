@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, StepLog, num_steps_logged, read_rows, rows_of_step
 from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
+from rlpipe.tracking.services import TrackioTracker
 from rlpipe.tracking.trackers import (
     BackgroundTracker,
     RayMetricsTracker,
@@ -273,6 +276,31 @@ def test_ray_gauges_carry_the_runs_name() -> None:
     gauges = [gauge.info for gauge in tracker._gauges.values()]
     assert [gauge["name"] for gauge in gauges] == ["rlpipe_step", "rlpipe_rewards_mine_mean"]
     assert all(gauge["default_tags"] == {"run": "quickstart"} for gauge in gauges)
+
+
+class FakeTrackio(ModuleType):
+    """The part of Trackio that begins runs, which it resumes by their names."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.names: list[str] = []
+
+    def init(self, *, project: str, name: str, config: Mapping[str, Any], resume: str) -> None:
+        assert resume == "allow"
+        self.names.append(name)
+
+
+def test_runs_of_one_name_in_two_folders_are_two_runs_of_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackio = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for folder in ("first", "second", "first"):
+        TrackioTracker(tmp_path / folder, run_name="sums", project="p", config={})
+    first, second, again = trackio.names
+    assert first == again != second
+    assert first.startswith("sums-")
+    assert second.startswith("sums-")
 
 
 # Completions

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,34 @@ def test_the_number_of_steps_of_a_run_without_a_ledger_is_that_of_its_config(tmp
     assert run.summary()["num_steps"] is None
     (tmp_path / "config.yaml").write_text("algorithm: {num_steps: 40}\n")
     assert run.summary()["num_steps"] == 40
+
+
+def test_the_chart_library_is_the_release_that_it_names() -> None:
+    files = static_files()
+    program = files["vendor/uPlot.iife.min.js"]
+    assert b"uPlot (v1.6.32)" in program
+    assert sha256(program).hexdigest() == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    style = sha256(files["vendor/uPlot.min.css"]).hexdigest()
+    assert style == "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"
+
+
+def test_marks_have_deaths_that_are_older_than_the_newest_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpipe.viewer.viewed_run.MOST_MARKS", 3)
+    kinds = ["death", "death", "health", "recovery", "death", "death", "recovery"]
+    written = ViewerRun(tmp_path / "run").train(1)
+    log = StepLog(tmp_path / "log" / EVENTS_FILE, 0)
+    for number, kind in enumerate(kinds):
+        written.ledger.note(kind, "rollout-0", f"event {number}")
+        event = LedgerEvent(number=number, time=50.0, kind=kind, subject="rank", message=f"event {number}")
+        log.append(number, [asdict(event)])
+    written.end()
+    marks = ask(client_of(tmp_path / "run"), "marks")
+    assert [event["message"] for event in marks] == ["event 6", "event 5", "event 4", "event 1"]
+    assert {event["step"] for event in marks} == {1}
+    without_ledger = ViewedRun(tmp_path / "log", "log").marks()
+    assert {event["message"] for event in without_ledger} == {"event 6", "event 5", "event 4", "event 1"}
 
 
 def test_events_of_a_run_without_a_ledger_come_from_its_log(tmp_path: Path) -> None:
