@@ -11,6 +11,7 @@ from rlpipe.configs.schema.algorithm_config import (
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
+    LossConfig,
     RewardKlConfig,
 )
 from rlpipe.configs.schema.option import OwnFunction
@@ -75,6 +76,7 @@ def check_function(config: OwnFunction, section: str) -> Iterator[str]:
 def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
     yield from check_function(loss, "algorithm.loss")
+    yield from _check_entropy(loss)
     if algorithm.preference.path is not None and not algorithm.samples_pairs:
         yield f"{PREFERENCE}.path: only the loss dpo compares pairs; remove it, or set algorithm=online_dpo"
     if loss.path is not None:
@@ -101,6 +103,15 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.loss.clip_delta: has no effect on the loss {loss.name}; set it to null"
     elif loss.clip_delta is not None and loss.clip_delta < 1 + loss.clip_high:
         yield f"algorithm.loss.clip_delta: {loss.clip_delta} is below 1 + clip_high; set {1 + loss.clip_high:g} or more"
+
+
+def _check_entropy(loss: LossConfig) -> Iterator[str]:
+    low, high, usual = loss.entropy_coef_min, loss.entropy_coef_max, LossConfig()
+    for name in ("entropy_step", "entropy_coef_min", "entropy_coef_max"):
+        if loss.entropy_target is None and getattr(loss, name) != getattr(usual, name):
+            yield f"algorithm.loss.{name}: the weight is constant without a target; set entropy_target, or leave it out"
+    if low > high:
+        yield f"algorithm.loss.entropy_coef_min: {low:g} is above entropy_coef_max={high:g}; set it lower"
 
 
 def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorit
 LOW, HIGH, BETA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.beta"
 ADVANTAGE, SCALE, COMBINE = "algorithm.advantage.name", "algorithm.advantage.scale", "algorithm.combine"
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
+ENTROPY_TARGET = "algorithm.loss.entropy_target"
 KL_COEF, KL_TARGET, KL_HORIZON = (f"algorithm.reward_kl.{name}" for name in ("coef", "target", "horizon"))
 PREFERENCE, FEATURES, STRIDED = "algorithm.preference", "algorithm.ebft.features", "algorithm.ebft.strided"
 CONSTANT_KL = "the weight of the KL is constant"
@@ -173,8 +174,6 @@ def trl_scale(values: ForeignValues, value: Any) -> Made:
     if values.get("multi_objective_aggregation") == "normalize_then_sum" or values.get("rl") == "gdpo":
         return "each reward is divided by its deviation in the group, and their sum by that of the batch"
     text = {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
-    if text == "mean":
-        return {ADVANTAGE: "max_rl"}
     return {SCALE: text} if text in ("group", "batch", "none") else f"{SCALE} is one of group, batch, none"
 
 
@@ -290,6 +289,11 @@ def openrlhf_correction(values: ForeignValues, value: Any) -> Made:
     return {MODE: "token_mask" if is_on(values.get("use_icepop")) else modes[kind], CAP: cap, FLOOR: floor}
 
 
+def of_adaptive_entropy(option: str) -> Rule:
+    """Return the rule of a setting that has no effect without TRL's adaptive entropy."""
+    return only_if(on("use_adaptive_entropy"), option, OFF)
+
+
 def in_verl_reward(rule: Rule) -> Rule:
     """Return a rule of the KL in the rewards, for runs that have one."""
     return only_if(on("algorithm.use_kl_in_reward"), rule, OFF)
@@ -326,6 +330,11 @@ LOSSES = (
     SettingRow(
         "algorithm.loss.entropy_coef", "entropy_coef", "actor.entropy_coeff", "entropy_loss_coef=actor.entropy_coef"
     ),
+    SettingRow(enabling(ENTROPY_TARGET, "entropy_target", 0.2), "use_adaptive_entropy"),
+    SettingRow(of_adaptive_entropy(ENTROPY_TARGET), "entropy_target"),
+    SettingRow(of_adaptive_entropy("algorithm.loss.entropy_step"), "entropy_coef_delta"),
+    SettingRow(of_adaptive_entropy("algorithm.loss.entropy_coef_min"), "entropy_coef_min"),
+    SettingRow(of_adaptive_entropy("algorithm.loss.entropy_coef_max"), "entropy_coef_max"),
     SettingRow("algorithm.loss.sapo.temperature_positive", "sapo_temperature_pos", "actor.tau_pos"),
     SettingRow("algorithm.loss.sapo.temperature_negative", "sapo_temperature_neg", "actor.tau_neg"),
     SettingRow("algorithm.loss.vespo.k_positive", "vespo_k_pos"),

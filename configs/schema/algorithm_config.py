@@ -231,12 +231,18 @@ class LossConfig(OwnFunction):
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
     entropy_target: float | None = option(
         None,
-        "Entropy in nats above which there is no bonus; its weight grows by entropy_step with each step below, and "
-        "shrinks with each step above; null: the weight is constant.",
+        "Entropy in nats above which there is no bonus; its weight grows by entropy_step with each update that is not "
+        "above, and shrinks with each that is; null: the weight is constant.",
         above=0,
         maximum=100,
     )
     entropy_step: float = option(0.005, "Change of the entropy bonus's weight.", above=0, maximum=MAX_WEIGHT)
+    entropy_coef_min: float = option(
+        0.0, "Lower bound of the weight that follows entropy_target.", minimum=0, maximum=MAX_WEIGHT
+    )
+    entropy_coef_max: float = option(
+        1.0, "Upper bound of the weight that follows entropy_target.", minimum=0, maximum=MAX_WEIGHT
+    )
     top_entropy_quantile: float = option(
         1.0, "Share of a micro batch's tokens, those with the highest entropy, that are trained.", minimum=0, maximum=1
     )

@@ -143,12 +143,14 @@ def test_entropy_bonus_lowers_the_loss_and_has_a_gradient() -> None:
 
 
 def test_the_entropy_bonus_follows_a_target() -> None:
-    bonus = EntropyBonus(LossConfig(entropy_coef=0.01, entropy_target=2.0, entropy_step=0.004))
+    limits = {"entropy_coef_min": 0.005, "entropy_coef_max": 0.017}
+    bonus = EntropyBonus(LossConfig(entropy_coef=0.01, entropy_target=2.0, entropy_step=0.004, **limits))
+    assert bonus.weight == 0, "the entropy is not known yet"
     weights = []
     for entropy in (1.5, 2.0, math.nan, 2.5, 2.5, 2.5, 2.5, 1.0):
         bonus.follow(entropy)
         weights.append(bonus.weight)
-    assert weights == pytest.approx([0.014, 0.010, 0.010, 0, 0, 0, 0, 0.004])
+    assert weights == pytest.approx([0.014, 0.017, 0.017, 0, 0, 0, 0, 0.009])
     assert EntropyBonus(LossConfig(entropy_coef=0.01)).weight == 0.01
     entropy = torch.tensor([2.0, 4.0], dtype=torch.float64)
     inputs = make_inputs([[1.0, 1.0]], [0.0], entropy=entropy, entropy_weight=0.2)

@@ -211,7 +211,14 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "model.path": "models/tiny",
         "output": "b",
     },
-    "trl/maxrl.py": {"algorithm.advantage.name": "max_rl", "algorithm.group_size": 8, "algorithm.groups_per_step": 1},
+    "trl/adaptive_entropy.py": {
+        "algorithm.advantage.scale": "batch",
+        "algorithm.group_size": 8,
+        "algorithm.groups_per_step": 1,
+        "algorithm.loss.entropy_target": 0.2,
+        "algorithm.loss.entropy_step": 0.002,
+        "algorithm.loss.entropy_coef_max": 0.05,
+    },
     "verl/grpo_lora.sh": {
         "algorithm.groups_per_step": 64,
         "algorithm.group_size": 5,
