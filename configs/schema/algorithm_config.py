@@ -122,7 +122,9 @@ class AdvantageConfig(OwnFunction):
         "Standard deviation that advantages are divided by (grpo, pass_at_k).",
         choices=("group", "batch", "none"),
     )
-    eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
+    eps: float = option(
+        1e-4, "Added to the standard deviation; not by reinforce_plus_plus and gae.", minimum=0, maximum=1
+    )
     gamma: float = option(1.0, "Discount of the next token's value (gae).", minimum=0, maximum=1)
     lam: float = option(
         1.0, "Decay of later tokens' errors; 1: the return minus the value (gae).", minimum=0, maximum=1
