@@ -366,7 +366,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
 }
 COMMENTS = {
     "axolotl/sft_full.yml": {"micro_batch_size: 2": "a packed sequence", "num_epochs: 2": "counted in steps"},
-    "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again", "datasets.0.type": "data.transform"},
+    "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again"},
     "axolotl/sft_lora.yml": {"load_in_8bit: True": "no base in 8 bit", "val_set_size: 0.1": "a share of the rows"},
     "trl/sft_docstring.py": {
         "per_device_train_batch_size: 2": "packed",
@@ -506,6 +506,32 @@ def test_what_has_no_equivalent_is_a_comment_with_the_reason(name: str) -> None:
         after = [lines[index + 1] for index, line in enumerate(lines) if line.startswith(f"# {setting}")]
         assert after, setting
         assert any(reason in line for line in after), setting
+
+
+PREFERENCES = """
+base_model: models/tiny
+rl: {rl}
+datasets:
+  - path: rows.jsonl
+    type: {type}
+"""
+
+
+@pytest.mark.parametrize("kind", ["chatml.ultra", "chatml.icr", "llama3.argilla_chat", "zephyr.nectar", "chatml.mine"])
+def test_rows_of_preferences_that_are_detected_need_no_transform(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "run.yaml").write_text(PREFERENCES.format(rl="dpo", type=kind))
+    text = write(translate(read_foreign(tmp_path / "run.yaml")), "axolotl's run.yaml")
+    needs_transform = f"# datasets.0.type: {kind}\n#     its rows have another form: see data.transform" in text
+    assert needs_transform == (kind in ("zephyr.nectar", "chatml.mine"))
+
+
+def test_columns_of_a_type_of_the_users_own_are_options_of_the_data(tmp_path: Path) -> None:
+    columns = "{field_prompt: ask, field_completion: said, field_label: good, prompt_format: '{prompt}'}"
+    (tmp_path / "run.yaml").write_text(PREFERENCES.format(rl="kto", type=columns))
+    text = write(translate(read_foreign(tmp_path / "run.yaml")), "axolotl's run.yaml")
+    data = yaml.safe_load(text)["data"]
+    assert data | {"prompt_column": "ask", "completion_column": "said", "label_column": "good"} == data
+    assert "# datasets.0.type.prompt_format: " in text
 
 
 ODD: list[Any] = [
