@@ -120,6 +120,11 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     for option in ("mode", "cap", "floor") if correction.path is not None else ():
         if getattr(correction, option) != getattr(usual, option):
             yield f"algorithm.correction.{option}: has no effect on the function of path; remove it, or set path=null"
+    for option in ("rejection_cap", "rejection_floor") if correction.rejection == "none" else ():
+        if getattr(correction, option) != getattr(usual, option):
+            yield f"algorithm.correction.{option}: nothing is rejected; set rejection, or leave it out"
+    if correction.rejection_cap == 1 and correction.rejection_floor in (None, 1.0):
+        yield "algorithm.correction.rejection_cap: 1 keeps only ratios of exactly 1; set it higher"
     name = "algorithm.correction.bias_corrected_kl"
     if correction.bias_corrected_kl and algorithm.loss.beta == 0:
         yield f"{name}: there is no KL to weight; set algorithm.loss.beta above 0, or false here"

@@ -278,6 +278,15 @@ class CorrectionConfig(OwnFunction):
         minimum=0,
         maximum=MAX_WEIGHT,
     )
+    rejection: str = option(
+        "none",
+        "Drop sequences whose product of w, or the product's geometric mean, is out of bounds, whatever the weights.",
+        choices=("none", "sequence", "geometric"),
+    )
+    rejection_cap: float = option(2.0, "Upper bound of rejection.", minimum=1, maximum=MAX_WEIGHT)
+    rejection_floor: float | None = option(
+        None, "Lower bound of rejection; null: 1/rejection_cap; 0: none.", minimum=0, maximum=1
+    )
     bias_corrected_kl: bool = option(False, "Also weight the KL to the reference by w.")
 
 

@@ -285,6 +285,9 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "verl/dapo.sh": {
         "algorithm.correction.mode": "sequence_truncate",
         "algorithm.correction.cap": 2.5,
+        "algorithm.correction.rejection": "geometric",
+        "algorithm.correction.rejection_floor": 1 / 1.01,  # verl's bounds are of 1 / w
+        "algorithm.correction.rejection_cap": 1 / 0.99,
         "algorithm.num_minibatches": 16,
         "algorithm.loss.clip_high": 0.28,
         "algorithm.loss.clip_delta": 10.0,
@@ -532,6 +535,30 @@ def test_columns_of_a_type_of_the_users_own_are_options_of_the_data(tmp_path: Pa
     data = yaml.safe_load(text)["data"]
     assert data | {"prompt_column": "ask", "completion_column": "said", "label_column": "good"} == data
     assert "# datasets.0.type.prompt_format: " in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "made"),
+    [
+        ({"": "sequence", "_threshold": 3.0, "_threshold_lower": 0.5}, ("sequence", 0.5, 3.0)),
+        ({"": "geometric", "_threshold": 1.25}, ("geometric", 0.8, 1.25)),
+        ({"": "seq_sum_k1", "_threshold": "0.25_2.0"}, ("sequence", 0.5, 4.0)),
+        ({"": "sequence", "_threshold": 0.5}, "between which 1 is"),
+        ({"": "sequence"}, "between which 1 is"),
+        ({"": "token_k3", "_threshold": 0.5}, "is one of none, sequence, geometric"),
+    ],
+)
+def test_sequences_that_verl_rejects(settings: dict[str, Any], made: tuple[str, float, float] | str) -> None:
+    name, option = "algorithm.rollout_correction.rollout_rs", "algorithm.correction.rejection"
+    run = ForeignRun(
+        system="verl", method="rl", settings=[Setting(name=name + key, value=value) for key, value in settings.items()]
+    )
+    found = translate_setting(ForeignValues(run), run.settings[0])
+    if isinstance(made, str):
+        assert isinstance(found, str)
+        assert made in found
+    else:
+        assert found == dict(zip((option, f"{option}_floor", f"{option}_cap"), made, strict=True))
 
 
 ODD: list[Any] = [
