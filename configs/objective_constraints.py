@@ -11,6 +11,7 @@ from rlpipe.configs.schema.algorithm_config import (
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
+    LossConfig,
     RewardKlConfig,
 )
 from rlpipe.configs.schema.option import OwnFunction
@@ -75,6 +76,7 @@ def check_function(config: OwnFunction, section: str) -> Iterator[str]:
 def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
     yield from check_function(loss, "algorithm.loss")
+    yield from _check_entropy(loss)
     if algorithm.preference.path is not None and not algorithm.samples_pairs:
         yield f"{PREFERENCE}.path: only the loss dpo compares pairs; remove it, or set algorithm=online_dpo"
     if loss.path is not None:
@@ -103,12 +105,26 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.loss.clip_delta: {loss.clip_delta} is below 1 + clip_high; set {1 + loss.clip_high:g} or more"
 
 
+def _check_entropy(loss: LossConfig) -> Iterator[str]:
+    low, high, usual = loss.entropy_coef_min, loss.entropy_coef_max, LossConfig()
+    for name in ("entropy_step", "entropy_coef_min", "entropy_coef_max"):
+        if loss.entropy_target is None and getattr(loss, name) != getattr(usual, name):
+            yield f"algorithm.loss.{name}: the weight is constant without a target; set entropy_target, or leave it out"
+    if low > high:
+        yield f"algorithm.loss.entropy_coef_min: {low:g} is above entropy_coef_max={high:g}; set it lower"
+
+
 def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction, usual = algorithm.correction, CorrectionConfig()
     yield from check_function(correction, "algorithm.correction")
     for option in ("mode", "cap", "floor") if correction.path is not None else ():
         if getattr(correction, option) != getattr(usual, option):
             yield f"algorithm.correction.{option}: has no effect on the function of path; remove it, or set path=null"
+    for option in ("rejection_cap", "rejection_floor") if correction.rejection == "none" else ():
+        if getattr(correction, option) != getattr(usual, option):
+            yield f"algorithm.correction.{option}: nothing is rejected; set rejection, or leave it out"
+    if correction.rejection_cap == 1 and correction.rejection_floor in (None, 1.0):
+        yield "algorithm.correction.rejection_cap: 1 keeps only ratios of exactly 1; set it higher"
     name = "algorithm.correction.bias_corrected_kl"
     if correction.bias_corrected_kl and algorithm.loss.beta == 0:
         yield f"{name}: there is no KL to weight; set algorithm.loss.beta above 0, or false here"

@@ -19,12 +19,17 @@ COLUMNS = {
     "field_chosen": "chosen_column",
     "field_rejected": "rejected_column",
     "field_prompt": "prompt_column",
+    "field_completion": "completion_column",
+    "field_label": "label_column",
     "split": "split",
     "name": "name",
     "type": "",
     "path": "path",
 }
 """Options of ``data`` by the names of a data set's entries; an empty one chooses nothing but is understood."""
+OF_PREFERENCES = ("field_prompt", "field_chosen", "field_rejected", "field_completion", "field_label")
+"""Entries that a type of the user's own may have in its place, such as ``type.field_label``."""
+COLUMNS |= {f"type.{name}": COLUMNS[name] for name in OF_PREFERENCES}
 UNDERSTOOD = {
     **dict.fromkeys(("message_field_role", "message_property_mappings.role"), ("role", "from")),
     **dict.fromkeys(("message_field_content", "message_property_mappings.content"), ("content", "value")),
@@ -34,6 +39,12 @@ UNDERSTOOD = {
 CHOICES = {"roles_to_train": list, "train_on_eos": str, "data_files": str}
 KNOWN_TYPES = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "stepwise_supervised")
 """Formats of axolotl whose rows need no transform."""
+PREFERENCE_TYPES = {
+    f"{template}.{form}"
+    for template in ("chatml", "llama3")
+    for form in ("argilla", "argilla_chat", "icr", "intel", "prompt_pairs", "ultra")
+}
+"""Formats of axolotl's preferences whose rows are detected; the template is the model's, or its chat_template."""
 LISTS = ("datasets", "pretraining_dataset")
 NO_TYPE = "its rows have another form: see data.transform"
 NO_ENTRY = "set the option of data, or a data.transform"
@@ -53,7 +64,7 @@ def describe_entry(index: int, key: str, values: ForeignValues, value: Any) -> M
         return f"more than {MAX_ENTRIES} data sets: set data.path to a folder or a pattern"
     if key == "type":
         kind = str(value)
-        is_known = kind.split(".")[0] in KNOWN_TYPES or kind == "bradley_terry.chat_template"
+        is_known = kind.split(".")[0] in KNOWN_TYPES or kind in (*PREFERENCE_TYPES, "bradley_terry.chat_template")
         return PartOf("data") if is_known else NO_TYPE
     is_known = value in UNDERSTOOD.get(key, ()) or isinstance(value, CHOICES.get(key, ()))
     return PartOf("data") if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY

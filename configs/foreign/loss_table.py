@@ -1,4 +1,4 @@
-"""Settings of losses, advantages, the KL and corrections, whose names mean something else in each system."""
+"""Settings of losses, advantages and the KL, whose names mean something else in each system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rlpipe.configs.foreign.setting_rules import (
     Rule,
     SettingRow,
     about,
-    beside,
     copied,
     enabling,
     for_method,
@@ -32,7 +31,7 @@ from rlpipe.configs.foreign.setting_rules import (
 NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorithm.loss.aggregate"
 LOW, HIGH, BETA = "algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.beta"
 ADVANTAGE, SCALE, COMBINE = "algorithm.advantage.name", "algorithm.advantage.scale", "algorithm.combine"
-MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
+ENTROPY_TARGET = "algorithm.loss.entropy_target"
 KL_COEF, KL_TARGET, KL_HORIZON = (f"algorithm.reward_kl.{name}" for name in ("coef", "target", "horizon"))
 PREFERENCE, FEATURES, STRIDED = "algorithm.preference", "algorithm.ebft.features", "algorithm.ebft.strided"
 CONSTANT_KL = "the weight of the KL is constant"
@@ -41,8 +40,6 @@ CRITIC = (
     "algorithm=gae has a critic, a value head on the policy: set algorithm.critic.lr or algorithm.critic.value_clip"
 )
 NO_LOSS = f"there is no such loss here; see {NAME}"
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-NO_CORRECTION = f"{MODE} is one of none, {', '.join(CORRECTIONS)}"
 TRL_LOSSES: Mapping[str, Options] = {
     "grpo": {NAME: "clip", AGGREGATE: "sequence"},
     "bnpo": {NAME: "clip", AGGREGATE: "token"},
@@ -173,8 +170,6 @@ def trl_scale(values: ForeignValues, value: Any) -> Made:
     if values.get("multi_objective_aggregation") == "normalize_then_sum" or values.get("rl") == "gdpo":
         return "each reward is divided by its deviation in the group, and their sum by that of the batch"
     text = {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
-    if text == "mean":
-        return {ADVANTAGE: "max_rl"}
     return {SCALE: text} if text in ("group", "batch", "none") else f"{SCALE} is one of group, batch, none"
 
 
@@ -188,19 +183,6 @@ def reference_steps(values: ForeignValues, value: Any) -> Made:
     every, mixup = values.number("ref_model_sync_steps") or 512, values.get("ref_model_mixup_alpha")
     steps = {"algorithm.reference.sync_steps": -(-every // values.updates_per_step)}
     return steps | {"algorithm.reference.mixup": 0.6 if mixup is None else mixup}
-
-
-@about(MODE)
-def trl_correction(values: ForeignValues, value: Any) -> Made:
-    """Translate the mode of TRL's correction, which has no lower bound and only exists with vLLM."""
-    if not is_on(values.get("use_vllm")):
-        return "there is nothing to correct without vLLM there"
-    if str(values.get("vllm_importance_sampling_correction")).lower() == "false":
-        return {MODE: "none"}
-    floor = values.get("vllm_importance_sampling_clip_min")
-    cap = values.get("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-    made = {MODE: value, CAP: 3.0 if cap is None else cap, FLOOR: 0 if floor is None else floor}
-    return made if value in CORRECTIONS else NO_CORRECTION
 
 
 @about("algorithm.loss.cispo_floor")
@@ -227,23 +209,6 @@ def verl_kl_type(values: ForeignValues, value: Any) -> Made:
         return {KL_TARGET: None}
     target, horizon = (values.get(f"algorithm.kl_ctrl.{name}") for name in ("target_kl", "horizon"))
     return {KL_TARGET: 0.1 if target is None else target, KL_HORIZON: 10_000 if horizon is None else horizon}
-
-
-@about(MODE)
-def verl_correction(values: ForeignValues, value: Any) -> Made:
-    """Translate verl's truncated weights, which have no lower bound."""
-    cap = values.get("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold")
-    modes = {"token": "token_truncate", "sequence": "sequence_truncate"}
-    if str(value) in ("none", "False"):
-        return {MODE: "none"}
-    return {MODE: modes[value], CAP: 2.0 if cap is None else cap, FLOOR: 0} if str(value) in modes else NO_CORRECTION
-
-
-@about(CAP)
-def verl_ratio_cap(values: ForeignValues, value: Any) -> Made:
-    """Translate the bound of the first versions of verl's correction, which is of each token."""
-    is_set = isinstance(value, int | float) and value > 0
-    return {MODE: "token_truncate", CAP: value, FLOOR: 0} if is_set else {MODE: "none"}
 
 
 @about("replay.refill_attempts")
@@ -274,20 +239,9 @@ def of_openrlhf_kl(in_loss: Rule, option: str) -> Rule:
     )
 
 
-@about(MODE)
-def openrlhf_correction(values: ForeignValues, value: Any) -> Made:
-    """Translate the correction and its bounds, of which older versions have one."""
-    if not is_on(value):
-        return {MODE: "none"}
-    kind = str(values.get("vllm_is_correction_type"))
-    modes = {"None": "token_truncate", "tis": "token_truncate", "icepop": "token_mask"}
-    if kind not in modes:
-        return NO_CORRECTION
-    bounds = values.get("vllm_is_truncated_threshold")
-    floor, cap = bounds if isinstance(bounds, list) and len(bounds) == 2 else (0, bounds)
-    if not isinstance(cap, int | float):
-        return f"its bounds differ between versions: set {MODE}, {CAP} and {FLOOR}"
-    return {MODE: "token_mask" if is_on(values.get("use_icepop")) else modes[kind], CAP: cap, FLOOR: floor}
+def of_adaptive_entropy(option: str) -> Rule:
+    """Return the rule of a setting that has no effect without TRL's adaptive entropy."""
+    return only_if(on("use_adaptive_entropy"), option, OFF)
 
 
 def in_verl_reward(rule: Rule) -> Rule:
@@ -326,6 +280,11 @@ LOSSES = (
     SettingRow(
         "algorithm.loss.entropy_coef", "entropy_coef", "actor.entropy_coeff", "entropy_loss_coef=actor.entropy_coef"
     ),
+    SettingRow(enabling(ENTROPY_TARGET, "entropy_target", 0.2), "use_adaptive_entropy"),
+    SettingRow(of_adaptive_entropy(ENTROPY_TARGET), "entropy_target"),
+    SettingRow(of_adaptive_entropy("algorithm.loss.entropy_step"), "entropy_coef_delta"),
+    SettingRow(of_adaptive_entropy("algorithm.loss.entropy_coef_min"), "entropy_coef_min"),
+    SettingRow(of_adaptive_entropy("algorithm.loss.entropy_coef_max"), "entropy_coef_max"),
     SettingRow("algorithm.loss.sapo.temperature_positive", "sapo_temperature_pos", "actor.tau_pos"),
     SettingRow("algorithm.loss.sapo.temperature_negative", "sapo_temperature_neg", "actor.tau_neg"),
     SettingRow("algorithm.loss.vespo.k_positive", "vespo_k_pos"),
@@ -405,25 +364,6 @@ LOSSES = (
         "groups whose rewards are all equal are replaced",
         openrlhf="dynamic_filtering_reward_range=algo.dynamic_filtering_range",
     ),
-    # corrections
-    SettingRow(trl_correction, "vllm_importance_sampling_mode"),
-    SettingRow(beside(trl_correction, "vllm_importance_sampling_mode"), "vllm_importance_sampling_*"),
-    SettingRow(verl_correction, verl="algorithm.rollout_correction.rollout_is algorithm.rollout_is"),
-    SettingRow(
-        beside(verl_correction, "algorithm.rollout_correction.rollout_is", "algorithm.rollout_is", option=CAP),
-        verl="algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold",
-    ),
-    SettingRow(verl_ratio_cap, verl="actor.tis_imp_ratio_cap"),
-    SettingRow(
-        openrlhf_correction,
-        openrlhf="enable_vllm_is_correction=vllm_enable_is_correction=algo.advantage.is_correction_enable",
-    ),
-    SettingRow(
-        beside(openrlhf_correction, "enable_vllm_is_correction"),
-        openrlhf="vllm_is_truncated_threshold vllm_is_correction_type use_icepop",
-    ),
-    SettingRow("algorithm.correction.off_policy_threshold", "off_policy_mask_threshold"),
-    SettingRow(switched("algorithm.correction.bias_corrected_kl"), "use_bias_correction_kl"),
     # preferences and reward models
     SettingRow(f"{PREFERENCE}.beta", openrlhf="beta"),
     SettingRow(trl_loss, "dpo_loss_type"),

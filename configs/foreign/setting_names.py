@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 
+from rlpipe.configs.foreign.correction_table import CORRECTION_SETTINGS
 from rlpipe.configs.foreign.loss_table import CRITIC, LOSSES
 from rlpipe.configs.foreign.model_table import DATA, ENGINES, MODEL, PRECISION, QUANTIZED
 from rlpipe.configs.foreign.setting_rules import Rule, SettingRow
 from rlpipe.configs.foreign.training_table import ACCUMULATION, ALWAYS_PACKED, STEPS, TRAINING, WARMUP
 from rlpipe.configs.options import all_names
 
-ROWS = (*TRAINING, *MODEL, *DATA, *ENGINES, *LOSSES)
+ROWS = (*TRAINING, *MODEL, *DATA, *ENGINES, *LOSSES, *CORRECTION_SETTINGS)
 COLUMNS = {"axolotl": "hf", "trl": "hf", "verl": "verl", "openrlhf": "openrlhf"}
 """Columns of the tables by system."""
 PREFIXES = {"axolotl": "trl.", "verl": "actor_rollout_ref."}

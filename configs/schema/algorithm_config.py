@@ -122,7 +122,9 @@ class AdvantageConfig(OwnFunction):
         "Standard deviation that advantages are divided by (grpo, pass_at_k).",
         choices=("group", "batch", "none"),
     )
-    eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
+    eps: float = option(
+        1e-4, "Added to the standard deviation; not by reinforce_plus_plus and gae.", minimum=0, maximum=1
+    )
     gamma: float = option(1.0, "Discount of the next token's value (gae).", minimum=0, maximum=1)
     lam: float = option(
         1.0, "Decay of later tokens' errors; 1: the return minus the value (gae).", minimum=0, maximum=1
@@ -231,12 +233,18 @@ class LossConfig(OwnFunction):
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
     entropy_target: float | None = option(
         None,
-        "Entropy in nats above which there is no bonus; its weight grows by entropy_step with each step below, and "
-        "shrinks with each step above; null: the weight is constant.",
+        "Entropy in nats above which there is no bonus; its weight grows by entropy_step with each update that is not "
+        "above, and shrinks with each that is; null: the weight is constant.",
         above=0,
         maximum=100,
     )
     entropy_step: float = option(0.005, "Change of the entropy bonus's weight.", above=0, maximum=MAX_WEIGHT)
+    entropy_coef_min: float = option(
+        0.0, "Lower bound of the weight that follows entropy_target.", minimum=0, maximum=MAX_WEIGHT
+    )
+    entropy_coef_max: float = option(
+        1.0, "Upper bound of the weight that follows entropy_target.", minimum=0, maximum=MAX_WEIGHT
+    )
     top_entropy_quantile: float = option(
         1.0, "Share of a micro batch's tokens, those with the highest entropy, that are trained.", minimum=0, maximum=1
     )
@@ -269,6 +277,15 @@ class CorrectionConfig(OwnFunction):
         "Drop sequences of negative advantage whose mean log-prob fell by more than this since sampling.",
         minimum=0,
         maximum=MAX_WEIGHT,
+    )
+    rejection: str = option(
+        "none",
+        "Drop sequences whose product of w, or the product's geometric mean, is out of bounds, whatever the weights.",
+        choices=("none", "sequence", "geometric"),
+    )
+    rejection_cap: float = option(2.0, "Upper bound of rejection.", minimum=1, maximum=MAX_WEIGHT)
+    rejection_floor: float | None = option(
+        None, "Lower bound of rejection; null: 1/rejection_cap; 0: none.", minimum=0, maximum=1
     )
     bias_corrected_kl: bool = option(False, "Also weight the KL to the reference by w.")
 

@@ -26,6 +26,8 @@ TokenValues = Sequence[Sequence[NDArray[np.floating[Any]]]]
 """Values of the loss tokens of each rollout, by group."""
 TINY = 1e-8
 """Added to a sum of weights that may be 0."""
+WHITENING_EPS = 1e-8
+"""Added to the variance of whitened values, as by verl's ``masked_whiten``."""
 
 
 def combine_rewards(rewards: FloatArray, weights: Sequence[float] | FloatArray, combine: str, eps: float) -> FloatArray:
@@ -228,7 +230,7 @@ def reinforce_baseline(groups: list[Values], inputs: AdvantageInputs) -> list[Va
 
 @register_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
-    """Return (r - mean) / (std + eps) over all loss tokens of the batch (REINFORCE++, arXiv:2501.03262).
+    """Return (r - mean) / √(variance + 1e-8) over all loss tokens of the batch (REINFORCE++, arXiv:2501.03262).
 
     A rollout counts as often as it has loss tokens. With penalties, r is the return of each token: the reward minus the
     penalties from there on.
@@ -236,26 +238,29 @@ def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> Sequen
     if not groups:
         return groups
     if inputs.penalties is not None:
-        return _whiten_tokens(_returns(groups, inputs), inputs.config.eps)
-    return _whiten(groups, inputs.num_tokens, inputs.config.eps)
+        return _whiten_tokens(_returns(groups, inputs))
+    return _whiten(groups, inputs.num_tokens)
 
 
-def _whiten(parts: Sequence[Values], weights: Sequence[IntArray], eps: float) -> list[Values]:
-    """Return (value - mean) / (std + eps) over all parts, in which each value counts as often as its weight says."""
+def _whiten(parts: Sequence[Values], weights: Sequence[IntArray]) -> list[Values]:
+    """Return (value - mean) / √(variance + 1e-8) over all parts, where each value counts as often as its weight says.
+
+    The variance is that of a sample (n - 1), as in verl's ``masked_whiten``.
+    """
     values, counts = np.concatenate(parts), np.concatenate(weights).astype(np.float64)
     counts = np.where(np.isnan(values), 0, counts)
     total = counts.sum()
     if total < 2:
         return [np.zeros_like(part) for part in parts]
     mean = np.nansum(values * counts) / total
-    std = float(np.sqrt(np.nansum((values - mean) ** 2 * counts) / (total - 1)))
-    return [_divide(part - mean, std, eps) for part in parts]
+    variance = np.nansum((values - mean) ** 2 * counts) / (total - 1)
+    return [(part - mean) / np.sqrt(variance + WHITENING_EPS) for part in parts]
 
 
-def _whiten_tokens(groups: Sequence[Sequence[Values]], eps: float) -> list[list[Values]]:
-    """Return (value - mean) / (std + eps) over all loss tokens of all groups."""
+def _whiten_tokens(groups: Sequence[Sequence[Values]]) -> list[list[Values]]:
+    """Return (value - mean) / √(variance + 1e-8) over all loss tokens of all groups."""
     tokens = [own for group in groups for own in group]
-    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens], eps) if tokens else [])
+    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens]) if tokens else [])
     return [[next(whitened) for _ in group] for group in groups]
 
 
@@ -359,12 +364,12 @@ def remax(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | li
 
 @register_advantage("gae")
 def gae(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | list[Values]]:
-    """Return generalized advantage estimates (arXiv:1506.02438), minus their mean over all loss tokens, over their std.
+    """Return generalized advantage estimates (arXiv:1506.02438), whitened over all loss tokens as in verl.
 
-    As in verl, eps is added to the standard deviation.
+    The divisor is √(variance + 1e-8), whatever ``eps`` is.
     """
     assert inputs.estimates is not None, "the learner computes the estimates"
-    return _whiten_tokens(inputs.estimates, inputs.config.eps)
+    return _whiten_tokens(inputs.estimates)
 
 
 def generalized_advantages(

@@ -4,8 +4,9 @@ Shapes: N packed tokens of a micro batch, which contains only whole sequences.
 
 The weight is w = exp(p - b), with p the learner's log-prob at the start of the step and b the sampler's, of a token, or
 of a sequence as the sum over its loss tokens (https://fengyao.notion.site/off-policy-rl); 1 where b is not known. The
-off-policy mask is from DeepSeek-V3.2 (arXiv:2512.02556). A correction changes what tokens contribute, never the counts
-that a loss is divided by, so a step can still be split into micro batches in any way.
+off-policy mask is from DeepSeek-V3.2 (arXiv:2512.02556), and sequences are rejected as in verl. A correction changes
+what tokens contribute, never the counts that a loss is divided by, so a step can still be split into micro batches in
+any way.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Correction:
     """Factors on each token's share of the loss, without gradient."""
 
     weights: Tensor  # [N], those of the mode, which are 0 where it drops the token
-    kept: Tensor  # [N] bool, False in sequences that the off-policy mask drops
+    kept: Tensor  # [N] bool, False in sequences that the off-policy mask drops or that are rejected
     kl: Tensor  # [N]
 
     @property
@@ -101,20 +102,20 @@ def sequence_mask(inputs: CorrectionInputs) -> Tensor:
     return _mask(sequence_sums(inputs.log_ratios, inputs.sequence_ids), inputs)
 
 
-def _bounded(log_weights: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _bounded(log_weights: Tensor, cap: float, floor: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights ``[N]`` as they are, clamped to the bounds, and which of them are outside."""
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
-    floor = 1 / config.cap if config.floor is None else config.floor
-    return weights, weights.clamp(floor, config.cap), (weights < floor) | (weights > config.cap)
+    floor = 1 / cap if floor is None else floor
+    return weights, weights.clamp(floor, cap), (weights < floor) | (weights > cap)
 
 
 def _truncate(log_weights: Tensor, inputs: CorrectionInputs) -> CorrectionOutput:
-    _, clamped, outside = _bounded(log_weights, inputs.config)
+    _, clamped, outside = _bounded(log_weights, inputs.config.cap, inputs.config.floor)
     return CorrectionOutput(weights=clamped, clipped=outside)
 
 
 def _mask(log_weights: Tensor, inputs: CorrectionInputs) -> Tensor:
-    weights, _, outside = _bounded(log_weights, inputs.config)
+    weights, _, outside = _bounded(log_weights, inputs.config.cap, inputs.config.floor)
     return weights.masked_fill(outside, 0)
 
 
@@ -151,11 +152,24 @@ def correct(
     if config.off_policy_threshold is not None:
         far = sequence_means(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
         kept = kept & ~(loss_mask & far & (advantages < 0))
+    if config.rejection != "none":
+        rejected = loss_mask & _rejected(inputs)
+        kept = kept & ~rejected
+        metrics.add_mean("sampling/rejected_ratio", rejected)
     _add_metrics(metrics, log_weights, loss_mask)
     clipped = torch.zeros_like(loss_mask) if output.clipped is None else output.clipped & loss_mask
     metrics.add_mean("sampling/clipped_ratio", clipped)
     metrics.add_mean("sampling/dropped_ratio", loss_mask & (~kept | (weights == 0)))
     return Correction(weights=weights, kept=kept, kl=weights if config.bias_corrected_kl else torch.ones_like(weights))
+
+
+def _rejected(inputs: CorrectionInputs) -> Tensor:
+    """Return which tokens ``[N]`` are in sequences whose product of w, or its geometric mean, is out of bounds."""
+    config = inputs.config
+    log_ratios = sequence_sums(inputs.log_ratios, inputs.sequence_ids)
+    if config.rejection == "geometric":
+        log_ratios = sequence_means(inputs.log_ratios, inputs.mask, inputs.sequence_ids)
+    return _bounded(log_ratios, config.rejection_cap, config.rejection_floor)[2]
 
 
 def keep_top_entropy(entropy: Tensor, loss_mask: Tensor, share: float) -> Tensor:

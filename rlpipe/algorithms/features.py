@@ -27,9 +27,9 @@ CONCAT_AT = (0.25, 0.5, 0.75)
 def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
     """Return the indices of depths, as ``fractions``, in a model's hidden states, the embedding being the first.
 
-    Only a fraction of 0 is the embedding; small ones are the first layer, however few layers the model has.
+    Small fractions are the first layer, never the embedding, however few layers the model has.
     """
-    return [max(int(fraction * num_layers), 1) if fraction else 0 for fraction in fractions]
+    return [max(int(fraction * num_layers), 1) for fraction in fractions]
 
 
 def join_layers(hidden_states: Sequence[Tensor], *, normalize: str) -> Tensor:

@@ -54,29 +54,33 @@ class LossOutput:
 
 
 class EntropyBonus:
-    """The weight of the entropy bonus, which may follow a target as in Skywork-OR1 (arXiv:2505.22312).
+    """The weight of the entropy bonus, which may follow a target as in TRL, after Skywork-OR1 (arXiv:2505.22312).
 
-    With a target, a coefficient rises by ``entropy_step`` after each step whose entropy is below the target, and falls
-    after any other, to 0 at least. It is the weight of the next step if the entropy is not above the target; else that
-    has no bonus.
+    With a target, a coefficient rises by ``entropy_step`` after each update whose entropy is not above the target, to
+    ``entropy_coef_max`` at most, and falls after any other, to ``entropy_coef_min`` at least. It is the weight of the
+    next update if the entropy is not above the target; else that has no bonus, and nor has the first one.
     """
 
     def __init__(self, config: LossConfig) -> None:
         self._config = config
         self.coef = config.entropy_coef
-        self.is_on = True
-        """Whether the next step has the bonus."""
+        self.is_on = config.entropy_target is None
+        """Whether the next update has the bonus."""
 
     @property
     def weight(self) -> float:
         return self.coef if self.is_on else 0.0
 
     def follow(self, entropy: float) -> None:
-        """Take note of the mean entropy of a step's tokens; one that is not finite changes nothing."""
-        target, step = self._config.entropy_target, self._config.entropy_step
-        if target is not None and math.isfinite(entropy):
-            self.coef = max(self.coef + (step if entropy < target else -step), 0.0)
-            self.is_on = entropy <= target
+        """Take note of the mean entropy of an update's tokens; one that is not finite changes nothing."""
+        config, target = self._config, self._config.entropy_target
+        if target is None or not math.isfinite(entropy):
+            return
+        self.is_on = entropy <= target
+        if self.is_on:
+            self.coef = min(self.coef + config.entropy_step, config.entropy_coef_max)
+        else:
+            self.coef = max(self.coef - config.entropy_step, config.entropy_coef_min)
 
 
 class KlCoefficient:
@@ -125,15 +129,16 @@ def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionCo
     per_token = torch.where(mask, output.per_token, 0)
     if factors is not None:
         per_token = per_token * (factors.kept if output.is_corrected else factors.surrogate)
+    trained = mask
     if config.top_entropy_quantile < 1:
         assert given.entropy is not None, "top_entropy_quantile needs the entropy"
         trained = keep_top_entropy(given.entropy, mask, config.top_entropy_quantile)
         metrics.add_mean("entropy/trained_ratio", trained)
+        metrics.add_mean("entropy/trained_mean", _mean_over(given.entropy, trained, mask))
         per_token = per_token * trained
-    kl_weights = 1.0 if factors is None else factors.kl
-    entropy_weight = config.entropy_coef if inputs.entropy_weight is None else inputs.entropy_weight
-    per_token = per_token + _regularization(given, config, metrics, kl_weights, entropy_weight)
-    return _output(per_token, _token_weights(inputs, config.aggregate), metrics)
+    per_token = per_token + _kl_penalty(given, config, metrics, 1.0 if factors is None else factors.kl)
+    per_token = per_token * _token_weights(inputs, config.aggregate)
+    return _output(per_token - _entropy_bonus(inputs, given, config, trained, metrics), metrics)
 
 
 def _surrogate_inputs(inputs: LossInputs, config: LossConfig) -> SurrogateInputs:
@@ -167,11 +172,11 @@ def sft_loss(inputs: LossInputs) -> LossOutput:
     metrics = MetricSums(num_tokens=mask.sum())
     if inputs.entropy is not None:
         metrics.add_mean("entropy", torch.where(mask, inputs.entropy, 0))
-    return _output(-torch.where(mask, inputs.logprobs, 0), _token_weights(inputs, "token"), metrics)
+    return _output(-torch.where(mask, inputs.logprobs, 0) * _token_weights(inputs, "token"), metrics)
 
 
-def _output(per_token: Tensor, weights: Tensor, metrics: MetricSums) -> LossOutput:
-    loss = (per_token * weights).sum()
+def _output(per_token: Tensor, metrics: MetricSums) -> LossOutput:
+    loss = per_token.sum()
     metrics.add_total("loss", loss)
     return LossOutput(loss=loss, metrics=metrics)
 
@@ -190,21 +195,40 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
     return weights / (lengths * max(inputs.num_sequences, 1))
 
 
-def _regularization(
-    inputs: SurrogateInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float, entropy_weight: float
+def _entropy_bonus(
+    inputs: LossInputs, given: SurrogateInputs, config: LossConfig, trained: Tensor, metrics: MetricSums
 ) -> Tensor:
-    """Return per token beta times the weighted estimate of the KL minus the entropy times its weight ``[N]``."""
-    penalty = torch.zeros_like(inputs.logprobs)
-    assert inputs.entropy is not None or entropy_weight == 0, "the entropy bonus needs the entropy"
+    """Return what each token's entropy takes off the update's loss ``[N]``.
+
+    With a target, the bonus is the mean over the trained tokens, whatever the aggregate, as the target is of that mean.
+    """
+    weight = config.entropy_coef if inputs.entropy_weight is None else inputs.entropy_weight
+    assert given.entropy is not None or weight == 0, "the entropy bonus needs the entropy"
+    if given.entropy is None:
+        return torch.zeros_like(given.logprobs)
+    metrics.add_mean("entropy", given.entropy)
+    if not weight:
+        return torch.zeros_like(given.entropy)
+    if config.entropy_target is None:
+        return weight * given.entropy * _token_weights(inputs, config.aggregate)
+    return weight * _mean_over(given.entropy, trained, inputs.loss_mask) * _token_weights(inputs, "token")
+
+
+def _mean_over(values: Tensor, chosen: Tensor, mask: Tensor) -> Tensor:
+    """Return the values of the chosen tokens ``[N]``, scaled so that the mean over the masked is theirs."""
+    return values * chosen * (mask.sum().to(values.dtype) / chosen.sum().clamp(min=1))
+
+
+def _kl_penalty(
+    inputs: SurrogateInputs, config: LossConfig, metrics: MetricSums, weights: Tensor | float
+) -> Tensor | float:
+    """Return per token beta times the weighted estimate of the KL ``[N]``."""
     assert inputs.ref_logprobs is not None or config.beta == 0, "beta needs ref_logprobs"
-    if inputs.entropy is not None:
-        metrics.add_mean("entropy", inputs.entropy)
-        penalty = penalty - entropy_weight * inputs.entropy if entropy_weight else penalty
-    if inputs.ref_logprobs is not None:
-        kl = estimate_kl(inputs.ref_logprobs - inputs.logprobs, config.kl)
-        metrics.add_mean("kl", kl)
-        penalty = penalty + config.beta * kl_weights * kl if config.beta else penalty
-    return penalty
+    if inputs.ref_logprobs is None:
+        return 0.0
+    kl = estimate_kl(inputs.ref_logprobs - inputs.logprobs, config.kl)
+    metrics.add_mean("kl", kl)
+    return config.beta * weights * kl if config.beta else 0.0
 
 
 def estimate_kl(log_ratio: Tensor, estimator: str) -> Tensor:

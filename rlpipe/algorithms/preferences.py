@@ -193,6 +193,8 @@ def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
     add_pair_rewards(metrics, rewards)
     metrics.add_mean("logps/chosen", inputs.logprobs[:, 0])
     metrics.add_mean("logps/rejected", inputs.logprobs[:, 1])
+    if inputs.ref_logprobs is not None:
+        metrics.add_mean("kl", sums.mean(1))
     return LossOutput(loss=loss, metrics=metrics)
 
 

@@ -300,7 +300,7 @@ class CheckpointStore:
         learner.bad_steps_in_row = record["bad_steps_in_row"]
         bonus = record.get("entropy_bonus", {})
         learner.entropy_bonus.coef = bonus.get("coef", learner.entropy_bonus.coef)
-        learner.entropy_bonus.is_on = bonus.get("is_on", True)
+        learner.entropy_bonus.is_on = bonus.get("is_on", learner.entropy_bonus.is_on)
         learner.kl_coefficient.restore(record.get("kl_coefficient"))
         return Checkpoint(record["step"], record["extra"])
 

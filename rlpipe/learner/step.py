@@ -133,6 +133,7 @@ class Learner:
             self._objective.remember(inputs)
         sums: MetricSums | None = None
         norms = []
+        entropy_weight = self.entropy_bonus.weight
         for mini_batch, update in zip(batch.mini_batches, updates, strict=True):
             norm, update_sums = self._update(mini_batch, update)
             norms.append(norm)
@@ -140,8 +141,7 @@ class Learner:
         self._end_step(batch.step, bad=not all(map(math.isfinite, norms)))
         values = self._values(sums, num_updates=len(updates))
         if self._algorithm.loss.entropy_target is not None:
-            values["entropy/coef"] = self.entropy_bonus.weight
-            self.entropy_bonus.follow(values.get("entropy", math.nan))
+            values["entropy/coef"] = entropy_weight
         return {
             **values,
             **credit_metrics,
@@ -223,9 +223,18 @@ class Learner:
             sums = _merge(sums, output.metrics)
         assert sums is not None, "a mini batch with loss tokens has micro batches"
         norm = self._apply_gradients(sums.totals["loss"])
+        if self._algorithm.loss.entropy_target is not None:
+            self._follow_entropy(sums)
         if not math.isfinite(norm):
             self._bad_groups |= self._find_bad_groups(to_run, torch.stack(losses))
         return norm, sums
+
+    def _follow_entropy(self, sums: MetricSums) -> None:
+        """Let the entropy bonus take note of the mean entropy of an update's trained tokens, on all ranks."""
+        of_trained = sums.means.get("entropy/trained_mean", sums.means["entropy"])
+        parts = torch.stack([of_trained.double(), sums.num_tokens.double()])
+        total, num_tokens = self.policy.sharding.reduce(parts, Reduce.SUM).tolist()
+        self.entropy_bonus.follow(total / max(num_tokens, 1))
 
     def _find_bad_groups(self, update: Sequence[Inputs], losses: Tensor) -> set[int]:
         """Return the groups, on any rank, of the micro batches whose ``losses`` are not finite.

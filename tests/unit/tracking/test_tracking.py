@@ -446,7 +446,6 @@ def test_plot_of_losses_is_a_png(tmp_path: Path) -> None:
         "sft": {"loss": 1.0, "grad_norm": 0.1},
         "dpo": {"loss": 0.7, "rewards/accuracies": 0.5, "eval/rewards/accuracies": 0.6, "rewards/margins": 0.1},
         "steps": {"loss": 0.7, "rewards/accuracies": 0.5, "rewards/first_errors": 0.4},
-        "kto": {"loss": 0.7, "rewards/margins": 0.1, "eval/rewards/margins": 0.2},
         "ebft": {"loss": 0.0, "ebft/ce_loss": 1.0, "ebft/alignment": 0.1, "ebft/diversity": 0.1, "ebft/cfm_loss": 1.0},
     }.items():
         rows = [

@@ -211,7 +211,14 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "model.path": "models/tiny",
         "output": "b",
     },
-    "trl/maxrl.py": {"algorithm.advantage.name": "max_rl", "algorithm.group_size": 8, "algorithm.groups_per_step": 1},
+    "trl/adaptive_entropy.py": {
+        "algorithm.advantage.scale": "batch",
+        "algorithm.group_size": 8,
+        "algorithm.groups_per_step": 1,
+        "algorithm.loss.entropy_target": 0.2,
+        "algorithm.loss.entropy_step": 0.002,
+        "algorithm.loss.entropy_coef_max": 0.05,
+    },
     "verl/grpo_lora.sh": {
         "algorithm.groups_per_step": 64,
         "algorithm.group_size": 5,
@@ -278,6 +285,9 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "verl/dapo.sh": {
         "algorithm.correction.mode": "sequence_truncate",
         "algorithm.correction.cap": 2.5,
+        "algorithm.correction.rejection": "geometric",
+        "algorithm.correction.rejection_floor": 1 / 1.01,  # verl's bounds are of 1 / w
+        "algorithm.correction.rejection_cap": 1 / 0.99,
         "algorithm.num_minibatches": 16,
         "algorithm.loss.clip_high": 0.28,
         "algorithm.loss.clip_delta": 10.0,
@@ -359,7 +369,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
 }
 COMMENTS = {
     "axolotl/sft_full.yml": {"micro_batch_size: 2": "a packed sequence", "num_epochs: 2": "counted in steps"},
-    "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again", "datasets.0.type": "data.transform"},
+    "axolotl/dpo_fsdp.yaml": {"dataset_prepared_path: ./cache": "given again"},
     "axolotl/sft_lora.yml": {"load_in_8bit: True": "no base in 8 bit", "val_set_size: 0.1": "a share of the rows"},
     "trl/sft_docstring.py": {
         "per_device_train_batch_size: 2": "packed",
@@ -499,6 +509,56 @@ def test_what_has_no_equivalent_is_a_comment_with_the_reason(name: str) -> None:
         after = [lines[index + 1] for index, line in enumerate(lines) if line.startswith(f"# {setting}")]
         assert after, setting
         assert any(reason in line for line in after), setting
+
+
+PREFERENCES = """
+base_model: models/tiny
+rl: {rl}
+datasets:
+  - path: rows.jsonl
+    type: {type}
+"""
+
+
+@pytest.mark.parametrize("kind", ["chatml.ultra", "chatml.icr", "llama3.argilla_chat", "zephyr.nectar", "chatml.mine"])
+def test_rows_of_preferences_that_are_detected_need_no_transform(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "run.yaml").write_text(PREFERENCES.format(rl="dpo", type=kind))
+    text = write(translate(read_foreign(tmp_path / "run.yaml")), "axolotl's run.yaml")
+    needs_transform = f"# datasets.0.type: {kind}\n#     its rows have another form: see data.transform" in text
+    assert needs_transform == (kind in ("zephyr.nectar", "chatml.mine"))
+
+
+def test_columns_of_a_type_of_the_users_own_are_options_of_the_data(tmp_path: Path) -> None:
+    columns = "{field_prompt: ask, field_completion: said, field_label: good, prompt_format: '{prompt}'}"
+    (tmp_path / "run.yaml").write_text(PREFERENCES.format(rl="kto", type=columns))
+    text = write(translate(read_foreign(tmp_path / "run.yaml")), "axolotl's run.yaml")
+    data = yaml.safe_load(text)["data"]
+    assert data | {"prompt_column": "ask", "completion_column": "said", "label_column": "good"} == data
+    assert "# datasets.0.type.prompt_format: " in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "made"),
+    [
+        ({"": "sequence", "_threshold": 3.0, "_threshold_lower": 0.5}, ("sequence", 0.5, 3.0)),
+        ({"": "geometric", "_threshold": 1.25}, ("geometric", 0.8, 1.25)),
+        ({"": "seq_sum_k1", "_threshold": "0.25_2.0"}, ("sequence", 0.5, 4.0)),
+        ({"": "sequence", "_threshold": 0.5}, "between which 1 is"),
+        ({"": "sequence"}, "between which 1 is"),
+        ({"": "token_k3", "_threshold": 0.5}, "is one of none, sequence, geometric"),
+    ],
+)
+def test_sequences_that_verl_rejects(settings: dict[str, Any], made: tuple[str, float, float] | str) -> None:
+    name, option = "algorithm.rollout_correction.rollout_rs", "algorithm.correction.rejection"
+    run = ForeignRun(
+        system="verl", method="rl", settings=[Setting(name=name + key, value=value) for key, value in settings.items()]
+    )
+    found = translate_setting(ForeignValues(run), run.settings[0])
+    if isinstance(made, str):
+        assert isinstance(found, str)
+        assert made in found
+    else:
+        assert found == dict(zip((option, f"{option}_floor", f"{option}_cap"), made, strict=True))
 
 
 ODD: list[Any] = [
