@@ -150,9 +150,8 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
         failed = ledger.failures()
         num_groups = ledger.rows("SELECT count(*) FROM groups WHERE state != 'ADMITTED'")[0][0]
     # Deaths come before what the run got over at once, as a failed write of a checkpoint.
-    for (kind, subject), number in sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")[
-        :MOST_SUBJECTS
-    ]:
+    ordered = sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")
+    for (kind, subject), number in ordered[:MOST_SUBJECTS]:
         last = next(event.message for event in reversed(events) if (event.kind, event.subject) == (kind, subject))
         lacked = any(word in last for word in OUT_OF_MEMORY)
         mend = "rlpipe plan shows the memory that the run needs" if lacked else ""
