@@ -222,11 +222,11 @@ class Rollout:
         return dict(zip(versions.tolist(), counts.tolist(), strict=True))
 
     @property
-    def shared_advantage(self) -> float | None:
-        """Advantage that all tokens have in the ledger; None without one, or if it is not finite."""
-        if self.advantages is None or not len(self.advantages):
+    def mean_advantage(self) -> float | None:
+        """Mean advantage of the loss tokens; most algorithms give all the same. None without one, or if not finite."""
+        if self.advantages is None or not self.loss_mask.any():
             return None
-        value = float(self.advantages[-1])
+        value = float(self.advantages[self.loss_mask].mean())
         return value if math.isfinite(value) else None
 
 

@@ -232,7 +232,7 @@ def _rollout_tree(rollout: Rollout, text: str | None) -> dict[str, Any]:
         "completion_ids": rollout.completion_ids.tolist(),
         "rewards": rollout.rewards,
         "reward": rollout.reward,
-        "advantage": rollout.shared_advantage,
+        "advantage": rollout.mean_advantage,
         "versions": rollout.num_tokens_by_version,
         "status": rollout.status.value,
         "finish_reason": rollout.finish_reason,
@@ -304,7 +304,7 @@ def _outcome(rollout: Rollout) -> str:
     )
     parts = [
         f"reward {show_number(rollout.reward) or 'none'}" + (f" ({rewards})" if rewards else ""),
-        f"advantage {show_number(rollout.shared_advantage) or 'none'}",
+        f"advantage {show_number(rollout.mean_advantage) or 'none'}",
         versions or "no tokens",
         f"{rollout.status.value} ({rollout.finish_reason})",
     ]

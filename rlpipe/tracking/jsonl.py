@@ -202,20 +202,13 @@ def _describe(group: RolloutGroup, rollout: Rollout, text: str) -> dict[str, Any
         "completion": text,
         "rewards": rollout.rewards,
         "reward": rollout.reward,
-        "advantage": _advantage(rollout),
+        "advantage": rollout.mean_advantage,
         **({"is_greedy": True} if rollout.is_greedy else {}),
         "policy_version": rollout.oldest_version,
         "num_tokens": len(rollout.completion_ids),
         "status": rollout.status.value,
         "finish_reason": rollout.finish_reason,
     }
-
-
-def _advantage(rollout: Rollout) -> float | None:
-    """Return the mean advantage over the loss tokens, which is the rollout's own if all tokens share it."""
-    if rollout.advantages is None or not rollout.num_loss_tokens:
-        return None
-    return float(rollout.advantages[rollout.loss_mask].mean())
 
 
 class LoggedTexts:

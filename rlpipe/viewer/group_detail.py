@@ -93,7 +93,7 @@ def _describe_rollout(
         "finish_reason": rollout.finish_reason,
         "rewards": rollout.rewards,
         "reward": rollout.reward,
-        "advantage": rollout.shared_advantage,
+        "advantage": rollout.mean_advantage,
         "is_greedy": rollout.is_greedy,
         "num_tokens": rollout.num_loss_tokens,
         "versions": rollout.num_tokens_by_version,
@@ -136,9 +136,14 @@ def _describe_sequence(
         "logprobs": np.round(rollout.logprobs[places].astype(float), 4).tolist(),
         "versions": rollout.policy_versions[places].tolist(),
         "mask": rollout.loss_mask[places].astype(int).tolist(),
-        "differences": [float(f"{value:.3g}") if np.isfinite(value) else None for value in by_token[places].tolist()],
+        "differences": _rounded(by_token[places]),
+        "advantages": None if rollout.advantages is None else _rounded(rollout.advantages[places]),
         "num_left": len(rollout.token_ids) - last,
     }
+
+
+def _rounded(values: FloatArray) -> list[float | None]:
+    return [float(f"{value:.3g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def _length(piece: TextPiece) -> int:

@@ -21,7 +21,18 @@ from rlpipe.common.atomic_io import check_room
 from rlpipe.data.render.messages import content_text
 from rlpipe.data.row import dump_values, load_values
 from rlpipe.errors import DataError, LedgerDamaged, LedgerError
-from rlpipe.types import ChatMessages, EpisodeTrace, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
+from rlpipe.types import (
+    BoolArray,
+    ChatMessages,
+    EpisodeTrace,
+    FloatArray,
+    PlacedImage,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Truth,
+)
 
 COMPRESSION = 1
 """zlib's fastest level; higher levels take three times as long to save a tenth of the size."""
@@ -72,7 +83,7 @@ def pack_record(group: RolloutGroup) -> str:
                 "finish_reason": rollout.finish_reason,
                 "rewards": rollout.rewards,
                 "reward": rollout.reward,
-                "advantage": None if rollout.advantages is None else float(rollout.advantages[-1]),
+                **_advantage_record(rollout),
                 **({"is_greedy": True} if rollout.is_greedy else {}),
                 **({} if rollout.episode is None else {"episode": _episode_record(rollout.episode)}),
             }
@@ -80,6 +91,20 @@ def pack_record(group: RolloutGroup) -> str:
         ],
     }
     return json.dumps(record, ensure_ascii=False, default=str)
+
+
+def _advantage_record(rollout: Rollout) -> dict[str, Any]:
+    """Return the advantage that all loss tokens share, or else their mean and the runs of equal ones."""
+    known = [own.advantages[own.loss_mask] for own in rollout.sequences if own.advantages is not None]
+    values = np.concatenate(known) if known else np.zeros(0, np.float32)
+    if not len(values):
+        return {"advantage": None if rollout.advantages is None else float(rollout.advantages[-1])}
+    starts = np.flatnonzero(np.diff(values, prepend=np.nan))
+    if len(starts) == 1:
+        return {"advantage": float(values[0])}
+    counts = np.diff([*starts, len(values)])
+    runs = [list(run) for run in zip(counts.tolist(), values[starts].tolist(), strict=True)]
+    return {"advantage": float(values.mean()), "advantages": runs}
 
 
 def has_episodes(group: RolloutGroup) -> bool:
@@ -122,7 +147,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
     last = np.cumsum(arrays.get("num_sequences", np.ones(len(record["rollouts"]), np.int32))).tolist()
     rollouts = []
     for entry, start, stop in zip(record["rollouts"], [0, *last], last, strict=False):
-        advantage = entry["advantage"]
+        advantages = _stored_advantages(entry, parts["loss_mask"][start:stop])
         first, *branches = [
             Rollout(
                 group_id=group_id,
@@ -133,7 +158,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 reward=_optional_number(entry["reward"]),
                 status=RolloutStatus(entry["status"]),
                 finish_reason=entry["finish_reason"],
-                advantages=None if advantage is None else np.full(int(arrays["lengths"][place]), advantage, np.float32),
+                advantages=advantages[place - start],
                 images=prompt.images,
                 episode=None,
                 rejected=None,
@@ -155,6 +180,18 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         engine=record["engine"],
         logged={name: float(value) for name, value in record["logged"].items()},
     )
+
+
+def _stored_advantages(entry: Mapping[str, Any], masks: Sequence[BoolArray]) -> Sequence[FloatArray | None]:
+    """Return the advantages of each sequence of a rollout, with the loss masks ``masks``; zeros where it has none."""
+    if entry["advantage"] is None:
+        return [None] * len(masks)
+    if "advantages" not in entry:
+        return [np.full(len(mask), entry["advantage"], np.float32) for mask in masks]
+    counts, values = zip(*entry["advantages"], strict=True)
+    found = np.zeros(sum(map(len, masks)), np.float32)
+    found[np.concatenate(masks)] = np.repeat(np.array(values, np.float32), counts)
+    return np.split(found, np.cumsum([len(mask) for mask in masks[:-1]]))
 
 
 def _stored_episode(record: Mapping[str, Any], branches: Sequence[Rollout]) -> EpisodeTrace:

@@ -84,7 +84,7 @@ export function rolloutCard(rollout, { how, scales, more }) {
   const versions = Object.entries(rollout.versions).map(([version, tokens]) => `${count(tokens)} of version ${version}`).join(", ");
   const sign = rollout.advantage > 0 ? "plus" : rollout.advantage < 0 ? "minus" : "";
   const texts = rollout.sequences.map((sequence, place) => [
-    rollout.sequences.length > 1 && make("small", { class: "muted" }, `sequence ${place + 1} of ${rollout.sequences.length}`), tokenText(sequence, rollout, how, scales),
+    rollout.sequences.length > 1 && make("small", { class: "muted" }, `sequence ${place + 1} of ${rollout.sequences.length}`), tokenText(sequence, how, scales),
     sequence.num_left > 0 && (exported ? make("small", { class: "muted" }, `${count(sequence.num_left)} more tokens were left out of this file`) : make("button", { onclick: more }, `${count(sequence.num_left)} more tokens`))]);
   const whole = rollout.episode ? [episodeTree(rollout.episode), make("details", {}, make("summary", {}, "tokens"), texts)] : texts;
   return make("article", { class: "card rollout", "aria-label": `completion ${rollout.sample_index}` },

@@ -7,12 +7,19 @@ const DEEPEST = -6;
 const LEAST_DIFFERENCE = 1e-6;
 export const COLOURINGS = [["logprob", "log-prob"], ["advantage", "advantage"], ["difference", "the learner's log-prob difference"], ["version", "policy version"], ["mask", "loss mask"], ["none", "nothing"]];
 
+function advantageAt(sequence, index) {
+  return sequence.advantages?.[index] ?? null;
+}
+
 // The strength of a tint, from 0 to 1, and which of the tints it is.
-function tint(how, sequence, index, rollout, { oldest = 0, largest = 0 }) {
+function tint(how, sequence, index, { oldest = 0, largest = 0 }) {
   if (how === "mask") return sequence.mask[index] ? ["trained", 1] : null;
   if (!sequence.mask[index]) return null;
   if (how === "logprob") return ["unlikely", Math.min(sequence.logprobs[index] / DEEPEST, 1)];
-  if (how === "advantage") return rollout.advantage === null ? null : [rollout.advantage >= 0 ? "positive" : "negative", Math.min(Math.abs(rollout.advantage) / 2, 1)];
+  if (how === "advantage") {
+    const value = advantageAt(sequence, index);
+    return value === null ? null : [value >= 0 ? "positive" : "negative", Math.min(Math.abs(value) / 2, 1)];
+  }
   if (how === "difference") {
     const value = sequence.differences[index];
     return value === null || !largest ? null : [value >= 0 ? "positive" : "negative", Math.abs(value) / largest];
@@ -26,17 +33,17 @@ export function scalesOf(group) {
   return { oldest: Math.min(...versions), largest: Math.max(group.differences?.max ?? 0, LEAST_DIFFERENCE) };
 }
 
-function describe(sequence, index, rollout) {
+function describe(sequence, index) {
   const drawn = sequence.mask[index], difference = sequence.differences[index];
   return [
     JSON.stringify(sequence.pieces[index]),
-    ...(drawn ? [`log-prob ${number(sequence.logprobs[index])} (probability ${number(Math.exp(sequence.logprobs[index]))})`, difference !== null && `the learner's log-prob ${number(sequence.logprobs[index] + difference)} (difference ${number(difference)})`, `policy version ${sequence.versions[index]}`, `advantage ${number(rollout.advantage)}`] : ["not drawn by the policy, not trained"]),
+    ...(drawn ? [`log-prob ${number(sequence.logprobs[index])} (probability ${number(Math.exp(sequence.logprobs[index]))})`, difference !== null && `the learner's log-prob ${number(sequence.logprobs[index] + difference)} (difference ${number(difference)})`, `policy version ${sequence.versions[index]}`, `advantage ${number(advantageAt(sequence, index))}`] : ["not drawn by the policy, not trained"]),
   ].filter(Boolean);
 }
 
-export function tokenText(sequence, rollout, how, scales) {
+export function tokenText(sequence, how, scales) {
   const spans = sequence.pieces.map((text, index) => {
-    const shade = tint(how, sequence, index, rollout, scales);
+    const shade = tint(how, sequence, index, scales);
     const element = make("span", { class: `token${shade ? ` tint ${shade[0]}` : ""}${how === "mask" && !sequence.mask[index] ? " unmasked" : ""}`, "data-at": index }, text);
     if (shade) element.style.setProperty("--strength", `${Math.round(shade[1] * 38)}%`);
     return element;
@@ -49,7 +56,7 @@ export function tokenText(sequence, rollout, how, scales) {
     spans[at].classList.add("chosen");
     spans[at].scrollIntoView({ block: "nearest" });
     const { left, bottom } = spans[at].getBoundingClientRect();
-    showTooltip(describe(sequence, at, rollout), left, bottom);
+    showTooltip(describe(sequence, at), left, bottom);
   };
   return make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "completion; left and right go from token to token", "aria-describedby": "tooltip",
     onkeydown: (event) => {
@@ -62,7 +69,7 @@ export function tokenText(sequence, rollout, how, scales) {
     onmousemove: (event) => {
       const at = event.target.dataset?.at;
       if (at === undefined) hideTooltip();
-      else showTooltip(describe(sequence, Number(at), rollout), event.clientX, event.clientY);
+      else showTooltip(describe(sequence, Number(at)), event.clientX, event.clientY);
     }, onmouseleave: hideTooltip }, spans);
 }
 
@@ -73,7 +80,7 @@ export function legendOf(how, group) {
     return make("span", { class: "key" }, swatch, ` ${text}`);
   };
   if (how === "logprob") return [key("unlikely", 0, "log-prob 0"), key("unlikely", 19, "-3"), key("unlikely", 38, "-6 and below")];
-  if (how === "advantage") return [key("positive", 30, "written again more often"), key("negative", 30, "less often"), "one number for each completion, as in the ledger"];
+  if (how === "advantage") return [key("positive", 30, "written again more often"), key("negative", 30, "less often"), "those that a critic or the KL has changed are not kept"];
   if (how === "difference") {
     const { mean, max } = group.differences ?? {};
     if (max === undefined) return ["not known: no step has trained these tokens (those with an advantage of 0 are left out), or it is not kept"];

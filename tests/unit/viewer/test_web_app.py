@@ -176,6 +176,7 @@ def test_one_group_is_shown_with_all_that_the_ledger_has(tmp_path: Path) -> None
     assert first["episode"]["turn_rewards"] == [0.5, 1.0]
     assert group["num_images"] == 1
     assert sequence["differences"][:2] == [0.01, None]
+    assert set(sequence["advantages"]) == {-0.5}
     assert second["sequences"][0]["differences"][0] == (0.01 if len(first["sequences"]) == 2 else -0.01)
     assert group["differences"] == {"mean": pytest.approx(0.01, rel=1e-3), "max": pytest.approx(0.01, rel=1e-3)}
     image = client.get(f"/{TOKEN}/api/image", params={"id": 1, "number": 0})
