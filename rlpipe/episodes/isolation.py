@@ -167,6 +167,8 @@ class ObjectLink:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._one_at_a_time = asyncio.Lock()
         self._end: str | None = None
+        self.timed_out = False
+        """Whether a call was cancelled, which has ended the process."""
 
     async def ask(self, name: str, *arguments: Any) -> dict[str, Any]:
         """Return a method's answer; raise ``Ended``, ``Raised`` or ``InvalidArguments``."""
@@ -176,6 +178,7 @@ class ObjectLink:
             try:
                 answer = await self._exchange(pickle.dumps((name, arguments)))
             except asyncio.CancelledError:
+                self.timed_out = True
                 self.close("its process was ended, because a call took too long")
                 raise
             except ValueError as error:
@@ -243,6 +246,10 @@ class IsolatedEnvironment(Environment):
 
     async def step(self, action: str) -> Step:
         return _as_step(await self.ask("step", action))
+
+    @property
+    def call_timed_out(self) -> bool:  # type: ignore[override]
+        return self._link is not None and self._link.timed_out
 
     async def final_reward(self) -> float:
         if self._link is None or self._link.has_ended:  # a call took too long

@@ -221,6 +221,8 @@ class Session:
                 return episode.end_early("length")
             with episode.timed("tool" if parsed.calls else "environment"):
                 new, node.reward, is_done = await self._respond(episode, parsed)
+            if not is_done and self._environment.call_timed_out:
+                return episode.end_early("timeout")
             if is_done or turn + 1 == self._rules.max_turns:
                 return None if is_done else episode.end_early("max_turns")
             node = self._go_on(episode, node, parsed, new)

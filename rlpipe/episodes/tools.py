@@ -272,6 +272,9 @@ class Environment(ABC):
     reward is the sum of its steps' rewards and the final one.
     """
 
+    call_timed_out = False
+    """Whether a call took too long, so that its process was ended and it can't answer any more."""
+
     @abstractmethod
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
         """Begin an episode on a row of the data, and return what the policy sees first."""

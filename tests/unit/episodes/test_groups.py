@@ -320,6 +320,30 @@ def test_an_agent_that_hangs_or_dies_costs_its_own_episode(tmp_path: Path) -> No
         play(["raise"], ["play"], kind=kind, on_error="raise")
 
 
+STUCK = """
+import time, rlpipe
+
+class Stuck(rlpipe.Environment):
+    def reset(self, row, seed):
+        return "Look."
+
+    @rlpipe.tool
+    def look(self) -> str:
+        "Look."
+        time.sleep(1000)
+"""
+
+
+def test_a_method_that_hangs_as_a_tool_truncates_its_episode(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(STUCK)
+    config = EnvironmentConfig(path=f"{tmp_path}/own.py:Stuck")
+    kind = isolate(import_kind(config), config)
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    group, _ = play([call, "more"], ["done"], kind=kind, tool_timeout_s=1.0)
+    assert [rollout.finish_reason for rollout in group] == ["timeout", "done"]
+    assert group.rollouts[0].num_loss_tokens > 0, "its turn is trained"
+
+
 def ask_once(row: dict[str, Any], episode: Access) -> None:
     client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
