@@ -33,8 +33,8 @@ from rlpipe.types import MiniBatch, TrainBatch
 
 TEMPERATURE = 0.6
 SAMPLES = 3
-FRACTIONS = [0.0, 0.5, 1.0]
-DEPTHS = [0, 1, 2]
+FRACTIONS = [0.5, 1.0]
+DEPTHS = [1, 2]
 """The depths of hidden states in the tests' models, which have two layers."""
 
 
