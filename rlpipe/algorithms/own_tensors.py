@@ -47,4 +47,5 @@ def check_finite(values: Tensor, mask: Tensor, source: Tensor, units: str, fail:
     """
     num_bad = int((mask & ~values.isfinite()).sum())
     if num_bad and bool(source.isfinite().all()):
-        raise fail(f"returned NaN or infinity for {num_bad} of {int(mask.sum())} {units}")
+        shape = list(values.shape)
+        raise fail(f"returned NaN or infinity for {num_bad} of {int(mask.sum())} {units}, in the shape {shape}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ from rlpipe.errors import ConfigError, RlpipeError, RunError
 ADVANTAGE, LOSS, PREFERENCE = "algorithm.advantage", "algorithm.loss", "algorithm.preference"
 CORRECTION, REPLAY = "algorithm.correction", "algorithm.replay"
 """Sections that may name a function."""
+MOST_SHAPES = 4
+"""Different shapes of a function's inputs that an error has."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -83,7 +85,8 @@ def call_function(config: OwnFunction, section: str, *inputs: Any) -> Any:
     except RlpipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's code raises anything
-        raise own_error(config, section, f"raised {describe_error(error)}{_place(error, function)}") from None
+        problem = f"raised {describe_error(error)}{_place(error, function)}{_shapes(inputs)}"
+        raise own_error(config, section, problem) from None
 
 
 def own_error(config: OwnFunction, section: str, problem: str) -> RunError:
@@ -123,6 +126,16 @@ def _digest(path: str, section: str) -> str:
         return file_digest(file)
     except OSError as error:
         raise ConfigError(f"{section}.path: the file of {path} can't be read ({error}); name a Python file") from None
+
+
+def _shapes(inputs: Sequence[Any]) -> str:
+    """Return the first different shapes of the tensors and arrays among a function's inputs, for an error's end."""
+    values: list[Any] = []
+    for given in inputs:
+        of_fields = [getattr(given, own.name) for own in fields(given)] if is_dataclass(given) else [given]
+        values += given if isinstance(given, list) else of_fields
+    shapes = [*dict.fromkeys(str(list(value.shape)) for value in values if hasattr(value, "shape"))][:MOST_SHAPES]
+    return f", given the shape{'s' * (len(shapes) > 1)} {', '.join(shapes)}" if shapes else ""
 
 
 def _place(error: BaseException, function: Callable[..., Any]) -> str:

@@ -219,8 +219,8 @@ def test_an_own_loss_is_corrected_as_the_built_in_ones(files: Path) -> None:
         ("summed", "returned per_token of shape [], not a tensor of shape [3], one value for each token"),
         ("bare", "returned float, not a tensor [N] or a SurrogateOutput"),
         ("detached", "returned a loss without a gradient; compute it from inputs.logprobs"),
-        ("undefined", "returned NaN or infinity for 1 of 2 loss tokens"),
-        ("raising", "raised IndexError: no such token (losses.py, line 27)"),
+        ("undefined", "returned NaN or infinity for 1 of 2 loss tokens, in the shape [3]"),
+        ("raising", "raised IndexError: no such token (losses.py, line 27), given the shape [3]"),
         ("shares", "returned clipped_low of type torch.float32, not torch.bool"),
         ("misshapen", "returned mine/total of shape [], not a tensor of shape [3], one value for each token"),
     ],
@@ -266,8 +266,8 @@ def test_an_own_correction_may_drop_tokens(files: Path) -> None:
         ("nothing", "returned NoneType, not a tensor [N] or a CorrectionOutput"),
         ("listed", "returned weights of type list, not a tensor of shape [3], one value for each token"),
         ("counted", "returned kept of type torch.float32, not torch.bool"),
-        ("undefined", "returned NaN or infinity for 2 of 2 loss tokens"),
-        ("raising", "raised KeyError: 'w' (corrections.py, line 29)"),
+        ("undefined", "returned NaN or infinity for 2 of 2 loss tokens, in the shape [3]"),
+        ("raising", "raised KeyError: 'w' (corrections.py, line 29), given the shape [3]"),
     ],
 )
 def test_problems_of_an_own_correction_are_one_line(files: Path, name: str, problem: str) -> None:
@@ -305,8 +305,12 @@ def test_an_own_preference_loss_gets_log_ratios_and_the_built_in_metrics(files: 
         ("summed", "returned losses of shape [], not a tensor of shape [2], one value for each pair"),
         ("nothing", "returned losses of type NoneType, not a tensor of shape [2], one value for each pair"),
         ("detached", "returned a loss without a gradient; compute it from scores.sums"),
-        ("undefined", "returned NaN or infinity for 2 of 2 pairs"),
-        ("raising", "raised AttributeError: 'PairScores' object has no attribute 'rewards' (preferences.py, line 21)"),
+        ("undefined", "returned NaN or infinity for 2 of 2 pairs, in the shape [2]"),
+        (
+            "raising",
+            "raised AttributeError: 'PairScores' object has no attribute 'rewards' (preferences.py, line 21), given "
+            "the shape [2, 2]",
+        ),
     ],
 )
 def test_problems_of_an_own_preference_loss_are_one_line(files: Path, name: str, problem: str) -> None:
@@ -387,7 +391,7 @@ def test_own_advantages_may_be_one_for_each_loss_token(files: Path) -> None:
         ),
         ("nothing", "returned NoneType for 2 groups of rewards"),
         ("undefined", "returned NaN or infinity for group 0, whose rewards are [1. 3.]"),
-        ("raising", "raised ZeroDivisionError: division by zero (advantages.py, line 30)"),
+        ("raising", "raised ZeroDivisionError: division by zero (advantages.py, line 30), given the shape [2]"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero")
