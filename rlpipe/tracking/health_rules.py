@@ -211,7 +211,8 @@ def unpreferred(run: RunHistory) -> float | None:
 
 def kl_of_tokens(run: RunHistory) -> float | None:
     """Return the KL per token; None for preferences, whose KL is of whole completions."""
-    return None if run.typical("rewards/accuracies", 5) is not None else run.typical("kl", 5)
+    algorithm = run.config.algorithm
+    return None if algorithm.kind == "preference" or algorithm.samples_pairs else run.typical("kl", 5)
 
 
 def failed_groups(run: RunHistory) -> float | None:
