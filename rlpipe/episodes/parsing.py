@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -204,8 +205,7 @@ def open_parser(name: str, template: ChatTemplate, *, has_tools: bool) -> Parser
     if name in PARSERS:
         return PARSERS[name]
     if ":" in name:
-        parser: Parser = import_object(name, what="environment.parser", error=ConfigError)
-        return parser
+        return _open_own(name)
     if name != "auto":
         return _open_of_vllm(name, template)
     for known in PARSERS.values():
@@ -221,6 +221,19 @@ def open_parser(name: str, template: ChatTemplate, *, has_tools: bool) -> Parser
         "environment.parser: no known parser reads the calls that the model's chat template writes; set it to "
         f"{' or '.join(PARSERS)}, to the name of one of vLLM's parsers, or to file.py:name of your own"
     )
+
+
+def _open_own(name: str) -> Parser:
+    """Return the user's function, or an object of the user's class, after trying it on a turn without calls."""
+    found: Any = import_object(name, what="environment.parser", error=ConfigError)
+    try:
+        parser: Parser = found() if inspect.isclass(found) else found
+        parsed = parser(PROBE_WORD, "")
+    except Exception as error:
+        raise ConfigError(f"environment.parser: {name} can't read a turn: {describe_error(error)}") from error
+    if not isinstance(parsed, ParsedTurn):
+        raise ConfigError(f"environment.parser: {name} returned {type(parsed).__name__}, not a ParsedTurn")
+    return parser
 
 
 def _open_of_vllm(name: str, template: ChatTemplate) -> Parser:

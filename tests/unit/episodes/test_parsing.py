@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +99,31 @@ def test_a_parser_may_be_named_and_an_unknown_one_is_told() -> None:
         open_parser("hermse", template, has_tools=True)
     with pytest.raises(ConfigError, match=r"environment\.parser=lfm2: .*tool_call_start"):
         open_parser("lfm2", template, has_tools=True)
+
+
+OWN = """
+from rlpipe.episodes.parsing import ParsedTurn
+
+class Shout:
+    def __call__(self, text, prefix):
+        return ParsedTurn(content=text.upper())
+
+def nothing(text, prefix):
+    pass
+
+def broken(text):
+    pass
+"""
+
+
+def test_a_parser_of_the_users_own_is_a_function_or_a_class(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen3_6"]), DataConfig(source="jsonl"))
+    assert open_parser(f"{file}:Shout", template, has_tools=True)("a", "0c").content == "A"
+    with pytest.raises(ConfigError, match=r"nothing returned NoneType, not a ParsedTurn"):
+        open_parser(f"{file}:nothing", template, has_tools=True)
+    with pytest.raises(
+        ConfigError, match=r"broken can't read a turn: TypeError: broken\(\) takes 1 positional"
+    ):
+        open_parser(f"{file}:broken", template, has_tools=True)
