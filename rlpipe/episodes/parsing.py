@@ -227,8 +227,10 @@ def _open_own(name: str) -> Parser:
     """Return the user's function, or an object of the user's class, after trying it on a turn without calls."""
     found: Any = import_object(name, what="environment.parser", error=ConfigError)
     try:
-        parser: Parser = found() if inspect.isclass(found) else found
-        parsed = parser(PROBE_WORD, "")
+        parser: Parser = found
+        if inspect.isclass(found):
+            parser = found()
+        parsed = parser(PROBE_WORD, "0c")
     except Exception as error:
         raise ConfigError(f"environment.parser: {name} can't read a turn: {describe_error(error)}") from error
     if not isinstance(parsed, ParsedTurn):
