@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
@@ -227,9 +227,7 @@ def _open_own(name: str) -> Parser:
     """Return the user's function, or an object of the user's class, after trying it on a turn without calls."""
     found: Any = import_object(name, what="environment.parser", error=ConfigError)
     try:
-        parser: Parser = found
-        if inspect.isclass(found):
-            parser = found()
+        parser = cast("Parser", found() if inspect.isclass(found) else found)
         parsed = parser(PROBE_WORD, "0c")
     except Exception as error:
         raise ConfigError(f"environment.parser: {name} can't read a turn: {describe_error(error)}") from error

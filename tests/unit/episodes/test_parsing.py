@@ -123,7 +123,5 @@ def test_a_parser_of_the_users_own_is_a_function_or_a_class(tmp_path: Path) -> N
     assert open_parser(f"{file}:Shout", template, has_tools=True)("a", "0c").content == "A"
     with pytest.raises(ConfigError, match=r"nothing returned NoneType, not a ParsedTurn"):
         open_parser(f"{file}:nothing", template, has_tools=True)
-    with pytest.raises(
-        ConfigError, match=r"broken can't read a turn: TypeError: broken\(\) takes 1 positional"
-    ):
+    with pytest.raises(ConfigError, match=r"broken can't read a turn: TypeError: broken\(\) takes 1 positional"):
         open_parser(f"{file}:broken", template, has_tools=True)
