@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 import ray
 import torch
+from openai import AsyncOpenAI
 
 import rlpipe
 from rlpipe.actors.episodes import EpisodeActor, EpisodeSetup
@@ -69,8 +70,6 @@ class Talk(rlpipe.Environment):
 
 async def talk(row: Mapping[str, Any], episode: Access) -> float:
     """Say the same as ``Talk`` by OpenAI's client."""
-    from openai import AsyncOpenAI
-
     messages: list[Any] = [{"role": "user", "content": "Say something, and go on."}]
     async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
         for _ in range(NUM_TURNS):
