@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,17 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in children)
 
 
+@contextmanager
+def isolated(**options: Any) -> Iterator[EpisodeKind]:
+    """Yield a config's kind of episodes in processes of their own, which end with the context."""
+    config = EnvironmentConfig(**options)
+    kind: Any = isolate(import_kind(config), config)
+    try:
+        yield kind
+    finally:
+        (kind.make.__self__ if kind.agent is None else kind.agent._isolation).close()
+
+
 OBEY = """
 import os, signal, time
 import numpy, openai
@@ -307,17 +319,16 @@ async def obey(row, episode):
 
 def test_an_agent_that_hangs_or_dies_costs_its_own_episode(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OBEY)
-    config = EnvironmentConfig(agent=f"{tmp_path}/own.py:obey")
-    kind = isolate(import_kind(config), config)
-    began = time.monotonic()
     said = [["hang"], ["die"], ["raise"], ["play"]]
-    group, _ = play(*said, kind=kind, timeout_s=5.0, on_error="zero")
-    assert time.monotonic() - began < 60
+    with isolated(agent=f"{tmp_path}/own.py:obey") as kind:
+        began = time.monotonic()
+        group, _ = play(*said, kind=kind, timeout_s=5.0, on_error="zero")
+        assert time.monotonic() - began < 60
+        with pytest.raises(EnvironmentFailed, match="KeyError: 'no such map'"):
+            play(["raise"], ["play"], kind=kind, on_error="raise")
     assert group.failure is None
     ends = [(rollout.finish_reason, rollout.episode.reward) for rollout in group if rollout.episode]
     assert ends == [("timeout", 0.0), ("failed", 0.0), ("failed", 0.0), ("done", 0.5)]
-    with pytest.raises(EnvironmentFailed, match="KeyError: 'no such map'"):
-        play(["raise"], ["play"], kind=kind, on_error="raise")
 
 
 STUCK = """
@@ -336,10 +347,9 @@ class Stuck(rlpipe.Environment):
 
 def test_a_method_that_hangs_as_a_tool_truncates_its_episode(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STUCK)
-    config = EnvironmentConfig(path=f"{tmp_path}/own.py:Stuck")
-    kind = isolate(import_kind(config), config)
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    group, _ = play([call, "more"], ["done"], kind=kind, tool_timeout_s=1.0)
+    with isolated(path=f"{tmp_path}/own.py:Stuck") as kind:
+        group, _ = play([call, "more"], ["done"], kind=kind, tool_timeout_s=1.0)
     assert [rollout.finish_reason for rollout in group] == ["timeout", "done"]
     assert group.rollouts[0].num_loss_tokens > 0, "its turn is trained"
 
