@@ -171,7 +171,8 @@ def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Obs
     since: dict[str, tuple[int, HealthFinding]] = {}
     for row in rows:
         since |= {finding.rule: (row["step"], finding) for finding in watch.update(row)}
-    tripped = [(step, finding) for step, finding in since.values() if finding.rule in watch.tripped]
+    still = watch.tripped
+    tripped = [(step, finding) for step, finding in since.values() if finding.rule in still]
     for step, finding in tripped:
         yield warning("health", f"from step {step} on, {finding.message.removeprefix('warning ')}")
     if not tripped:

@@ -99,6 +99,17 @@ class Isolation:
                 socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
         return ObjectLink(ours, control, loop)
 
+    async def ask_once(self, tool: str | None, name: str, *arguments: Any) -> dict[str, Any]:
+        """Return the answer of a method in a process that does nothing else meanwhile."""
+        link = await self.open(tool)
+        is_alone = False
+        try:
+            answer = await link.ask(name, *arguments)
+            is_alone = bool(answer.get("is_alone"))
+        finally:
+            self.release(link, tool, is_alone=is_alone)
+        return answer
+
     def release(self, link: ObjectLink, tool: str | None = None, *, is_alone: bool = False) -> None:
         """Keep a process for the next episode or call, or end it; one in a sandbox serves no other.
 
@@ -293,13 +304,7 @@ class IsolatedTool:
         self.name: str = schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
-        link = await self._isolation.open(self.name)
-        is_alone = False
-        try:
-            answer = await link.ask("call", self.name, dict(arguments))
-            is_alone = bool(answer.get("is_alone"))
-        finally:
-            self._isolation.release(link, self.name, is_alone=is_alone)
+        answer = await self._isolation.ask_once(self.name, "call", self.name, dict(arguments))
         return _as_value(answer)
 
 
@@ -310,13 +315,7 @@ class IsolatedAgent:
         self._isolation = isolation
 
     async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
-        link = await self._isolation.open()
-        is_alone = False
-        try:
-            answer = await link.ask("run", dict(row), access)
-            is_alone = bool(answer["is_alone"])
-        finally:
-            self._isolation.release(link, is_alone=is_alone)
+        answer = await self._isolation.ask_once(None, "run", dict(row), access)
         reward: Reward = answer["value"]
         return reward
 
