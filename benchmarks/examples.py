@@ -1,6 +1,6 @@
 """The examples that run on two cores, as users run them: what each learned, how long it took, what health rules said.
 
-Run: ``python -m benchmarks.examples`` (two hours), or, for some of them, ``python -m benchmarks.examples guess sft``.
+Run: ``python -m benchmarks.examples`` (two and a half hours) or, for some, ``python -m benchmarks.examples guess sft``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ from rlpipe.viewer.viewed_run import ViewedRun
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("outputs/benchmarks/examples").absolute()
-METRICS = ("eval/accuracy", "eval/loss", "reward", "loss")
+METRICS = ("eval/accuracy", "eval/rewards/accuracies", "eval/loss", "reward", "loss")
 """Metrics that tell what was learned, the most telling first."""
+PREFERENCES = ("--config", "examples/preferences/run.yaml")
 COMMANDS = {
     "quickstart": ("experiment=quickstart",),
     "smollm2": ("experiment=smollm2",),
+    "online_dpo": ("experiment=quickstart", "algorithm=online_dpo"),
     "images": ("--config", "examples/images/sft.yaml"),
+    "orpo": (*PREFERENCES, "algorithm=orpo", "algorithm.num_steps=1000"),
+    "simpo": (*PREFERENCES, "algorithm=simpo", "algorithm.num_steps=1000"),
+    "kto": (
+        *(*PREFERENCES, "algorithm=kto", "data.transform=examples/preferences/sums.py:labelled"),
+        *("algorithm.preference.cross_entropy_coef=0", "algorithm.preference.beta=0.5"),
+        *("algorithm.groups_per_step=64", "algorithm.num_steps=1000", "learner.optimizer.lr=3e-4"),
+        "model.prepare=rlpipe.quickstart:warm_up",
+    ),
     **{
         name: ("--config", f"examples/{name}/run.yaml")
         for name in (

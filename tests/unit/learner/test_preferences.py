@@ -1,26 +1,37 @@
 """Tests that a learner trains preferences with the loss of completions that are run one by one."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import assert_close, make_learner, micro_batch_of, parameters_of
+from learner_cases import assert_close, make_adapter_config, make_learner, make_model_config, parameters_of
+from plain_training import load_plain
 from preference_cases import PAIRS, algorithm_of, make_pairs, rollout_of
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
 
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
-from rlpipe.configs.schema.preference_config import PAIR_LOSSES
+from rlpipe.configs.schema.preference_config import PAIR_LOSSES, WITHOUT_REFERENCE
 from rlpipe.data.packing import pack_labelled, pack_step
+from rlpipe.data.reference_cache import ReferenceCache
+from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import MiniBatch, Rollout, TrainBatch
+
+LOSSES = [
+    (loss, reference)
+    for loss in (*PAIR_LOSSES, "kto")
+    for reference in (["none"] if loss in WITHOUT_REFERENCE else ["run", "precomputed"])
+]
+SMOOTHED = ("dpo", "robust", "exo", "simpo", "cpo")
+ONE_PAIR = 30
+"""Tokens that the longest pair may have."""
 
 
 @pytest.fixture(scope="module")
@@ -28,112 +39,134 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
 
 
-def learner_of(tiny: Path, loss: str, *, adapter: str = "lora", seed: int = 0) -> Learner:
-    learner = make_learner(tiny, adapter=adapter, algorithm=algorithm_of(loss))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():  # away from the reference
-        for parameter in learner.policy.trainable_parameters().values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return learner
+class Case:
+    """Random rows, coefficients and ways to run them, of one loss and kind of reference."""
+
+    def __init__(self, loss: str, reference: str, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        options = {"beta": float(random.uniform(0.05, 2)), "precompute_ref_log_probs": reference == "precomputed"}
+        if loss in SMOOTHED:
+            options["label_smoothing"] = float(random.uniform(0.01, 0.4))
+        if loss == "orpo" or (loss != "kto" and random.random() < 0.5):
+            options["cross_entropy_coef"] = float(random.uniform(0.1, 2))
+        self.algorithm = algorithm_of(loss, **options)
+        self.pairs = make_pairs(seed)
+        self.max_tokens = int(random.choice([ONE_PAIR, 40, 1000]))
+        self.attention = str(random.choice(["sdpa", "eager"]))  # which shares no prompts
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def batch(self) -> TrainBatch:
+        pack = pack_labelled if self.algorithm.preference.loss == "kto" else pack_step
+        (batch,) = pack(self.pairs, step=0, num_ranks=1, max_tokens=self.max_tokens)
+        return batch
+
+    def leave_reference(self, parameters: Iterable[Tensor]) -> None:
+        """Change parameters, so that the policy is not its reference."""
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(torch.randn(parameter.shape, generator=self.generator) * 0.05)
 
 
-def sums_by_transformers(model: torch.nn.Module, rollouts: list[Rollout]) -> Tensor:
-    """Return the log-probs ``[S]`` of completions that are run one after the other."""
+def sums_alone(model: nn.Module, rollouts: list[Rollout]) -> Tensor:
+    """Return the log-probs ``[S]`` of completions that transformers runs one after the other."""
     found = []
     for rollout in rollouts:
         tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
-        logprobs = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
         picked = logprobs.gather(1, tokens[1:, None])[:, 0]
         found.append(picked[torch.from_numpy(rollout.loss_mask[1:])].sum())
     return torch.stack(found)
 
 
-def sums_alone(learner: Learner, rollouts: list[Rollout]) -> Tensor:
-    """Return the policy's log-probs ``[S]`` of completions that are run one after the other, with gradient."""
-    policy = learner.policy
-    rows = [policy.plan(micro_batch_of([replace(rollout, rejected=None)])) for rollout in rollouts]
-    return torch.stack([policy.scorer.logprobs(row, 1.0, 4096)[0].sum() for row in rows])
+def mismatched(sequences: list[Rollout]) -> list[Rollout]:
+    """Return each prompt with the completion before it."""
+    found = []
+    for one, other in zip(sequences, [sequences[-1], *sequences[:-1]], strict=True):
+        first, start = int(np.argmax(one.loss_mask)), int(np.argmax(other.loss_mask))
+        found.append(rollout_of(0, one.token_ids[:first].tolist(), other.token_ids[start:].tolist(), 1.0))
+    return found
 
 
-def gradients(learner: Learner) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in learner.policy.trainable_parameters().items()}
+def plain_loss(case: Case, model: nn.Module, reference: nn.Module) -> Tensor:
+    """Return the loss of completions that plain models run one by one."""
+    preference = case.algorithm.preference
+    if preference.loss == "kto":
+        good, bad = case.pairs, [pair.rejected for pair in case.pairs if pair.rejected is not None]
+        sequences = [*good, *bad]
+        with torch.no_grad():
+            others = mismatched(sequences)
+            kl = (sums_alone(model, others) - sums_alone(reference, others)).mean().clamp(min=0)
+            ref_logprobs = sums_alone(reference, sequences)
+        labels = torch.tensor([True] * PAIRS + [False] * PAIRS)
+        logprobs = sums_alone(model, sequences)
+        inputs = LabelledInputs(
+            logprobs=logprobs, ref_logprobs=ref_logprobs, is_good=labels, kl=kl, num_sequences=2 * PAIRS
+        )
+        return kto_loss(inputs, preference).loss
+    sequences = [sequence for pair in case.pairs for sequence in pair.sequences]
+    with torch.no_grad():
+        pair_reference = sums_alone(reference, sequences).view(-1, 2)
+    inputs = PairInputs(
+        logprobs=sums_alone(model, sequences).view(-1, 2),
+        ref_logprobs=pair_reference if preference.needs_reference else None,
+        lengths=torch.tensor([sequence.num_loss_tokens for sequence in sequences]).view(-1, 2),
+        num_pairs=PAIRS,
+        num_chosen_tokens=sum(pair.num_loss_tokens for pair in case.pairs),
+    )
+    return pair_loss(inputs, preference).loss
 
 
-def run_losses(learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:
+def run_losses(learner: Learner, batch: TrainBatch) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of a batch with one update."""
     (mini_batch,) = batch.mini_batches
-    total = 0.0
-    for parameter in learner.policy.trainable_parameters().values():
+    parameters, total = learner.policy.trainable_parameters(), 0.0
+    for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     for inputs in learner._objective.prepare(mini_batch):
         output = learner._objective.loss(mini_batch, inputs)
         output.loss.backward()
         total += output.loss.item()
-    return total, gradients(learner)
+    return total, {name: parameter.grad.clone() for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("loss", PAIR_LOSSES)
-def test_losses_of_packed_pairs_are_those_of_pairs_run_alone(tiny: Path, loss: str, adapter: str) -> None:
-    learner, pairs = learner_of(tiny, loss, adapter=adapter), make_pairs()
-    (batch,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=40)
-    assert len(batch.mini_batches[0].micro_batches) > 1
-    total, packed = run_losses(learner, batch)
-    base = AutoModelForCausalLM.from_pretrained(tiny).eval()
-    sequences = [sequence for pair in pairs for sequence in pair.sequences]
-    with torch.no_grad():
-        reference = sums_by_transformers(base, sequences).view(-1, 2)
-    for parameter in learner.policy.trainable_parameters().values():
-        parameter.grad = None
-    inputs = PairInputs(
-        logprobs=sums_alone(learner, sequences).view(-1, 2),
-        ref_logprobs=reference if algorithm_of(loss).preference.needs_reference else None,
-        lengths=torch.tensor([sequence.num_loss_tokens for sequence in sequences]).view(-1, 2),
-        num_pairs=PAIRS,
-        num_chosen_tokens=sum(pair.num_loss_tokens for pair in pairs),
-    )
-    output = pair_loss(inputs, algorithm_of(loss).preference)
-    output.loss.backward()
-    assert total == pytest.approx(output.loss.item(), rel=1e-5, abs=1e-5)
-    largest = max(float(gradient.abs().max()) for gradient in packed.values())
-    assert_close(packed, gradients(learner), 1e-5 * max(1.0, largest))
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("adapter", ["lora", "qlora", "none"])
+@pytest.mark.parametrize(("loss", "reference"), LOSSES)
+def test_losses_and_gradients_are_those_of_completions_run_alone(
+    tiny: Path, tmp_path: Path, loss: str, reference: str, adapter: str, seed: int
+) -> None:
+    case = Case(loss, reference, seed)
+    model = make_model_config(tiny, adapter=adapter, attention=case.attention)
+    learner, batch = make_learner(tiny, algorithm=case.algorithm, model=model), case.batch()
+    plain, untrained = (load_plain(tiny, make_adapter_config(adapter)).eval() for _ in range(2))
+    if adapter != "qlora":  # whose products with NF4 are in float32
+        for module in (learner.policy.model, plain, untrained):
+            module.double()
+        if isinstance(learner.reference, FrozenCopy):
+            learner.reference.scorer.model.double()
+    if reference == "precomputed":
+        cache = ReferenceCache(tmp_path)
+        cache.add(learner.reference_logprobs(batch.mini_batches))
+        cache.fill([batch])
+    parameters = learner.policy.trainable_parameters()
+    case.leave_reference(parameters.values())
+    found, gradients = run_losses(learner, batch)
 
-
-def test_kto_is_the_loss_of_completions_run_alone(tiny: Path) -> None:
-    learner, pairs = learner_of(tiny, "kto", seed=2), make_pairs()
-    (batch,) = pack_labelled(pairs, step=0, num_ranks=1, max_tokens=40)
-    total, packed = run_losses(learner, batch)
-    sequences = [*pairs, *(pair.rejected for pair in pairs if pair.rejected is not None)]
-    base = AutoModelForCausalLM.from_pretrained(tiny).eval()
-    mismatched = []
-    for one, other in zip(sequences, [sequences[-1], *sequences[:-1]], strict=True):
-        first, start = int(np.argmax(one.loss_mask)), int(np.argmax(other.loss_mask))
-        mismatched.append(rollout_of(0, one.token_ids[:first].tolist(), other.token_ids[start:].tolist(), 1.0))
-    with torch.no_grad():
-        reference = sums_by_transformers(base, sequences)
-        ratios = sums_alone(learner, mismatched) - sums_by_transformers(base, mismatched)
-    kl = ratios.mean()
-    assert kl > 0.001
-    for parameter in learner.policy.trainable_parameters().values():
-        parameter.grad = None
-    inputs = LabelledInputs(
-        logprobs=sums_alone(learner, sequences),
-        ref_logprobs=reference,
-        is_good=torch.tensor([True] * PAIRS + [False] * PAIRS),
-        kl=kl,
-        num_sequences=2 * PAIRS,
-    )
-    output = kto_loss(inputs, learner._algorithm.preference)
-    output.loss.backward()
-    assert total == pytest.approx(output.loss.item(), rel=1e-5, abs=1e-6)
-    assert_close(packed, gradients(learner), 1e-5)
-    values = learner.train_step(batch)
-    assert values["kl"] == pytest.approx(float(kl), rel=1e-2)
-    assert values["rewards/margins"] == pytest.approx(values["rewards/chosen"] - values["rewards/rejected"])
+    plain.load_state_dict(parameters, strict=False)
+    trained = dict(plain.named_parameters())
+    loss_alone = plain_loss(case, plain, untrained)
+    loss_alone.backward()
+    in_float32 = adapter == "qlora" or reference == "precomputed"
+    same = 1e-5 if in_float32 else 2e-6  # transformers' norms are in float32, too
+    assert found == pytest.approx(loss_alone.item(), rel=same, abs=same)
+    expected = {name: trained[name].grad for name in parameters}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert_close(gradients, expected, same * max(1.0, largest))
 
 
 def test_a_pair_runs_its_prompt_once(tiny: Path) -> None:
-    learner, pairs = learner_of(tiny, "dpo"), make_pairs()
+    learner, pairs = make_learner(tiny, algorithm=algorithm_of("dpo")), make_pairs()
     assert learner.policy.scorer.layout is AttentionLayout.SHARED
     (batch,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=1000)
     values = learner.train_step(batch)
