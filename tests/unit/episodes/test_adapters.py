@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -232,7 +233,9 @@ def test_a_server_without_room_is_named(tmp_path: Path) -> None:
 def test_a_server_that_ends_is_named(tmp_path: Path) -> None:
     with framework_server("openenv", "text", "4", home=tmp_path) as ending:
         group, _ = play(["exit"], ["exit"], kind=openenv_kind(ending.address), row=ROW)
-        assert f"OpenEnv at {ending.address}: the connection broke before it answered to step" in str(group.failure)
+        # The server may have ended before the other episode began.
+        broke = f"OpenEnv at {ending.address}: the connection broke before it answered to (step|reset)"
+        assert re.search(broke, str(group.failure))
         ending.process.wait(10)
         group, _ = play(["7"], ["7"], kind=openenv_kind(ending.address), row=ROW)
         assert f"OpenEnv at {ending.address}: it gives no schema of its actions" in str(group.failure)
