@@ -19,7 +19,7 @@ import rlpipe
 from rlpipe.replay.ledger.audit import audit
 
 pytestmark = pytest.mark.ray
-WAIT_S = 120
+WAIT_S = 300
 
 
 def served(name: str, reward: str, *, replicas: int = 2, timeout_s: float = 30, **kwargs: object) -> str:
