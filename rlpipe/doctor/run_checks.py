@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from rlpipe.common.atomic_io import existing_folder, is_held
-from rlpipe.common.formatting import gib, giga
+from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts, open_source
 from rlpipe.data.render.processor import load_tokenizer
@@ -23,8 +23,8 @@ from rlpipe.errors import ConfigError
 from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES, find_device
-from rlpipe.hardware.dtype_speed import cpu_rates
-from rlpipe.hardware.dtypes import AUTO, WIDE
+from rlpipe.hardware.dtype_speed import cpu_types, gpu_device_types
+from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes
 from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.plan.report import Report, make_report
 from rlpipe.run.prepare import (
@@ -82,24 +82,27 @@ class RunChecks:
         yield ok("output", f"{output}, " + ("a new run" if point.checkpoint is None else f"from {point.checkpoint}"))
 
     def check_hosts(self) -> Iterator[Observation]:
-        """Check that the hosts of a cluster share the output's file system, and agree about the time."""
+        """Check that the hosts of a cluster share the output's files, agree about the time, and are large enough."""
         address = cluster_address(self.config)
         if address is None or connection_error(address) is not None:  # which the check of the network tells
             return
-        from rlpipe.run.host_probe import probe_hosts  # Ray takes a second
+        from rlpipe.run.host_probe import probe_cluster  # Ray takes a second
 
         there = existing_folder(Path(self.config.output).absolute())
         with NamedTemporaryFile(dir=there, prefix=".rlpipe-doctor-") as file:
-            hosts = probe_hosts(self.config.cluster, Path(file.name))
-        for host in hosts:
+            cluster = probe_cluster(self.config, Path(file.name))
+        if cluster.lack is not None:
+            yield problem("hosts", cluster.lack)
+        for host in cluster.hosts:
             if not host.sees_file:
                 share = "put output on a file system that all hosts share, and the ledger on a disk (ledger.folder)"
                 yield problem("hosts", f"host {host.address} does not see {there}", share)
             if abs(host.ahead_s) > MAX_CLOCK_S:
                 text = f"the clock of host {host.address} is {host.ahead_s:+.0f} s from this machine's"
                 yield problem("hosts", text, "set both by NTP")
-        if all(host.sees_file and abs(host.ahead_s) <= MAX_CLOCK_S for host in hosts):
-            yield ok("hosts", f"{len(hosts)} hosts see {there}, and their clocks agree")
+        agree = all(host.sees_file and abs(host.ahead_s) <= MAX_CLOCK_S for host in cluster.hosts)
+        if agree and cluster.lack is None:
+            yield ok("hosts", f"{len(cluster.hosts)} hosts see {there}, their clocks agree, and the run fits on them")
 
     def check_rewards(self) -> Iterator[Observation]:
         rewards, _ = collect_rewards(self.config, [])
@@ -152,31 +155,32 @@ class RunChecks:
             yield from reward_calls.call_rewards(called, self.run.model, self.prompts, eos_id)
 
     def check_dtype(self) -> Iterator[Observation]:
-        """Compare the speed of the types that the config asks for with that of float32, on this machine's CPU."""
+        """Check that this machine's devices are fast in the types that the config asks for."""
+        fast: dict[str, None] = {}
+        for option, dtype, types, mend in self._chosen_types():
+            if types.is_slow(dtype):
+                can = types.narrow is not None or dtype in types.rates
+                yield (warning if can else problem)("type", f"{option}={dtype}: {types.describe(dtype)}", mend)
+                return
+            fast[f"{option}={dtype}"] = None
+        known = f"{', '.join(fast)}, which this machine is fast in"
+        yield ok("type", known if fast else f"model.dtype={self.config.model.dtype}")
+
+    def _chosen_types(self) -> Iterator[tuple[str, str, DeviceTypes, str]]:
+        """Yield option, dtype, the dtypes of the device if they are known, and the mend, for learner and engines."""
         config = self.config
-        model, rollout = config.model.dtype, config.rollout.dtype
-        parts = [("model.dtype", model, learner_products, "set model.dtype=auto")]
-        if config.algorithm.kind == "rl" and rollout is None:
-            parts.append(("model.dtype", model, engine_products, "set model.dtype=auto"))
-        elif config.algorithm.kind == "rl" and rollout is not None:
-            parts.append(("rollout.dtype", rollout, engine_products, "leave rollout.dtype out"))
-        timed: dict[str, None] = {}
-        for option, dtype, products_of, mend in parts:
-            if dtype in (AUTO, WIDE) or _on_gpu(config) or self.is_made_first:
+        learner = ("model.dtype", config.model.dtype, "set model.dtype=auto")
+        engine = ("rollout.dtype", config.rollout.dtype, "leave rollout.dtype out") if config.rollout.dtype else learner
+        parts = [(learner, config.learner.num_gpus, learner_products)]
+        if config.algorithm.kind == "rl":
+            parts.append((engine, config.rollout.num_gpus, engine_products))
+        for (option, dtype, mend), num_gpus, products_of in parts:
+            if dtype in (AUTO, WIDE):
                 continue
-            if (made := products_of(config)) is None:
-                continue
-            rates = cpu_rates(made, dtype)
-            if dtype not in rates:
-                yield problem("type", f"{option}: this CPU can't multiply in {dtype}", mend)
-                return
-            if rates[dtype] < rates[WIDE]:
-                slow = f"{giga(rates[dtype])} GFLOP/s in {dtype}, {giga(rates[WIDE])} GFLOP/s in float32"
-                yield warning("type", f"{option}: this CPU is slower in {dtype}: {slow}", mend)
-                return
-            timed[f"{option}={dtype}"] = None
-        fast = f"{', '.join(timed)}, which this CPU is fast in"
-        yield ok("type", fast if timed else f"model.dtype={model}")
+            if num_gpus and torch.cuda.is_available():
+                yield option, dtype, gpu_device_types(torch.device("cuda")), mend
+            elif not num_gpus and not self.is_made_first and (made := products_of(config)) is not None:
+                yield option, dtype, cpu_types(made, dtype), mend
 
     def check_plan(self) -> Iterator[Observation]:
         """Check that engines, learner and rewards fit into the memory of this machine, by the plan."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -111,21 +111,33 @@ def _read_value(value: Any, space: Any) -> Any:
     return np.asarray(value, getattr(space, "dtype", None))
 
 
-def from_trl(factory: Callable[[], Any], *, prompt_column: str = "prompt") -> type[Environment]:
+def from_trl(
+    factory: Callable[[], Any],
+    *,
+    rewards: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    prompt_column: str = "prompt",
+) -> type[Environment]:
     """Return what TRL takes as ``environment_factory`` as an environment class.
 
     Its public methods are tools; the text that its ``reset`` returns for the row's columns is appended to the row's
-    prompt, which is in ``prompt_column``; ``get_reward``, if there is one, gives the reward. Reward functions can't
-    have the parameter ``environments``, as they run in other processes. Raises ``ConfigError`` if it has no ``reset``.
+    prompt, which is in ``prompt_column``. An episode's reward is that of ``get_reward``, if there is one, and of
+    ``rewards``, TRL's reward functions with the parameter ``environments``; others belong under ``scoring.rewards``.
+    Raises ``ConfigError`` if it has no ``reset``, or if one of the functions needs ``completions``.
     """
-    if not callable(getattr(factory(), "reset", None)):
-        raise ConfigError(f"{getattr(factory, '__name__', factory)} has no method reset, which TRL's environments have")
+    name = getattr(factory, "__name__", str(factory))
+    if not callable(factory) or not callable(getattr(factory(), "reset", None)):
+        raise ConfigError(f"{name:.200} has no method reset, which TRL's environments have")
+    functions = [rewards] if callable(rewards) else list(rewards)
+    for function in functions:
+        _check_trl_reward(function)
 
     class TrlEnvironment(Environment):
         def __init__(self) -> None:
             self.env = factory()
+            self._columns: Mapping[str, Any] = {}
 
         async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+            self._columns = row
             prompt = row.get(prompt_column) or ""
             *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             added = await call_anywhere(self.env.reset, **row)
@@ -136,8 +148,14 @@ def from_trl(factory: Callable[[], Any], *, prompt_column: str = "prompt") -> ty
             return [*before, last if added is None else {**last, "content": last["content"] + added}]
 
         async def final_reward(self) -> float:
-            get_reward = getattr(self.env, "get_reward", None)
-            return 0.0 if get_reward is None else float(await call_anywhere(get_reward))
+            own = getattr(self.env, "get_reward", None)
+            found = [] if own is None else [await call_anywhere(own)]
+            lists = {column: [value] for column, value in self._columns.items() if column != prompt_column}
+            for function in functions:
+                given = {**lists, "prompts": [self._columns.get(prompt_column)], "environments": [self.env]}
+                (reward,) = await call_anywhere(function, **given)
+                found.append(reward)
+            return sum(float(reward) for reward in found if reward is not None)  # None: it does not apply
 
         def tools(self) -> list[FunctionTool]:
             names = [name for name, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction)]
@@ -148,6 +166,18 @@ def from_trl(factory: Callable[[], Any], *, prompt_column: str = "prompt") -> ty
             ]
 
     return TrlEnvironment
+
+
+def _check_trl_reward(function: Callable[..., Any]) -> None:
+    name, parameters = getattr(function, "__name__", str(function)), inspect.signature(function).parameters
+    needed = [entry for entry in ("completions", "completion_ids") if entry in parameters]
+    if needed and parameters[needed[0]].default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"from_trl: the reward function {name} needs {needed[0]}, which environments don't have: put it under "
+            "scoring.rewards, where it gets no environments"
+        )
+    if "environments" not in parameters:
+        raise ConfigError(f"from_trl: the reward function {name} takes no environments: put it under scoring.rewards")
 
 
 class OpenEnvFailed(Exception):

@@ -61,8 +61,11 @@ def products(*, rows: int, widths: tuple[int, int], num_threads: int, backward: 
 
 def device_types(device: torch.device, made: Products) -> DeviceTypes:
     """Return the dtypes that a device of this process computes in, for these products."""
-    if device.type != "cuda":
-        return cpu_types(made)
+    return gpu_device_types(device) if device.type == "cuda" else cpu_types(made)
+
+
+def gpu_device_types(device: torch.device) -> DeviceTypes:
+    """Return the dtypes that a GPU of this machine computes in."""
     import torch
 
     name = torch.cuda.get_device_name(device)

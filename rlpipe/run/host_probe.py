@@ -1,17 +1,21 @@
-"""Asks each host of a Ray cluster for its clock, and whether it sees a file of this one."""
+"""Asks the hosts of a Ray cluster for their clocks and for a file of this one, and the cluster for its size."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from rlpipe.actors.node import start_on_nodes
 from rlpipe.actors.remote import get_remote
-from rlpipe.configs.schema.root_config import ClusterConfig
-from rlpipe.run.cluster import connect
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import ConfigError
+from rlpipe.run import workers
+from rlpipe.run.cluster import check_fit, connect
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -22,29 +26,50 @@ class HostState:
     sees_file: bool
 
 
+@dataclass(kw_only=True, frozen=True)
+class ClusterState:
+    hosts: list[HostState]
+    lack: str | None = None
+    """What the run needs and the whole cluster does not have, used by others or not."""
+
+
 def look(file: str) -> tuple[float, bool]:
     """Return this host's time, in seconds since 1970, and whether it has a file."""
     return time.time(), Path(file).exists()
 
 
-def probe_hosts(cluster: ClusterConfig, file: Path) -> list[HostState]:
-    """Return the state of each living host of the cluster, which is joined for it unless it was already."""
+def probe_cluster(config: Config, file: Path) -> ClusterState:
+    """Return the state of the config's cluster, which is joined for it unless it was already."""
     joined = ray.is_initialized()
-    connect(cluster, [])
+    connect(config.cluster, [])
     try:
-        states = []
-        for node in (node for node in ray.nodes() if node["Alive"]):
-            sent = time.time()
-            (answer,) = start_on_nodes([node["NodeID"]], look, str(file))
-            told, sees = get_remote(
-                answer,
-                f"host {node['NodeManagerAddress']} to tell its time",
-                within=cluster.start_timeout_s,
-                option="cluster.start_timeout_s",
-            )
-            ahead = min(0.0, told - sent) + max(0.0, told - time.time())  # the answer was made between the two
-            states.append(HostState(address=node["NodeManagerAddress"], ahead_s=ahead, sees_file=sees))
-        return states
+        hosts = [_probe(node, file, config) for node in ray.nodes() if node["Alive"]]
+        return ClusterState(hosts=hosts, lack=_find_lack(config))
     finally:
         if not joined:
             ray.shutdown()
+
+
+def _probe(node: Mapping[str, Any], file: Path, config: Config) -> HostState:
+    sent = time.time()
+    (answer,) = start_on_nodes([node["NodeID"]], look, str(file))
+    told, sees = get_remote(
+        answer,
+        f"host {node['NodeManagerAddress']} to tell its time",
+        within=config.cluster.start_timeout_s,
+        option="cluster.start_timeout_s",
+    )
+    ahead = min(0.0, told - sent) + max(0.0, told - time.time())  # the answer was made between the two
+    return HostState(address=node["NodeManagerAddress"], ahead_s=ahead, sees_file=sees)
+
+
+def _find_lack(config: Config) -> str | None:
+    """Return what engines, episodes and learner need beyond the cluster's resources."""
+    generating = (
+        [*workers.engine_needs(config), *workers.episode_needs(config)] if config.algorithm.kind == "rl" else []
+    )
+    try:
+        check_fit([*generating, *workers.learner_needs(config)], ray.cluster_resources())
+    except ConfigError as error:
+        return str(error)
+    return None

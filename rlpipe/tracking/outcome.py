@@ -1,4 +1,4 @@
-"""Records in a run's folder how its latest command ended, which `rlpipe doctor RUN` reads."""
+"""Records in a run's folder how its commands ended, which `rlpipe doctor RUN` and the view read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlpipe.common.atomic_io import write_whole
@@ -18,6 +18,8 @@ from rlpipe.errors import Interrupted
 
 OUTCOME_FILE = "outcome.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+MOST_EARLIER = 50
+"""Earlier commands that are kept."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -33,12 +35,18 @@ class RunOutcome:
     error: str | None = None
     """Name of the exception's class."""
     message: str | None = None
+    earlier: Sequence[RunOutcome] = field(default_factory=list)
+    """How the commands before it ended, the newest last; each has no earlier ones itself."""
 
 
 @contextmanager
 def recorded_outcome(output: Path) -> Iterator[None]:
     """Record that a command runs, and how it ends; what can't be written, on a full disk for example, is not."""
-    running = RunOutcome(state=RUNNING, host=socket.gethostname(), pid=os.getpid(), began_at=time.time())
+    before = read_outcome(output)
+    earlier = [] if before is None else [*before.earlier, replace(before, earlier=[])][-MOST_EARLIER:]
+    running = RunOutcome(
+        state=RUNNING, host=socket.gethostname(), pid=os.getpid(), began_at=time.time(), earlier=earlier
+    )
     _write(output, running)
     try:
         yield
@@ -58,6 +66,7 @@ def _write(output: Path, outcome: RunOutcome) -> None:
 def read_outcome(output: Path) -> RunOutcome | None:
     """Return how the latest command of a run ended; None if nothing, or nothing readable, was recorded."""
     try:
-        return RunOutcome(**json.loads((output / OUTCOME_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        found = json.loads((output / OUTCOME_FILE).read_bytes())
+        return RunOutcome(**{**found, "earlier": [RunOutcome(**one) for one in found.get("earlier", ())]})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None

@@ -7,7 +7,7 @@ import socket
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -21,9 +21,10 @@ from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, LoggedTexts, read_rows
+from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, LoggedTexts
 from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
+from rlpipe.viewer import run_events
 from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged, describe_texts
 from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
@@ -38,8 +39,6 @@ QUIET_S = 120.0
 """Seconds without a change of any file after which a run without a record of its end counts as ended."""
 CLOCK_S = 2.0
 """Seconds by which the start of a process may seem later than what it wrote."""
-MOST_MARKS = 500
-"""Newest events, and newest deaths, from which the page chooses its marks above curves."""
 DIAGNOSIS_S = 20.0
 """Shortest time between two diagnoses of a run that goes on."""
 
@@ -196,62 +195,37 @@ class ViewedRun:
         return found | {"states": states, "engines": [dict(zip(names, row, strict=True)) for row in engines]}
 
     def events(self, *, before: int | None = None, kind: str = "", limit: int = 200) -> dict[str, Any]:
-        """Return the newest events before one, the kinds of events, and why groups were discarded."""
-        if self.index is None and (self.folder / EVENTS_FILE).is_file():
-            return self._logged_events(before, kind, limit)
-        with self.ledger() as ledger:
-            rows = ledger.rows(
-                "SELECT id, time, kind, subject, message FROM events WHERE id < ? AND (? = '' OR kind = ?)"
-                " ORDER BY id DESC LIMIT ?",
-                2**62 if before is None else before,
-                kind,
-                kind,
-                limit + 1,
-            )
-            kinds = ledger.rows("SELECT kind, count(*) FROM events GROUP BY kind ORDER BY 2 DESC")
-            discards = ledger.rows(
-                "SELECT reason, count(*), min(coalesce(scored_at, generated_at, admitted_at)),"
-                " max(coalesce(scored_at, generated_at, admitted_at)) FROM groups WHERE state = 'DISCARDED'"
-                " GROUP BY reason ORDER BY 2 DESC LIMIT 50"
-            )
-        return {
-            "events": [self._event(row) for row in rows[:limit]],
-            "before": rows[limit - 1][0] if len(rows) > limit else None,
-            "kinds": dict(kinds),
-            "discards": [dict(zip(("reason", "count", "first", "last"), row, strict=True)) for row in discards],
-        }
+        """Return the newest events before one, the kinds of events, why groups were discarded, and the commands."""
+        if self._log_of_events is not None:
+            found = run_events.logged_events(self._log_of_events, before, kind, limit)
+        else:
+            with self.ledger() as ledger:
+                found = run_events.ledger_events(ledger, before, kind, limit)
+        commands = self._commands()
+        kinds = found["kinds"] | Counter(event["kind"] for event in commands)
+        return found | {"events": self._with_steps(found["events"]), "kinds": kinds, "commands": commands}
 
     def marks(self) -> list[dict[str, Any]]:
-        """Return the newest events, and the newest deaths, of which some may be older, for the marks above curves."""
-        if self.index is None and (self.folder / EVENTS_FILE).is_file():
-            found = [row for kind in ("", "death") for row in self._logged_events(None, kind, MOST_MARKS)["events"]]
-            return [*{row["id"]: row for row in found}.values()]
-        with self.ledger() as ledger:
-            rows = ledger.rows(
-                "SELECT id, time, kind, subject, message FROM events WHERE"
-                " id IN (SELECT id FROM events ORDER BY id DESC LIMIT ?)"
-                " OR id IN (SELECT id FROM events WHERE kind = 'death' ORDER BY id DESC LIMIT ?) ORDER BY id DESC",
-                MOST_MARKS,
-                MOST_MARKS,
-            )
-        return [self._event(row) for row in rows]
+        """Return the events for the marks above curves."""
+        if self._log_of_events is not None:
+            found = run_events.logged_marks(self._log_of_events)
+        else:
+            with self.ledger() as ledger:
+                found = run_events.ledger_marks(ledger)
+        return [*self._with_steps(found), *self._commands()]
 
-    def _event(self, row: Sequence[Any]) -> dict[str, Any]:
-        names = ("id", "time", "kind", "subject", "message")
-        return dict(zip(names, row, strict=True)) | {"step": self.series.step_at(row[1])}
+    @property
+    def _log_of_events(self) -> Path | None:
+        """The file with the events of a run without a ledger."""
+        log = self.folder / EVENTS_FILE
+        return log if self.index is None and log.is_file() else None
 
-    def _logged_events(self, before: int | None, kind: str, limit: int) -> dict[str, Any]:
-        """Return what ``events`` does for a run without a ledger, from its log of events."""
-        names = ("id", "time", "kind", "subject", "message", "step")
-        rows = [{"id": number, **row} for number, row in enumerate(read_rows(self.folder / EVENTS_FILE))]
-        earlier = rows if before is None else rows[: max(before, 0)]
-        chosen = [row for row in reversed(earlier) if not kind or row["kind"] == kind]
-        return {
-            "events": [{name: row[name] for name in names} for row in chosen[:limit]],
-            "before": chosen[limit - 1]["id"] if len(chosen) > limit else None,
-            "kinds": dict(Counter(row["kind"] for row in rows).most_common()),
-            "discards": [],
-        }
+    def _commands(self) -> list[dict[str, Any]]:
+        outcome = read_outcome(self.folder)
+        return self._with_steps(run_events.command_events(outcome, self._state(outcome), self._changed_at))
+
+    def _with_steps(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{"step": self.series.step_at(event["time"]), **event} for event in events]
 
     # Groups -------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def test_hosts_of_a_cluster_are_asked(
     monkeypatch.setenv("RAY_ADDRESS", cluster_environment["RAY_ADDRESS"])
     assert main(["doctor", "--quick", "--json", *run_options(tiny_policy, prompts_file, tmp_path / "run")]) == 0
     found = said(capsys)
-    assert f"1 hosts see {tmp_path}, and their clocks agree" in found["hosts", "ok"]
+    assert f"1 hosts see {tmp_path}, their clocks agree, and the run fits on them" in found["hosts", "ok"]
     assert f"{cluster_environment['RAY_ADDRESS']} answers" in found["network", "ok"]
 
 
@@ -72,6 +72,7 @@ def test_a_reward_that_fails_is_found_before_the_step_or_by_it(
     assert "groups in a row failed" in said(capsys)["trial step", "PROBLEM"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_fails_says_so_afterwards(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,8 +120,8 @@ def test_events_above_a_curve_are_reached_by_keys(browser: Browser, address: str
         expect(reward.locator(".at")).not_to_have_text(step)
         page.keyboard.press("e")
         expect(reward.locator(".at")).to_have_text(step)
-        page.keyboard.press("Enter")  # the newest event of the step
-        expect(page.locator("tr.chosen")).to_contain_text("the policy becomes random")
+        page.keyboard.press("Enter")  # the most important event of the step
+        expect(page.locator("tr.chosen")).to_contain_text("engine rollout-0 died: killed")
 
 
 def test_an_event_above_a_curve_leads_to_its_description(browser: Browser, address: str) -> None:
@@ -137,6 +137,16 @@ def test_an_event_above_a_curve_leads_to_its_description(browser: Browser, addre
         discards = page.get_by_role("region", name="Discarded groups")
         expect(discards).to_contain_text("no reward variance")
         discards.get_by_role("link").click()
+        expect(page.locator("p[role=status]").first).to_have_text("40 of 160 groups")
+
+
+def test_discards_and_commands_are_events_too(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        expect(page.locator(".mark.end").first).to_be_visible()
+        expect(page.locator(".mark.discard")).to_have_count(0)
+        page.locator(".chart[data-title='Reward'] .mark.end").dispatch_event("click")
+        expect(page.locator("tr.chosen")).to_contain_text("finished")
+        page.locator(".mark.discard").first.dispatch_event("click")
         expect(page.locator("p[role=status]").first).to_have_text("40 of 160 groups")
 
 
@@ -371,6 +381,7 @@ def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) 
         writer.wait(10)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_in_a_viewed_folder_appears(browser: Browser, tmp_path: Path) -> None:
     finished_run(tmp_path / "runs" / "old", num_steps=4)
     with served([tmp_path / "runs"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
@@ -503,7 +514,7 @@ def test_an_exported_page_works_alone(browser: Browser, tmp_path: Path) -> None:
         expect(page.locator("main")).to_contain_text("group 200 was left out of this file")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_texts_have_contrast_and_controls_have_names(browser: Browser, address: str, scheme: str) -> None:
     with opened(browser, address, color_scheme=scheme) as page:
         wait_for_index(page)
@@ -521,6 +532,7 @@ def test_texts_have_contrast_and_controls_have_names(browser: Browser, address: 
             assert page.evaluate(UNNAMED) == [], view
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_serves_the_page(browser: Browser, address: str, folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--quiet"]
     source = tmp_path / "source"

@@ -78,6 +78,7 @@ def test_events_that_are_read_stay(run: ViewerRun, page: Page) -> None:
     expect(page.locator("tr.chosen")).to_contain_text("came back")
 
 
+@pytest.mark.slow
 def test_a_range_that_is_dragged_and_the_pointer_stay(run: ViewerRun, page: Page) -> None:
     grid = page.locator(".charts")
     expect(grid).to_have_text("no metrics yet: the first step is under way")
@@ -105,6 +106,7 @@ def test_a_range_that_is_dragged_and_the_pointer_stay(run: ViewerRun, page: Page
     expect(page.locator(".chart[data-zoomed]")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_new_reasons_and_reward_functions_can_be_chosen(run: ViewerRun, page: Page) -> None:
     train(run, page)
     show(page, "groups")

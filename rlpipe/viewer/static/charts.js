@@ -211,7 +211,7 @@ export class Chart {
     over.querySelectorAll(".mark").forEach((mark) => mark.remove());
     const { min, max } = this.plot.scales.x;
     this.marks = mostImportant(this.allMarks.filter(({ step }) => step !== null && step >= min && step <= max));
-    for (const mark of this.marks) {
+    for (const mark of this.marks.toReversed()) {  // the most important on top
       const left = this.plot.valToPos(mark.step, "x");
       over.append(make("button", {
         class: `mark ${mark.kind}`, tabindex: "-1", style: { left: `${left}px` }, "aria-label": `step ${mark.step}, ${mark.kind}: ${mark.message}`,
@@ -235,11 +235,14 @@ function ordered([steps, ...columns]) {
   return [kept, ...columns.map((column) => kept.map((step) => column[places.get(step)]))];
 }
 
-// As many marks as can be told apart: deaths before others, and from all parts of the range.
+// As many marks as can be told apart, from all parts of the range: deaths before others, discarded groups last.
 function mostImportant(marks) {
-  const deaths = evenly(marks.filter(({ kind }) => kind === "death"), MOST_MARKS);
-  const others = evenly(marks.filter(({ kind }) => kind !== "death"), MOST_MARKS - deaths.length);
-  return [...deaths, ...others].sort((one, other) => other.id - one.id);
+  const chosen = [];
+  for (const isOf of [({ kind }) => kind === "death", ({ kind }) => kind !== "death" && kind !== "discard", ({ kind }) => kind === "discard"]) {
+    const newest = marks.filter(isOf).sort((one, other) => other.time - one.time);
+    chosen.push(...evenly(newest, MOST_MARKS - chosen.length));
+  }
+  return chosen;
 }
 
 function evenly(items, most) {

@@ -6,6 +6,12 @@ import { count, moment, STATE_KINDS } from "./format.js";
 
 const KINDS = { death: "bad", health: "warn", checkpoint: "warn", recovery: "good" };
 
+// Where a click on a mark above a curve leads: to the event, or to the groups that were discarded.
+export function openMark(context, { id, kind, subject }) {
+  if (kind === "discard") context.go("groups", { reason: subject, state: "DISCARDED" });
+  else context.go("events", { event: id });
+}
+
 export async function eventsView(body, context) {
   let kind = context.query.kind ?? "";
   let chosen = context.query.event ?? null;
@@ -17,15 +23,15 @@ export async function eventsView(body, context) {
   const discards = make("section", { class: "card", "aria-label": "Discarded groups" });
   let shown = [];
   let before = null;
+  let commands = [];
   fill(body, plot, kinds, list, older, discards);
 
-  function eventRow(event) {
-    return make("tr", { class: String(event.id) === chosen ? "chosen" : "", "data-event": event.id }, make("td", {}, moment(event.time)), make("td", { class: "number" }, count(event.step)), make("td", {}, pill(event.kind, KINDS[event.kind] ?? "")), make("td", {}, event.subject), make("td", { class: "text" }, event.message));
+  function kindOf({ kind: name, message }) {
+    return name === "end" ? STATE_KINDS[message.split(",")[0]] ?? "" : KINDS[name] ?? "";
   }
 
-  function ending(run) {
-    if (run.state === "running") return [];
-    return [make("tr", {}, make("td", {}, moment(run.ended_at)), make("td", { class: "number" }, count(run.step)), make("td", {}, pill("end", STATE_KINDS[run.state] ?? "")), make("td", {}, "run"), make("td", { class: "text" }, `${run.state}${run.error ? `: ${run.error}` : ""}`))];
+  function eventRow(event) {
+    return make("tr", { class: String(event.id) === chosen ? "chosen" : "", "data-event": event.id }, make("td", {}, moment(event.time)), make("td", { class: "number" }, count(event.step)), make("td", {}, pill(event.kind, kindOf(event))), make("td", {}, event.subject), make("td", { class: "text" }, event.message));
   }
 
   async function update() {
@@ -33,6 +39,7 @@ export async function eventsView(body, context) {
     const found = await context.ask("events", { kind });
     if (asked !== kind) return;
     addNewest(found);
+    commands = found.commands.filter((event) => !kind || event.kind === kind);
     const names = [["", "all"], ...Object.keys(found.kinds).map((name) => [name, name])];
     fill(kinds, names.map(([name, title]) => make("button", { "aria-pressed": String(name === kind), "data-key": name, onclick: () => choose(name) }, name ? `${title} ${count(found.kinds[name])}` : title)));
     draw();
@@ -61,13 +68,13 @@ export async function eventsView(body, context) {
     if (!series[name]) return;
     chart ??= new Chart(name === "reward" ? "Reward" : "Loss");
     if (!chart.element.isConnected) fill(plot, chart.element);
-    chart.update([{ label: name, ...series[name], place: 0 }], { marks, onmark: ({ id }) => reveal(String(id)) });
+    chart.update([{ label: name, ...series[name], place: 0 }], { marks, onmark: (mark) => (mark.kind === "discard" ? openMark(context, mark) : reveal(String(mark.id))) });
   }
 
   // Chooses an event and scrolls to it, once, so that a refresh takes no reader away from where he is.
   async function reveal(id) {
     chosen = id;
-    while (before !== null && !shown.some((event) => event.id <= id)) {
+    while (before !== null && ![...commands, ...shown].some((event) => String(event.id) === id || event.id <= id)) {
       if (!await more()) return;
     }
     draw();
@@ -75,7 +82,8 @@ export async function eventsView(body, context) {
   }
 
   function draw() {
-    const rows = [...ending(context.runs[context.run]), ...shown.map(eventRow)];
+    const oldest = before === null ? -Infinity : shown[shown.length - 1].time;
+    const rows = [...commands.filter(({ time, id }) => time >= oldest || id === chosen), ...shown].sort((one, other) => other.time - one.time).map(eventRow);
     const head = headings(["Time", "Step", "Kind", "Part", "What happened"], ["Step"]);
     fill(list, rows.length ? make("div", { class: "card table" }, make("table", { class: "events" }, head, make("tbody", {}, rows))) : notice("nothing has happened: no death, no recovery, no health rule that tripped"));
     older.hidden = before === null;

@@ -15,9 +15,11 @@ import pytest
 
 from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
-from rlpipe.doctor import machine_checks, reward_calls
+from rlpipe.doctor import machine_checks, reward_calls, run_checks
+from rlpipe.hardware.dtypes import gpu_types
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.run.host_probe import HostState
+from rlpipe.plan.report import Report
+from rlpipe.run.host_probe import ClusterState, HostState
 
 NUM_ROWS = 8
 REWARDS = """
@@ -154,17 +156,17 @@ def busy_port(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> An
 
 
 def slow_type(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
-    patch.setattr("rlpipe.doctor.run_checks.cpu_rates", lambda made, dtype: {"float32": 3e11, dtype: 1e11})
+    patch.setattr("rlpipe.hardware.dtype_speed.cpu_rates", lambda made, dtype: {"float32": 3e11, dtype: 1e11})
     options.append("model.dtype=bfloat16")
 
 
 def slow_type_of_engines(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
-    patch.setattr("rlpipe.doctor.run_checks.cpu_rates", lambda made, dtype: {"float32": 3e11, dtype: 1e11})
+    patch.setattr("rlpipe.hardware.dtype_speed.cpu_rates", lambda made, dtype: {"float32": 3e11, dtype: 1e11})
     options += ["model.dtype=float32", "rollout.dtype=bfloat16", "algorithm.correction.mode=token_truncate"]
 
 
 def unknown_type(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
-    patch.setattr("rlpipe.doctor.run_checks.cpu_rates", lambda made, dtype: {"float32": 3e11})
+    patch.setattr("rlpipe.hardware.dtype_speed.cpu_rates", lambda made, dtype: {"float32": 3e11})
     options.append("model.dtype=bfloat16")
 
 
@@ -232,8 +234,26 @@ def no_cluster(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> N
 
 def _with_hosts(patch: pytest.MonkeyPatch, options: list[str], other: HostState) -> None:
     own = HostState(address="10.0.0.1", ahead_s=0.0, sees_file=True)
-    patch.setattr("rlpipe.run.host_probe.probe_hosts", lambda cluster, file: [own, other])
+    patch.setattr("rlpipe.run.host_probe.probe_cluster", lambda config, file: ClusterState(hosts=[own, other]))
     options.append("cluster.address=auto")
+
+
+def cluster_without_gpus(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    patch.setattr("rlpipe.run.host_probe.start_on_nodes", lambda nodes, look, file: [look(file)])
+    patch.setattr("rlpipe.run.host_probe.get_remote", lambda answer, *_, **__: answer)
+    patch.setattr("rlpipe.run.host_probe.connect", lambda cluster, needs: False)
+    node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1", "Alive": True}
+    states = {"is_initialized": lambda: True, "nodes": lambda: [node], "cluster_resources": lambda: {"CPU": 64.0}}
+    patch.setattr("rlpipe.run.host_probe.ray", SimpleNamespace(**states))
+    options += ["learner.num_gpus=1", "learner.num_ranks=2", "learner.strategy=fsdp2", "cluster.address=auto"]
+
+
+def gpu_without_bfloat16(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    patch.setattr("rlpipe.doctor.run_checks.torch.cuda.is_available", lambda: True)
+    patch.setattr("rlpipe.doctor.run_checks.gpu_device_types", lambda device: gpu_types("Tesla T4", (7, 5)))
+    patch.setattr("rlpipe.doctor.run_checks._on_gpu", lambda config: False)  # there is none to plan for
+    patch.setattr(machine_checks, "check_devices", lambda config: iter(()))
+    options += ["learner.num_gpus=1", "model.dtype=bfloat16"]
 
 
 def folder_of_one_host(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
@@ -294,9 +314,15 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (earlier_run, "output", "PROBLEM", r"resume=never, but .* holds an earlier run"),
     (damaged_checkpoint, "output", "PROBLEM", r"no checkpoint in .* is complete"),
     (too_large_model, "plan", "PROBLEM", r"the actors need .*, and the machine has 1\.0 GiB"),
-    (slow_type, "type", "warning", r"slower in bfloat16.*set model\.dtype=auto"),
-    (slow_type_of_engines, "type", "warning", r"rollout\.dtype: .* slower in bfloat16.*leave rollout\.dtype out"),
-    (unknown_type, "type", "PROBLEM", r"can't multiply in bfloat16"),
+    (slow_type, "type", "warning", r"model\.dtype=bfloat16: .* 0\.33 times as fast; set model\.dtype=auto"),
+    (
+        slow_type_of_engines,
+        "type",
+        "warning",
+        r"rollout\.dtype=bfloat16: .* 0\.33 times as fast; leave rollout\.dtype out",
+    ),
+    (unknown_type, "type", "PROBLEM", r"does not multiply in bfloat16"),
+    (gpu_without_bfloat16, "type", "warning", r"Tesla T4 .* no instructions for bfloat16; set model\.dtype=auto"),
     (no_model, "config", "PROBLEM", r"model\.path: there is no folder .*nowhere"),
     (short_context, "model", "PROBLEM", r"more than the \d+ positions .*set less"),
     (no_reward_file, "config", "PROBLEM", r"scoring\.rewards\.right\.path: there is no file"),
@@ -313,6 +339,7 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (no_cluster, "network", "PROBLEM", r"no Ray cluster answers at 127\.0\.0\.1.*ray start --head"),
     (busy_port, "network", "PROBLEM", r"environment\.port: 127\.0\.0\.1:\d+ can't be used here .*set a free port"),
     (folder_of_one_host, "hosts", "PROBLEM", r"host 10\.0\.0\.2 does not see .*all hosts share"),
+    (cluster_without_gpus, "hosts", "PROBLEM", r"the run needs 2 GPU \(learner-0 1, .* but the cluster has 0: lower"),
     (clock_of_one_host, "hosts", "PROBLEM", r"clock of host 10\.0\.0\.2 is -40 s from this machine's"),
     (no_loopback, "network", "PROBLEM", r"can't connect to each other.*ip link set lo up"),
     (unknown_option, "config", "PROBLEM", r"did you mean algorithm\.loss\.clip_low"),
@@ -325,8 +352,12 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
 ]
 
 
-SLOW = (sometimes_failing_reward, exiting_reward, one_number)
-"""Variants of faults that take a process of their own."""
+SLOW = (
+    *(sometimes_failing_reward, exiting_reward, one_number),  # take a process of their own
+    *(full_temporary_disk, used_memory, no_folder, earlier_run, slow_type_of_engines, unknown_type),
+    *(no_loopback, clock_of_one_host, unset_clock, torchvision_for_another_torch),
+)
+"""Variants of other faults of the same subject."""
 
 
 @pytest.mark.parametrize(
@@ -348,6 +379,8 @@ def test_a_planted_fault_is_found(
 ) -> None:
     if subject != reward_calls.SUBJECT:  # a process of its own takes seconds
         monkeypatch.setattr(reward_calls, "called_rewards", lambda rewards: {})
+    if subject not in ("plan", "disk", "memory"):  # others do not need the plan
+        monkeypatch.setattr(run_checks, "make_report", lambda config, device: Report(sections=[]))
     lock = plant(monkeypatch, tmp_path, options)
     if lock is None:
         code, found = check(capsys, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from covering import one_in
 
 from rlpipe.configs.compose import list_groups, load_config
 from rlpipe.doctor.trial_step import shrunken
@@ -13,7 +14,7 @@ KTO = ["algorithm=kto", "data=jsonl", "data.path=rows.jsonl", "model.path=org/po
 EXPERIMENTS = {name: [f"experiment={name}"] for name in list_groups()["experiment"]}
 
 
-@pytest.mark.parametrize("name", [*EXPERIMENTS, "kto"])
+@pytest.mark.parametrize("name", one_in(3, ["kto", *EXPERIMENTS]))
 def test_every_experiment_can_be_tried(name: str, tmp_path: Path) -> None:
     overrides = {**EXPERIMENTS, "kto": KTO}[name]
     run = load_config(overrides, need_files=False)

@@ -144,6 +144,37 @@ def test_the_prompt_of_a_class_for_trl_may_be_in_another_column() -> None:
     assert "the row has no text in 'prompt', and reset returned none: set prompt_column" in group.failure
 
 
+def reaches(environments: list[Counter], goal: list[int], **_: Any) -> list[float | None]:
+    return [1.0 if environment.count >= most else None for environment, most in zip(environments, goal, strict=True)]
+
+
+async def costs(environments: list[Counter], prompts: list[Any], completions: object = None, **_: Any) -> list[float]:
+    assert prompts == [[{"role": "user", "content": "Count."}]]
+    assert completions is None
+    return [-0.5 for _ in environments]
+
+
+def test_rewards_of_trl_that_read_environments_count() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"amount": 5}}</tool_call>'
+    row = {"number": 20, "goal": 25, "prompt": [{"role": "user", "content": "Count."}]}
+    own = rlpipe.from_trl(Counter, rewards=[reaches, costs])
+    group, _ = play([call, "done"], ["done"], kind=kind(own), row=row)
+    assert group.failure is None
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [25.5, 19.5]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda completions, environments: [0.0], "needs completions, which environments don't have"),
+        (lambda prompts, **columns: [0.0], "takes no environments: put it under scoring.rewards"),
+    ],
+)
+def test_rewards_of_trl_that_read_no_environments_are_refused(function: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        rlpipe.from_trl(Counter, rewards=function)
+
+
 ROW = {"reset": {"number": 7}, "seed": 3}
 
 
@@ -192,6 +223,7 @@ def test_the_siblings_of_a_group_have_its_seed(text_server: FrameworkServer) -> 
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_other_actions_and_observations_are_json(board_server: FrameworkServer) -> None:
     said = ["7", '{"number": "many"}', '{"number": 8}', '{"number": 7, "is_last": true}']
     group, _ = play(said, ['{"number": 7}'], kind=openenv_kind(board_server.address), row=ROW)
@@ -203,6 +235,7 @@ def test_other_actions_and_observations_are_json(board_server: FrameworkServer) 
     assert json.loads(third) == {"hint": "wrong", "left": 4}
 
 
+@pytest.mark.slow
 def test_actions_and_observations_of_openenv_may_be_shown_in_other_words(board_server: FrameworkServer) -> None:
     options = {"show": lambda seen: f"{seen['left']} left", "read": lambda text: {"number": {"seven": 7}[text]}}
     group, _ = play(["seven"], ["seven"], kind=openenv_kind(board_server.address, **options), row=ROW)
@@ -224,6 +257,7 @@ def test_an_environment_that_fails_fails_its_episode(text_server: FrameworkServe
     assert f"OpenEnv at {text_server.address}: the board is gone (EXECUTION_ERROR)" in str(group.failure)
 
 
+@pytest.mark.slow
 def test_a_server_without_room_is_named(tmp_path: Path) -> None:
     with framework_server("openenv", "text", "1", home=tmp_path) as small:
         group, _ = play(["8", "7"], ["8", "7"], kind=openenv_kind(small.address), row=ROW)
@@ -243,6 +277,7 @@ def test_a_server_that_ends_is_named(tmp_path: Path) -> None:
         assert f"OpenEnv at {ending.address}: it can't be reached" in str(group.failure)
 
 
+@pytest.mark.slow
 def test_a_client_of_openenv_plays_too(text_server: FrameworkServer, tmp_path: Path) -> None:
     path = f"{Path(sys.prefix) / 'openenv'}:{Path(rlpipe.__file__).parents[1]}"
     played = subprocess.run(
@@ -349,6 +384,7 @@ async def serve_pinged(request: web.Request) -> web.WebSocketResponse:
     return connection
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_server_is_answered_while_the_policy_has_its_turn(isolation: str, tmp_path: Path) -> None:
     async def scenario() -> float:

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from starlette.testclient import TestClient
 from viewer_cases import ATTACK, ViewerRun, finished_run, picture, recorded_outcome_of
 
 from rlpipe.cli import main
+from rlpipe.errors import Interrupted, RunError
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
-from rlpipe.tracking.outcome import OUTCOME_FILE
+from rlpipe.tracking.outcome import OUTCOME_FILE, read_outcome
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
@@ -322,7 +324,7 @@ def test_the_chart_library_is_the_release_that_it_names() -> None:
 def test_marks_have_deaths_that_are_older_than_the_newest_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpipe.viewer.viewed_run.MOST_MARKS", 3)
+    monkeypatch.setattr("rlpipe.viewer.run_events.MOST_MARKS", 3)
     kinds = ["death", "death", "health", "recovery", "death", "death", "recovery"]
     written = ViewerRun(tmp_path / "run").train(1)
     log = StepLog(tmp_path / "log" / EVENTS_FILE, 0)
@@ -331,11 +333,53 @@ def test_marks_have_deaths_that_are_older_than_the_newest_events(
         event = LedgerEvent(number=number, time=50.0, kind=kind, subject="rank", message=f"event {number}")
         log.append(number, [asdict(event)])
     written.end()
-    marks = ask(client_of(tmp_path / "run"), "marks")
+    marks = [mark for mark in ask(client_of(tmp_path / "run"), "marks") if mark["kind"] != "discard"]
     assert [event["message"] for event in marks] == ["event 6", "event 5", "event 4", "event 1"]
     assert {event["step"] for event in marks} == {1}
     without_ledger = ViewedRun(tmp_path / "log", "log").marks()
     assert {event["message"] for event in without_ledger} == {"event 6", "event 5", "event 4", "event 1"}
+
+
+def test_where_commands_went_on_and_ended_is_among_events_and_marks(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with suppress(Interrupted), recorded_outcome_of(path):
+        run = ViewerRun(path, num_steps=3).train(1)
+        raise Interrupted("stopped by SIGTERM")
+    with suppress(RunError), recorded_outcome_of(path):
+        run.train(1)
+        raise RunError("the learner has died")
+    outcome = read_outcome(path)
+    assert outcome is not None
+    killed = [*outcome.earlier, replace(outcome, state="running", ended_at=None, error=None, message=None, earlier=[])]
+    (path / OUTCOME_FILE).write_text(json.dumps(asdict(replace(outcome, earlier=killed))))
+    run.end()
+    client = client_of(path)
+    found = ask(client, "events")
+    assert [(event["kind"], event["message"]) for event in found["commands"]] == [
+        ("end", "failed, RunError: the learner has died"),
+        ("resume", "a command went on with the run"),
+        ("end", "killed"),
+        ("resume", "a command went on with the run"),
+        ("end", "interrupted, Interrupted: stopped by SIGTERM"),
+    ]
+    assert found["kinds"] == {"end": 3, "resume": 2}
+    marks = [mark for mark in ask(client, "marks") if mark["kind"] in ("end", "resume")]
+    assert marks == found["commands"]
+
+
+def test_an_unreadable_record_of_commands_is_left_out(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=1)
+    for text in ('{"earlier": 5}', "[1]", '{"state": "failed", "earlier": [{}]}', "{"):
+        (tmp_path / "run" / OUTCOME_FILE).write_text(text)
+        assert ask(client_of(tmp_path / "run"), "events")["commands"] == []
+
+
+def test_discarded_groups_are_marked_by_reason_and_time(client: TestClient) -> None:
+    marks = [mark for mark in ask(client, "marks") if mark["kind"] == "discard"]
+    (reason,) = {mark["subject"] for mark in marks}
+    assert sum(int(mark["message"].split()[0]) for mark in marks) == 6
+    assert all(mark["message"].endswith(f": {reason}") for mark in marks)
+    assert {mark["step"] for mark in marks} <= set(range(1, 7))
 
 
 def test_events_of_a_run_without_a_ledger_come_from_its_log(tmp_path: Path) -> None:
