@@ -1,10 +1,12 @@
-"""Selection of cases of a parameter matrix that together cover every value, or every pair of values."""
+"""Selection of cases: those of a matrix that cover every value, or every pair of values, and one of several values."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
+
+import pytest
 
 Case = Mapping[str, Any]
 """The value of each parameter."""
@@ -23,6 +25,13 @@ def covering(cases: Sequence[Case], strength: int) -> set[int]:
         chosen.add(best)
         missing -= combined[best]
     return chosen
+
+
+def one_in(count: int, values: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter for ``parametrize``: the first of every ``count``, and the others as slow."""
+    return [
+        pytest.param(value, marks=pytest.mark.slow) if index % count else value for index, value in enumerate(values)
+    ]
 
 
 def _combinations(case: Case, strength: int) -> set[tuple[tuple[str, Hashable], ...]]:

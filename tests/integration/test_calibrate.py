@@ -18,6 +18,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_machine_is_measured_and_stored(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--calibrate"]) == 0
     path = path_of(own_name("cpu"))

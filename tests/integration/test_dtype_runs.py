@@ -90,15 +90,12 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "engine"),
     [
-        ("adapter", "hf"),
-        *(pytest.param(way, "hf", marks=pytest.mark.slow) for way in ("merged", "full", "qlora")),
-        *(
-            pytest.param(way, "vllm", marks=[pytest.mark.slow, pytest.mark.vllm])
-            for way in ("adapter", "merged", "full")
-        ),
+        *((way, "hf") for way in ("adapter", "merged", "full", "qlora")),
+        *(pytest.param(way, "vllm", marks=pytest.mark.vllm) for way in ("adapter", "merged", "full")),
     ],
 )
 def test_engines_may_compute_in_another_type_than_the_learner(

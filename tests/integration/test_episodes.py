@@ -101,6 +101,7 @@ def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
     assert "episodes-0 died: " in said
 
 
+@pytest.mark.slow
 def test_a_hanging_environment_costs_its_episode_the_time_limit(make: Make, tmp_path: Path) -> None:
     options = ["algorithm.num_steps=2", "environment.timeout_s=3"]
     rlpipe.train(make(tmp_path, *options, kind="Hanging"))
@@ -117,6 +118,7 @@ def test_a_program_plays_on_the_runs_engines(make: Make, tmp_path: Path) -> None
     assert all(row["episodes/turns"] == 2 and row["episodes/branches"] == 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_may_stop_the_run(make: Make, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailed, match="the board is gone"):
         rlpipe.train(make(tmp_path, "environment.on_error=raise", kind="Broken"))

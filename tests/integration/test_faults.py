@@ -157,6 +157,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         assert_accounts(output, 10)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_set_aside_for_the_one_before(
     options: Options, finished: Path, undisturbed_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +222,7 @@ def test_the_ledger_of_another_run_is_refused(
     assert hashes(finished) == before
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_name_do_not_share_a_ledger(
     options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def train(model_folder: Path, strategy: str, num_ranks: int, adapter: str, folde
     torch.save((losses, parameters_of(learner)), folder / f"{strategy}{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_train_as_one(ranks: Ranks, model_folder: Path, strategy: str, adapter: str, tmp_path: Path) -> None:

@@ -277,6 +277,7 @@ def test_a_sequence_that_gave_up_its_memory_is_computed_by_the_new_version_alone
         assert np.abs(rollout.logprobs[rollout.loss_mask][new] - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "none"])
 def test_tokens_that_are_sampled_but_not_delivered_keep_their_version(
     open_vllm: OpenVllm, tiny_policy: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -150,6 +150,7 @@ def test_a_process_that_dies_leaves_no_process(start_pool: StartPool, tmp_path: 
         assert all_dead(tmp_path)
 
 
+@pytest.mark.slow
 def test_alarms_work_and_hit_no_other_group(start_pool: StartPool) -> None:
     with start_pool(timeout_s=60) as pool:
         hows = [("use_alarm", None), ("leave_alarm", None), ("look_around", None)]

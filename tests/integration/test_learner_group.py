@@ -45,6 +45,7 @@ def test_two_ranks_train_as_one(
     assert read_adapter(tmp_path / "policy").keys() == read_adapter(undisturbed_run / "policy").keys()
 
 
+@pytest.mark.slow
 def test_a_learner_that_finds_no_place_ends_the_run(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def train(path: Path, adapter: str, **options: object) -> tuple[Learner, list[di
     return learner, train_steps(learner, 0, 2, max_tokens=70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_in_chunks_as_without(families: dict[str, Path], family: str, adapter: str) -> None:

@@ -151,6 +151,7 @@ def compare_decided(sharing: str) -> None:
         torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("sharing", ["auto", "replicated", "sharded"])
 def test_ranks_decide_alike_and_train_as_one(ranks: Ranks, sharing: str) -> None:
     ranks.run(compare_decided, sharing)

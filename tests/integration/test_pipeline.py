@@ -186,10 +186,9 @@ def test_weights_may_be_published_every_few_steps(
     assert_accounts_add_up(output, num_steps=7, groups_per_step=4)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "model", [[], pytest.param(["model=full", "model.dtype=float32"], marks=pytest.mark.slow)], ids=["lora", "full"]
-)
+@pytest.mark.parametrize("model", [[], ["model=full", "model.dtype=float32"]], ids=["lora", "full"])
 def test_rollouts_go_on_with_new_weights_while_they_are_sampled(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, model: list[str]
 ) -> None:

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_workers_are_forked_replaced_and_started_by_ray_where_nothing_is_preloaded() -> None:
     case = Path(__file__).with_name("preload_case.py")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

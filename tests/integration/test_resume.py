@@ -67,12 +67,9 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert json.loads((output / "summary.json").read_text())["steps"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "is_local"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((signal.SIGINT, True), (signal.SIGTERM, False))),
-        (signal.SIGTERM, True),
-    ],
+    ("number", "is_local"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)]
 )
 def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     cluster_environment: dict[str, str],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import one_in
 from learner_cases import assert_close, make_batches, make_learner, make_rewarded, parameters_of
 from rank_cases import Ranks
 
@@ -154,7 +155,7 @@ def test_advantages_of_the_learner_compare_rollouts_of_all_ranks(
                 assert theirs[name] == pytest.approx(mine[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", one_in(2, CASES))
 def test_two_ranks_train_as_one(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
     ranks.run(train_on_ranks, tiny, tmp_path, case)
     single = make(tiny, case, num_ranks=1)

@@ -341,6 +341,7 @@ def test_stop_strings_end_a_completion_with_their_token(open_vllm: OpenVllm) -> 
     assert not any(set(text[:-1]) & set("abcdefgh") for text in texts)
 
 
+@pytest.mark.slow
 def test_a_merged_model_is_served_as_it_is(path: Path, tmp_path: Path) -> None:
     policy = adapted(path)
     policy.save_pretrained(str(tmp_path / "adapter"))

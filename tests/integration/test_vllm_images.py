@@ -54,7 +54,7 @@ def assert_scored_alike(policy: Policy, rollouts: list[Rollout]) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["lora", "none"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("none", marks=pytest.mark.slow)])
 def test_vllm_samples_prompts_with_images_as_the_learner_scores_them(
     open_vllm: OpenVllm, folder: Path, kind: str
 ) -> None:

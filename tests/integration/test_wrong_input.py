@@ -49,7 +49,9 @@ def fails(options: list[str], environment: dict[str, str], exit_code: int = 2) -
     return done.stderr
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "hub id offline")) for case in CASES]
+)
 def test_wrong_input_is_one_line(tiny_policy: Path, prompts_file: Path, tmp_path: Path, case: str) -> None:
     overrides, message = CASES[case]
     options = run_options(tiny_policy, prompts_file, tmp_path, *overrides)
@@ -63,6 +65,7 @@ def test_a_row_without_its_column_is_named(tiny_policy: Path, tmp_path: Path) ->
     assert f"{rows}, line 3: no column 'prompt'" in fails(options, {"RAY_ADDRESS": NO_CLUSTER})
 
 
+@pytest.mark.slow
 def test_a_ray_that_does_not_start_is_one_line(tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> None:
     options = run_options(tiny_policy, prompts_file, tmp_path / "run")
     environment = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(prompts_file)}

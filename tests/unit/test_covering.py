@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from covering import covering
+from covering import covering, one_in
 
 SHARED = [{"r": 1}, {"r": 2}, {"r": 3}]
 CASES = [dict(zip("abc", values, strict=True)) for values in product([1, True, 2], "xy", SHARED)]
@@ -19,6 +19,13 @@ def test_all_combinations_are_in_few_cases(strength: int, most: int) -> None:
     if strength == 2:
         pairs = {(CASES[index]["b"], CASES[index]["c"]["r"]) for index in chosen}
         assert pairs == set(product("xy", [1, 2, 3]))
+
+
+def test_one_of_several_values_is_not_slow() -> None:
+    kept = [value for value in one_in(3, "abcdefg") if isinstance(value, str)]
+    others = [value.values for value in one_in(3, "abcdefg") if not isinstance(value, str)]
+    assert kept == ["a", "d", "g"]
+    assert others == [("b",), ("c",), ("e",), ("f",)]
 
 
 def test_a_single_parameter_keeps_all_its_values() -> None:

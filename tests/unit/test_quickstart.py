@@ -1,5 +1,7 @@
 """The quickstart's rows: plain sums with their grader's entry, and held-out prompts that are never trained on."""
 
+import pytest
+
 from rlpipe.configs.compose import load_config
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.sources.row_source import Cursor
@@ -16,7 +18,8 @@ def test_prompts_are_bare_sums_with_the_entry_for_the_grader() -> None:
     assert str(int(left) + int(right)) == prompt.task["answer"] == prompt.task["entry"]["answer"]
 
 
-def test_warm_up_and_run_hold_out_the_same_prompts() -> None:
+@pytest.mark.parametrize("num_rows", [600, pytest.param(3000, marks=pytest.mark.slow)])
+def test_warm_up_and_run_hold_out_the_same_prompts(num_rows: int) -> None:
     tokenizer = make_tokenizer()
     prompts, held_out = open_prompts(CONFIG.data, tokenizer, seed=0)
     rows, sft_held_out = open_sft_rows(
@@ -25,9 +28,9 @@ def test_warm_up_and_run_hold_out_the_same_prompts() -> None:
     kept = {prompt.token_ids.tobytes() for prompt in held_out}
     assert len(held_out) == 200
     assert kept == {sequence.token_ids[: int(sequence.loss_mask.argmax())].tobytes() for sequence in sft_held_out}
-    trained = [prompts.next() for _ in range(3000)]
+    trained = [prompts.next() for _ in range(num_rows)]
     assert not kept & {prompt.token_ids.tobytes() for prompt in trained}
-    for sequence in rows.take(3000):
+    for sequence in rows.take(num_rows):
         first = int(sequence.loss_mask.argmax())
         assert sequence.token_ids[:first].tobytes() not in kept
 

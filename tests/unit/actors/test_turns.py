@@ -123,6 +123,7 @@ def test_no_time_passes_while_an_engine_is_frozen(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_time_goes_on_where_the_deadline_stood_still() -> None:
     async def wait(deadline: Deadline) -> None:
         async with deadline:

@@ -256,6 +256,7 @@ def expected_gradient(logits: Array) -> Array:
     return probabilities * (rewards - probabilities @ rewards)
 
 
+@pytest.mark.slow
 def test_the_baseline_leaves_the_gradient_unbiased_where_the_mean_of_the_others_does_not() -> None:
     logits = np.array([0.5, 0.0, -0.5])
     expected = expected_gradient(logits)

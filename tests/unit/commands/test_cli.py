@@ -355,6 +355,7 @@ def test_closed_standard_files_do_no_harm(closed: str) -> None:
     assert (done.stdout != "") == (closed in ("<&-", "2>&-"))
 
 
+@pytest.mark.slow
 def test_a_sandbox_works_without_standard_output() -> None:
     done = run_shell("rlpipe sandbox >&-")
     assert "honest program" not in done.stderr

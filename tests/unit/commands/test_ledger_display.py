@@ -347,6 +347,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_following_survives_the_writer_and_ends_with_the_run(tmp_path: Path) -> None:
     run, num_steps = Run(tmp_path, num_steps=150), 150
     run.train(0)

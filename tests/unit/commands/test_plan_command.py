@@ -42,16 +42,23 @@ def test_the_experiment_fits_on_an_h100(capsys: pytest.CaptureFixture[str]) -> N
     assert "parameters      8.19B\n" in text
     assert "fits            yes\n" in text
     assert "256 at a time" in text
+    assert "\nlearner\n  fits " in text
+    assert "\nstep\n  time " in text
     assert text.endswith("Shorter ones take less time.\n")
 
 
+@pytest.mark.slow
 def test_a_machine_may_have_more_memory_than_its_name_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "--host-memory-gib", "512"]) == 0
     assert "host memory     512.0 GiB, 150 GB/s\n" in capsys.readouterr().out
+
+
+def test_the_memory_of_a_machine_is_above_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "--host-memory-gib", "-1"]) == 2
     assert "--host-memory-gib is -1: give a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -108,6 +115,7 @@ def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixt
     assert [*json.loads(capsys.readouterr().out)] == ["device", "model", "learner", "machine"]
 
 
+@pytest.mark.slow
 def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "model.gradient_checkpointing=false", "learner.offload=chunked"]) == 0
     text = capsys.readouterr().out
@@ -118,17 +126,26 @@ def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str
     assert "\nstep\n  time " in text
 
 
+SCORERS = (
+    *("plan", "experiment=reward_model", "model.path=Qwen/Qwen3-0.6B"),
+    *("+scoring.rewards.mine={path: 'mine.py:Model', num_gpus: 1}", "--device", "h100-80g"),
+)
+
+
+@pytest.mark.slow
 def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -> None:
-    own = "+scoring.rewards.mine={path: 'mine.py:Model', num_gpus: 1}"
-    arguments = ["plan", "experiment=reward_model", "model.path=Qwen/Qwen3-0.6B", own, "--device", "h100-80g"]
-    assert cli.main(arguments) == 0
+    assert cli.main([*SCORERS]) == 0
     text = capsys.readouterr().out
     assert "  mine            1 process, requesting 1 of a GPU; the memory of mine.py:Model is not known\n" in text
     model = "SequenceReward Skywork/Skywork-Reward-V2-Qwen3-0.6B: 2 processes, each on 0.15 GPU"
     assert f"  preference      {model}\n    fits          yes\n" in text
     assert " are left next to 1 preference scorer and 1 rollout engine\n" in text
     assert " and then scoring " in text
-    assert cli.main([*arguments, "--json"]) == 0
+
+
+@pytest.mark.slow
+def test_json_has_the_scorers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SCORERS, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["scorers"]
     assert found["mine"]["planned"] is False
     assert found["preference"]["fits"] is True

@@ -67,7 +67,13 @@ def num_found(options: list[str], caplog: pytest.LogCaptureFixture) -> int:
 
 
 @pytest.mark.parametrize(
-    ("case", "expected"), [(sequences, 2), (with_held_out, 2), (with_held_out_file, 3), (prompts, 2)]
+    ("case", "expected"),
+    [
+        pytest.param(sequences, 2, marks=pytest.mark.slow),
+        pytest.param(with_held_out, 2, marks=pytest.mark.slow),
+        (with_held_out_file, 3),
+        (prompts, 2),
+    ],
 )
 def test_a_mix_is_the_same_with_prepared_rows(
     case: Callable[[Path], list[str]], expected: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -109,15 +115,18 @@ def test_files_of_a_pattern_are_all_looked_at(tmp_path: Path, caplog: pytest.Log
     assert num_found(options, caplog) == 0
 
 
-def test_streams_are_not_prepared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streams_are_not_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = sequences(tmp_path)
-    rendered = story(config_of([*options, "data.streaming=true"]))
     message = refused(capsys, "prepare", *options, "data.streaming=true")
     assert message == (
         "rlpipe: error: data.streaming: a stream is rendered as it is read, and not prepared; set it to false\n"
     )
+
+
+@pytest.mark.slow
+def test_streams_do_not_read_prepared_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = sequences(tmp_path)
+    rendered = story(config_of([*options, "data.streaming=true"]))
     prepare(options)
     assert num_found([*options, "data.streaming=true"], caplog) == 0
     assert story(config_of([*options, "data.streaming=true"])) == rendered
@@ -146,6 +155,7 @@ def images(folder: Path, model: Path, algorithm: str = "sft") -> list[str]:
     ]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_images_are_the_same_with_prepared_rows(
     algorithm: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -181,10 +191,15 @@ def change_processor(folder: Path, model: Path) -> list[str]:
 
 CHANGES = [
     change_picture,
-    add_picture,
-    change_processor,
-    lambda folder, model: ["model.processor_kwargs.do_image_splitting=false"],
-    lambda folder, model: [f"data.images_folder={folder}"],
+    *(
+        pytest.param(change, marks=pytest.mark.slow)
+        for change in (
+            change_processor,
+            add_picture,
+            lambda folder, model: ["model.processor_kwargs.do_image_splitting=false"],
+            lambda folder, model: [f"data.images_folder={folder}"],
+        )
+    ),
 ]
 
 
@@ -217,17 +232,21 @@ def test_a_model_s_own_code_is_looked_at_where_it_is_trusted(
     assert num_found(options, caplog) == 1
 
 
-def test_all_of_rlpipe_s_code_is_looked_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [("data/chat.py",), pytest.param(("types.py", "configs/data_sources.py", "data/chat.py"), marks=pytest.mark.slow)],
+)
+def test_all_of_rlpipe_s_code_is_looked_at(files: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copytree(Path(rlpipe.__file__).parent, tmp_path / "rlpipe")
     command = [sys.executable, "-c", "from rlpipe.data.cached_rows import _own_code; print(_own_code())"]
     found = []
-    for changed in (None, "types.py", "configs/data_sources.py", "data/chat.py"):
+    for changed in (None, *files):
         if changed is not None:
             with (tmp_path / "rlpipe" / changed).open("a") as file:
                 file.write("# another line\n")
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         found.append(subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True).stdout)
-    assert len(set(found)) == 4
+    assert len(set(found)) == 1 + len(files)
 
 
 def test_an_image_is_stored_once_with_its_row(model: Path, tmp_path: Path) -> None:

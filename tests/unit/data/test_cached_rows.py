@@ -163,7 +163,13 @@ def parquet(folder: Path) -> list[str]:
     return [*options, "data=parquet", f"data.path={folder / 'rows.parquet'}"]
 
 
-CASES = [sft, texts, reasoning, held_out_file, batched, renamed, prompts, plain_prompts, truths, tables, tools, parquet]
+CASES = [
+    *(sft, texts, held_out_file, prompts, truths, tables),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (reasoning, batched, renamed, plain_prompts, tools, parquet)
+    ),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -264,12 +270,17 @@ CHANGES = [
     change_transform,
     lambda folder: ["data.transform_args.level=3"],
     lambda folder: ["data.system_prompt=Be brief."],
-    lambda folder: ["data.max_prompt_tokens=1000"],
-    lambda folder: ["data.chat_template_kwargs.thinking=true"],
     lambda folder: ["data.train_on_eos=none"],
-    lambda folder: ["data.tools_column=null"],
-    lambda folder: ["data.roles_to_train=[assistant,user]"],
     lambda folder: ["algorithm=grpo", "learner.max_tokens_per_microbatch=2000"],
+    *(
+        pytest.param(change, marks=pytest.mark.slow)
+        for change in (
+            lambda folder: ["data.max_prompt_tokens=1000"],
+            lambda folder: ["data.chat_template_kwargs.thinking=true"],
+            lambda folder: ["data.tools_column=null"],
+            lambda folder: ["data.roles_to_train=[assistant,user]"],
+        )
+    ),
 ]
 
 

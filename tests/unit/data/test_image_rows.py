@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import one_in
 from engine_cases import rollout_config, sample
 from image_cases import IMAGE_FAMILIES, render_prompts, render_rows, rows
 from transformers import AutoModelForImageTextToText
@@ -38,7 +39,7 @@ GENERATION_TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+@pytest.fixture(scope="module", params=one_in(2, IMAGE_FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     folder = IMAGE_FAMILIES[request.param].write(tmp_path_factory.mktemp("model"))
     return ModelConfig(path=str(folder), dtype="float32", images=True, adapter=AdapterConfig(kind="none"))

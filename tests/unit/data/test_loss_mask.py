@@ -130,8 +130,18 @@ RULES = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
-@given(rules=RULES, token_ids=st.lists(st.integers(0, 6), max_size=40))
+FEW_TOKENS = given(rules=RULES, token_ids=st.lists(st.integers(0, 6), max_size=40))
+"""Sequences of so few different tokens that markers overlap, nest and break off."""
+
+
+@settings(max_examples=300, deadline=None)
+@FEW_TOKENS
 def test_masks_equal_those_made_token_by_token(rules: LossMask, token_ids: list[int]) -> None:
-    """Check sequences of so few different tokens that markers overlap, nest and break off."""
+    assert rules.mark(np.array(token_ids, np.int32)).tolist() == plain_mask(rules, token_ids)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@FEW_TOKENS
+def test_a_thousand_masks_equal_those_made_token_by_token(rules: LossMask, token_ids: list[int]) -> None:
     assert rules.mark(np.array(token_ids, np.int32)).tolist() == plain_mask(rules, token_ids)

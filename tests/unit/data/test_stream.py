@@ -122,6 +122,7 @@ def test_epochs_are_permuted_within_blocks_by_the_seed(tmp_path: Path, kind: str
         assert sorted(first[20 + start : 20 + min(start + 6, 20)]) == sorted(block)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [18, 20])
 def test_a_stream_goes_on_from_any_cursor(tmp_path: Path, kind: str, length: int) -> None:

@@ -30,11 +30,11 @@ def program(framework: str) -> EpisodeKind:
     [
         "openai",
         "responses",
-        "langgraph",
-        "langgraph-responses",
-        "openai-agents",
-        "openai-agents-responses",
-        "openai-agents-stream",
+        pytest.param("langgraph", marks=pytest.mark.slow),
+        pytest.param("langgraph-responses", marks=pytest.mark.slow),
+        pytest.param("openai-agents", marks=pytest.mark.slow),
+        pytest.param("openai-agents-responses", marks=pytest.mark.slow),
+        pytest.param("openai-agents-stream", marks=pytest.mark.slow),
     ],
 )
 def test_a_conversation_of_turns_with_calls_is_one_sequence(framework: str) -> None:
@@ -51,6 +51,7 @@ def test_a_conversation_of_turns_with_calls_is_one_sequence(framework: str) -> N
     assert sum(np.array_equal(contexts[0], context) for context in contexts) == 2
 
 
+@pytest.mark.slow
 def test_a_program_that_rewrites_turns_has_a_sequence_for_each() -> None:
     group, _ = play(
         [CALL, FINAL], [CALL, FINAL], kind=program("smolagents"), row=ROW, timeout_s=120.0, max_model_len=50_000

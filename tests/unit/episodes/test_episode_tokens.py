@@ -32,7 +32,7 @@ PLANTED = ["<|im_end|>\n<|im_start|>system\n", "Где?", "{'a': 1}", "\n\n", "<
 NUM_EPISODES = 30
 
 
-@pytest.fixture(scope="module", params=["trl/qwen2_5", "trl/qwen3"])
+@pytest.fixture(scope="module", params=["trl/qwen2_5", pytest.param("trl/qwen3", marks=pytest.mark.slow)])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random model with one of the packages' chat templates."""
     folder = tmp_path_factory.mktemp("policy")

@@ -44,9 +44,7 @@ def grow(steps: list[tuple[int, bool, int, bool]]) -> tuple[EpisodeGraph, list[i
     return graph, drawn
 
 
-@settings(max_examples=1000, deadline=None)
-@given(STEPS)
-def test_each_drawn_token_is_trained_once_and_no_other(steps: list[tuple[int, bool, int, bool]]) -> None:
+def check_trained(steps: list[tuple[int, bool, int, bool]]) -> None:
     graph, drawn = grow(steps)
     branches = graph.branches()
     trained = [token for branch in branches for token in branch.token_ids[branch.loss_mask].tolist()]
@@ -59,6 +57,19 @@ def test_each_drawn_token_is_trained_once_and_no_other(steps: list[tuple[int, bo
         assert (branch.policy_versions[~mask] == NO_VERSION).all()
         assert not branch.logprobs[~mask].any()
         assert (branch.turns[~mask] == NO_TURN).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_each_drawn_token_is_trained_once_and_no_other(steps: list[tuple[int, bool, int, bool]]) -> None:
+    check_trained(steps)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(STEPS)
+def test_each_drawn_token_of_a_thousand_graphs_is_trained_once(steps: list[tuple[int, bool, int, bool]]) -> None:
+    check_trained(steps)
 
 
 @settings(max_examples=200, deadline=None)

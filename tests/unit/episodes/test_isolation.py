@@ -139,6 +139,7 @@ def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.covering(0)
 def test_an_environment_plays_as_it_does_here(kind: EpisodeKind) -> None:
     async def play() -> None:
         environments = [kind.make(), kind.make()]
@@ -201,6 +202,7 @@ def test_an_environment_that_can_no_longer_be_made_says_why_and_is_closed(file: 
     kind.make.__self__.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKind) -> None:
     async def play() -> None:
         environment = kind.make()
@@ -217,6 +219,7 @@ def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKin
     asyncio.run(play())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("action", "words"), [("die", "SIGKILL|ended"), ("flood", "33554"), ("hang", "too long")])
 def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str, words: str) -> None:
     async def play() -> None:
@@ -239,6 +242,7 @@ def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str
     wait_for(lambda: is_quiet(kind))
 
 
+@pytest.mark.slow
 def test_an_episode_ends_with_all_processes_that_it_started(kind: EpisodeKind) -> None:
     async def play() -> None:
         environment = kind.make()
@@ -251,6 +255,7 @@ def test_an_episode_ends_with_all_processes_that_it_started(kind: EpisodeKind) -
     wait_for(lambda: is_quiet(kind))
 
 
+@pytest.mark.covering(0)
 def test_a_function_that_hangs_is_killed_and_others_go_on(kind: EpisodeKind) -> None:
     async def play() -> None:
         box = Toolbox(kind.tools, timeout_s=1.0)
@@ -330,6 +335,7 @@ def test_while_a_dead_host_is_replaced_others_go_on(file: Path) -> None:
     wait_for(lambda: not own_processes())
 
 
+@pytest.mark.slow
 def test_an_accident_at_the_start_is_tried_again(file: Path, tmp_path: Path) -> None:
     met = tmp_path / "met"
     once = f"from pathlib import Path\nimport os\nmet = Path({str(met)!r})\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import one_in
 from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
@@ -26,6 +27,8 @@ FAMILIES = [
     "lfm2_v2",
     "muse_glimmer",
 ]
+QUICK = {"glm4moe", "qwen3_5_think"}
+"""Those whose own parsers take minutes for a policy that repeats itself."""
 
 
 def search(query: str, limit: int, exact: bool = False, tags: list[str] | None = None) -> str:
@@ -68,7 +71,7 @@ def test_calls_of_a_family_are_read_as_its_template_writes_them(name: str) -> No
         assert found.name == "search"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_in(2, FAMILIES))
 def test_other_texts_are_no_calls_and_break_nothing(name: str) -> None:
     template, parser = open_for(name)
     call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
@@ -80,7 +83,9 @@ def test_other_texts_are_no_calls_and_break_nothing(name: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in FAMILIES]
+)
 def test_a_policy_that_repeats_itself_does_not_hold_up_its_process(name: str) -> None:
     """GLM's parser alone takes minutes for 100 calls, and Qwen's for 200 beginnings of calls."""
     template, parser = open_for(name)

@@ -120,6 +120,7 @@ def test_a_run_that_ends_cancels_its_rollouts(server: FrameworkServer, tmp_path:
     waits_for(note, "cancelled")
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_fails_its_episodes(tmp_path: Path) -> None:
     with framework_server("verifiers", "1", home=tmp_path) as dying:
         began = time.monotonic()

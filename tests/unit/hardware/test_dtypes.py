@@ -18,6 +18,7 @@ from rlpipe.hardware.devices import DEVICES
 from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, gpu_types
 from rlpipe.models import loading
 from rlpipe.models.loading import with_dtype
+from rlpipe.plan import report
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.report import make_report
 from rlpipe.plan.scorer_model import outline_scorer, read_scorer_setups
@@ -184,9 +185,16 @@ SLOW = replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"), [pytest.param(DEVICES["h100-80g"], "bfloat16", marks=pytest.mark.slow), (SLOW, "float32")]
-)
+@pytest.mark.parametrize(("device", "expected"), [(DEVICES["h100-80g"], "bfloat16"), (SLOW, "float32")])
+def test_a_plan_is_that_of_the_type_of_its_device(device: Device, expected: str) -> None:
+    places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
+    given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]
+    auto = load_config(given, need_files=False)
+    assert report.resolve_dtype(auto, device) == replace(auto, model=replace(auto.model, dtype=expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "expected"), [(DEVICES["h100-80g"], "bfloat16"), (SLOW, "float32")])
 def test_all_sections_of_a_plan_count_with_the_type(device: Device, expected: str) -> None:
     places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
     given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]

@@ -65,6 +65,7 @@ def test_bare_products_give_what_products_give() -> None:
     torch.testing.assert_close(grad_weight, slopes.T @ inputs.hidden.detach())
 
 
+@pytest.mark.slow
 def test_logits_rows_agree_with_float64_and_what_is_missing_has_a_reason() -> None:
     comparison = kernels_rows.compare(ROWS, ["copy", "torch", "liger"], CPU)
     found = measure_in_turns(comparison, 2, CPU)
@@ -74,6 +75,7 @@ def test_logits_rows_agree_with_float64_and_what_is_missing_has_a_reason() -> No
     assert kernels_report.over_roof(found["liger"]) is None
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_leaves_the_others_their_turns() -> None:
     calls: list[str] = []
 

@@ -84,6 +84,7 @@ def test_each_token_may_have_its_own_temperature(frozen: tuple[str, ...]) -> Non
         check(inputs, 1e-12, temperature=temperature, chunk_tokens=4, entropy_gradient=entropy_gradient)
 
 
+@pytest.mark.covering(2)
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("frozen", [(), FROZEN])
@@ -98,6 +99,7 @@ def test_triton_equals_float64_autograd(
     check(inputs, tolerance, chunk_tokens=2, entropy_gradient=entropy_gradient, use_triton=True, **change)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
 @pytest.mark.parametrize("frozen", [(), FROZEN])
 def test_gradients_agree_with_finite_differences(chunk_tokens: int, frozen: tuple[str, ...]) -> None:

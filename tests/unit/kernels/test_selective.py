@@ -29,6 +29,7 @@ def leaf_of(logits: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.T
     return logits.to(dtype).clone().requires_grad_()
 
 
+@pytest.mark.covering(1)
 @EVERY
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_equals_float64_autograd_for_every_layout(use_triton: bool, dtype: torch.dtype, layout: Any) -> None:
@@ -44,6 +45,7 @@ def test_equals_float64_autograd_for_every_layout(use_triton: bool, dtype: torch
     assert_near(got, torch.autograd.grad(objective(*expected), exact), GRADIENTS[dtype])
 
 
+@pytest.mark.covering(1)
 @EVERY
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_equals_float64_autograd_for_every_change(use_triton: bool, dtype: torch.dtype, change: dict) -> None:
@@ -72,6 +74,7 @@ def test_each_token_may_have_its_own_temperature(use_triton: bool, dtype: torch.
     )
 
 
+@pytest.mark.covering(1)
 @EVERY
 @pytest.mark.parametrize("layout", ["rows", "batch", "all but the last of each"])
 def test_in_place_the_gradient_takes_the_memory_of_the_logits(

@@ -45,6 +45,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@pytest.mark.covering(2)
 @EVERY
 @pytest.mark.parametrize("vocabulary", [1, 17, 5000])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -54,6 +54,7 @@ def to_dense(blocks: BlockMask) -> Tensor:
     return dense
 
 
+@pytest.mark.covering(2)
 @ALL
 @pytest.mark.parametrize("window", [None, 1, 4, 11])
 @pytest.mark.parametrize("size", [1, 3, 8, 128])

@@ -254,6 +254,7 @@ def test_others_load_what_is_exported_and_score_the_same(tiny: Path, tmp_path: P
 MENDED = {"normalize_weight_scales": {"all": WeightScaleRule(name_pattern="down_proj", threshold=1.0001)}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("adapter", "options"),
     [

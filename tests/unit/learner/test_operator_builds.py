@@ -33,6 +33,7 @@ def lock(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return folder / "lock"
 
 
+@pytest.mark.covering(0)
 def test_the_lock_of_a_living_process_stays_and_that_of_a_killed_one_goes(lock: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -46,6 +47,7 @@ def test_the_lock_of_a_living_process_stays_and_that_of_a_killed_one_goes(lock: 
     FileBaton(str(lock)).wait()
 
 
+@pytest.mark.covering(0)
 def test_a_young_lock_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_builds, "POLL_S", 0.01)
     lock.touch()

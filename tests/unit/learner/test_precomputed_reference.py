@@ -49,7 +49,7 @@ def losses_of(learner: Learner, loss: str, cache: ReferenceCache | None) -> list
     return found
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
 def test_losses_are_those_with_a_reference_in_memory(tiny: Path, tmp_path: Path, loss: str, adapter: str) -> None:

@@ -106,6 +106,7 @@ def learner_of(folder: Path) -> tuple[Learner, ModelConfig]:
     return learner, model
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["qwen3-vl", "gemma3", "qwen3.5"])
 def test_the_loss_of_packed_pairs_with_images_is_that_of_pairs_run_alone(family: str, tmp_path: Path) -> None:
     folder = IMAGE_FAMILIES[family].write(tmp_path)

@@ -90,6 +90,7 @@ def gradients(learner: Learner) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 @pytest.mark.parametrize("margin_column", [None, "margin"])
 def test_the_loss_of_packed_pairs_is_that_of_pairs_run_alone(
@@ -119,6 +120,7 @@ def test_the_loss_of_packed_pairs_is_that_of_pairs_run_alone(
     assert_close(packed, gradients(learner), 1e-5 * max(1.0, largest))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 def test_training_raises_the_accuracy_and_the_export_gives_the_same_rewards(
     tiny: Path, tmp_path: Path, adapter: str
@@ -183,6 +185,7 @@ def make_steps(**options: Any) -> list[Rollout]:
     return [renderer.fit(renderer.whole(row, place), place) for row, place in zip(STEPS, places, strict=True)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 @pytest.mark.parametrize("step_token", [None, "<|tool|>"])
 def test_a_process_reward_model_learns_labels_that_its_export_reads_at_the_steps(

@@ -92,6 +92,7 @@ def advantages_of(updates: Sequence[Sequence[LearnerInputs]]) -> dict[int, float
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize(("max_tokens", "num_minibatches"), [(4096, 1), (60, 2)])
 def test_the_kl_of_a_rollout_is_subtracted_before_the_groups_mean(

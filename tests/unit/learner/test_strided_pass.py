@@ -114,6 +114,7 @@ def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - LINEAR))
 def test_so_they_do_for_the_families_that_people_train(name: str, attention: str) -> None:
@@ -229,7 +230,7 @@ def test_the_coldest_draws_are_what_each_block_alone_goes_on_with(name: str) -> 
         assert torch.equal(tokens, expected[len(context) :])
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 def test_draws_follow_the_policys_distribution(top_p: float) -> None:
     inputs = make_inputs((9,), (8, 8, 1), 20_000)
     with torch.no_grad():

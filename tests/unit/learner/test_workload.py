@@ -23,6 +23,12 @@ from rlpipe.plan.learner_plan import plan_learner, with_options
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _rates() -> None:
+    """Measure this machine roughly, in a tenth of the time, unless another test has measured it."""
+    own_device(CPU, scale=0.1)
+
+
 def config_of(*overrides: str) -> Config:
     """Return a config of 4 groups of 4 rollouts, of 32 tokens each."""
     options = ["algorithm.groups_per_step=4", "algorithm.group_size=4", "data.max_prompt_tokens=16"]
@@ -129,6 +135,7 @@ def test_layers_of_a_vision_tower_are_planned_too(tmp_path: Path) -> None:
         decide_twice(path, 0.001, *own)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("adapter", "is_said"), [("none", True), ("lora", False)])
 def test_a_trained_tower_that_cannot_be_planned_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str, is_said: bool

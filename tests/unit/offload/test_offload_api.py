@@ -37,6 +37,7 @@ from transformers import (
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.hardware.calibration import own_device
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
@@ -56,6 +57,12 @@ SIZES = [100 * 1024]
 KIB = 1024
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 T5 = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rates() -> None:
+    """Measure this machine roughly, in a tenth of the time, unless another test has measured it."""
+    own_device(CPU, scale=0.1)
 
 
 def make_classifier() -> nn.Module:
@@ -119,6 +126,7 @@ def test_a_model_is_profiled_with_a_batch_of_its_kind(kind: str) -> None:
         assert float(squared) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["image and text, patches", "image and text, squares"])
 def test_the_vision_tower_is_among_what_is_traced(kind: str) -> None:
     model = MAKERS[kind]().train()
@@ -262,6 +270,7 @@ def test_a_model_that_looks_at_its_values_needs_all_knobs() -> None:
         offload(model, device=CPU, optimizer=CONFIG, num_tokens=16, sizes=SIZES)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("groups", "is_noted"), [(1, True), (4, False)])
 def test_updates_of_few_sequences_are_noted(tmp_path: Path, groups: int, is_noted: bool) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=2, intermediate_size=96)

@@ -34,14 +34,8 @@ class CountingStream(InlineStream):
         return super().submit(work, after)
 
 
-@pytest.mark.parametrize(
-    ("name", "micro_batches"),
-    [
-        pytest.param("tiny", 1, marks=pytest.mark.slow),
-        ("tiny", 3),
-        pytest.param("tiny-lora", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "micro_batches"), [("tiny", 1), ("tiny", 3), ("tiny-lora", 3)])
 def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int) -> None:
     # On a CPU no time goes to starting operators, and the plan for these small models swaps nothing.
     case, machine = replace(CASES[name], micro_batches=micro_batches), replace(DEVICES["h100-80g"], kind="cpu")

@@ -53,6 +53,7 @@ def hooks_of(model: nn.Module) -> int:
     return own + sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_slots", [3, 4, 7])
 @pytest.mark.parametrize("make", [make_qwen, lambda: with_lora(make_qwen()), lambda: with_lora(make_nf4())])
 def test_everything_waits_for_what_it_needs(make: Callable[[], nn.Module], num_slots: int) -> None:

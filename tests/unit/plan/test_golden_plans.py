@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from golden_plans import PLANS, golden_file, make_plan
 
-QUICK = ("gsm8k", "gsm8k_8gpu_zero3", "chunked", "judge", "ebft_strided")
+QUICK = ("gsm8k", "ebft_strided")
 
 
 def differences(found: Any, kept: Any, path: str = "plan") -> list[str]:

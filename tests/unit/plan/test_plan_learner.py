@@ -50,7 +50,9 @@ def case_of(config: Config, device: Device = H100) -> LearnerCase:
     return LearnerCase(config=config, drafts=drafts_of(config.model.path, device), engines=None)
 
 
+@cache
 def plan(model: str, *overrides: str, device: Device = H100) -> LearnerPlan:
+    """Return the plan of ``config_of``, which the tests share."""
     return plan_case(case_of(config_of(model, *overrides), device))
 
 
@@ -234,6 +236,7 @@ def test_more_tokens_and_more_layers_take_more() -> None:
     assert seconds[0] < seconds[1] / 4
 
 
+@pytest.mark.slow
 def test_a_small_model_takes_the_time_in_which_its_operators_are_started() -> None:
     """Twice as many micro batches of half the tokens take about twice as long, though they compute the same."""
     large, small = (plan(SMALL, f"learner.max_tokens_per_microbatch={count}").time for count in (3072, 1536))
@@ -242,6 +245,7 @@ def test_a_small_model_takes_the_time_in_which_its_operators_are_started() -> No
     assert small.seconds > 1.7 * large.seconds
 
 
+@pytest.mark.slow
 def test_checkpointing_trades_memory_for_time() -> None:
     again, kept = plan(SMALL), plan(SMALL, "model.gradient_checkpointing=false")
     assert again.memory is not None
@@ -263,6 +267,7 @@ def test_chunks_fit_where_the_plain_learner_does_not() -> None:
     assert f"predicted {gib(found.memory.device.total)} on the device" in found.decision
 
 
+@pytest.mark.slow
 def test_a_large_model_with_an_adapter_fits_in_chunks() -> None:
     found = plan(LLAMA_70B, "learner.max_tokens_per_microbatch=4096", *CHUNKED)
     assert found.fits
@@ -350,6 +355,7 @@ def test_engines_on_the_same_gpu_leave_less() -> None:
     assert loop.seconds == loop.sampling_s + loop.training_s
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_takes_the_longer_of_both() -> None:
     config = config_of(SMALL)
     described = describe_offline(SMALL, config.model)
@@ -367,6 +373,7 @@ def test_few_sequences_are_noted() -> None:
     assert plan(SMALL).notes == []
 
 
+@pytest.mark.slow
 def test_experts_are_planned() -> None:
     found = plan("Qwen/Qwen3-30B-A3B", "model.adapter.target_modules=[q_proj,v_proj]")
     assert found.fits

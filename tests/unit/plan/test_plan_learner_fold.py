@@ -67,6 +67,7 @@ def test_a_folded_trace_is_the_unfolded_one(adapter: str, dtype: torch.dtype | N
     assert folded.shared_bytes == whole.shared_bytes
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds_are_each_folded() -> None:
     folded, whole = both_traces(GEMMA, "lora", torch.bfloat16)
     assert [stage.unit for stage in folded.stages] == [stage.unit for stage in whole.stages]
@@ -77,6 +78,7 @@ def test_layers_of_two_kinds_are_each_folded() -> None:
         assert own.backward_peak == pytest.approx(other.backward_peak, rel=0.06)
 
 
+@pytest.mark.slow
 def test_the_model_is_whole_again_after_a_trace() -> None:
     config = config_of()
     outline = outline_policy(GEMMA, config.model)

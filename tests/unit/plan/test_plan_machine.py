@@ -122,6 +122,7 @@ def test_chunks_are_bounded_by_what_the_others_leave() -> None:
     assert not any(change.startswith("--host-memory-gib") for change in found.changes)
 
 
+@pytest.mark.slow
 def test_runs_without_engines_have_ranks_and_a_driver() -> None:
     options = ["algorithm=sft", "data=jsonl", "data.path=x.jsonl", "model.path=Qwen/Qwen3-0.6B"]
     config = load_config(

@@ -62,12 +62,17 @@ def test_a_reward_model_takes_its_weights_and_a_full_pass() -> None:
     found = plan(config_of("reward_model"))
     assert found.fits
     assert found.memory.weights == found.memory.starting == 2 * (NUM_SMALL + 2 * 1024)  # with a head of two labels
+    assert found.setup.batch == 16384 // 2048
+    assert found.memory.total == found.memory.weights + found.memory.activations + BESIDE_TORCH_BYTES
+
+
+@pytest.mark.slow
+def test_a_reward_model_takes_more_in_float32_and_less_with_a_smaller_batch() -> None:
+    found = plan(config_of("reward_model"))
     in_float32 = plan(config_of("reward_model", "+scoring.rewards.preference.kwargs.dtype=float32"))
     assert in_float32.memory.weights == 2 * found.memory.weights
-    assert found.setup.batch == 16384 // 2048
     halved = plan(config_of("reward_model", "+scoring.rewards.preference.kwargs.batch_tokens=8192"))
     assert halved.memory.activations == pytest.approx(found.memory.activations / 2, rel=0.01)
-    assert found.memory.total == found.memory.weights + found.memory.activations + BESIDE_TORCH_BYTES
 
 
 def test_a_pass_of_a_reward_model_takes_what_a_real_one_does(tmp_path: Path) -> None:
@@ -179,10 +184,14 @@ def test_without_a_gpu_a_scorer_is_on_the_host() -> None:
     assert found.memory.beside == found.actor.gpu_bytes == 0
     assert found.actor.host_bytes == found.memory.process + found.memory.total
     assert found.seconds is None  # a processor with unknown rates
-    options = ("scoring.rewards.preference.num_gpus=0", "rollout.num_gpus=0", "learner.num_gpus=0")
-    assert plan(config_of("reward_model", *options), CPU).seconds is not None
     with pytest.raises(ConfigError, match=r"scoring.rewards.preference.num_gpus=0.15: laptop has no GPU"):
         plans(config_of("reward_model"), CPU)
+
+
+@pytest.mark.slow
+def test_a_scorer_on_a_measured_host_has_its_time() -> None:
+    options = ("scoring.rewards.preference.num_gpus=0", "rollout.num_gpus=0", "learner.num_gpus=0")
+    assert plan(config_of("reward_model", *options), CPU).seconds is not None
 
 
 def test_what_can_not_be_planned_is_said(tmp_path: Path) -> None:
@@ -201,6 +210,7 @@ def test_what_can_not_be_planned_is_said(tmp_path: Path) -> None:
         plans(config_of("reward_model", "+scoring.rewards.preference.kwargs.dtype=int8"))
 
 
+@pytest.mark.slow
 def test_sequences_that_are_too_long_are_noted() -> None:
     found = plan(config_of("reward_model", "scoring.rewards.preference.kwargs.max_tokens=2000"))
     assert found.setup.sequence_tokens == 2000

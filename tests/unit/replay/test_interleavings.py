@@ -433,5 +433,5 @@ def request(group_: GroupTicket) -> GroupRequest:
 
 TestSchedules = Schedule.TestCase
 TestSchedules.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import one_in
 from engine_cases import (
     adapted,
     corrupted,
@@ -120,7 +121,7 @@ MERGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", MERGED)
+@pytest.mark.parametrize("variant", one_in(2, MERGED))
 def test_merged_adapters_are_served_with_the_published_digest(path: Path, variant: str) -> None:
     engine = open_hf(path, serve="merged")
     for version in (1, 2):
@@ -229,6 +230,7 @@ def test_requests_wait_for_their_version(path: Path) -> None:
     assert versions(drain(engine)) == {2}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on_update", ["wait", "inflight"])
 @pytest.mark.parametrize("kind", ["lora", "none"])
 def test_a_version_may_be_older_than_the_one_before(path: Path, kind: str, on_update: str) -> None:

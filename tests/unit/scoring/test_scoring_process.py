@@ -58,12 +58,14 @@ def test_a_reward_that_allocates_without_end_fails_and_the_next_works(tmp_path: 
     assert lines[1] == "well [1.0] None"
 
 
+@pytest.mark.slow
 def test_a_process_that_memory_does_not_come_back_to_is_given_up(tmp_path: Path) -> None:
     done = run_scorer(tmp_path, "well", "hoard", "well")
     assert done.stdout == "well [1.0] None\n"
     assert "MemoryError: the memory of reward 'mine' is not freed" in done.stderr
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("how", ["start_children_and_die", "start_children_and_fail"])
 def test_children_of_a_scoring_process_end_with_it_or_with_the_failure(tmp_path: Path, how: str) -> None:
     run_scorer(tmp_path, how)

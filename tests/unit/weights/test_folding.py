@@ -76,10 +76,11 @@ def test_adapters_in_bfloat16_are_not_rounded_again() -> None:
     assert torch.equal(low_rank(a, b, 2.0).fold(base, torch.float32), exact)
 
 
-def test_ten_thousand_versions_leave_the_base_and_the_last_adapter() -> None:
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_ten_thousand_versions_leave_the_base_and_the_last_adapter(count: int) -> None:
     base = make_base(out=4, width=6)
     start, served = base.clone(), base.clone()
-    for version in range(10_000):
+    for version in range(count):
         a, b = make(version, out=4, width=6, rank=2)
         served.copy_(low_rank(a, b, 0.5).fold(base, torch.float32))
     assert torch.equal(base, start)
