@@ -223,7 +223,7 @@ class Learner:
             sums = _merge(sums, output.metrics)
         assert sums is not None, "a mini batch with loss tokens has micro batches"
         norm = self._apply_gradients(sums.totals["loss"])
-        if self._algorithm.loss.entropy_target is not None:
+        if self._algorithm.loss.entropy_target is not None and "entropy" in sums.means:  # not when fine-tuning
             self._follow_entropy(sums)
         if not math.isfinite(norm):
             self._bad_groups |= self._find_bad_groups(to_run, torch.stack(losses))

@@ -1,4 +1,4 @@
-"""Asks the hosts of a Ray cluster for their clocks and for a file of this one, and the cluster for its size."""
+"""Asks the hosts of a Ray cluster for their clocks and for a file, and the cluster for its size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostState:
 class ClusterState:
     hosts: list[HostState]
     lack: str | None = None
-    """What the run needs and the whole cluster does not have, used by others or not."""
+    """Resources that the run needs beyond those of the whole cluster, used by others or not; None if it fits."""
 
 
 def look(file: str) -> tuple[float, bool]:

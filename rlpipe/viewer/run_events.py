@@ -1,4 +1,4 @@
-"""What happened in a run, for the view: events, discarded groups, and where its commands began and ended."""
+"""Events of a run for the view: those of its ledger or log, discarded groups, and the begin and end of commands."""
 
 from __future__ import annotations
 
