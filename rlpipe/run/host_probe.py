@@ -64,10 +64,8 @@ def _probe(node: Mapping[str, Any], file: Path, config: Config) -> HostState:
 
 
 def _find_lack(config: Config) -> str | None:
-    """Return what engines, episodes and learner need beyond the cluster's resources."""
-    generating = (
-        [*workers.engine_needs(config), *workers.episode_needs(config)] if config.algorithm.kind == "rl" else []
-    )
+    """Return what the run's processes need beyond the cluster's resources."""
+    generating = workers.generation_needs(config) if config.algorithm.kind == "rl" else []
     try:
         check_fit([*generating, *workers.learner_needs(config)], ray.cluster_resources())
     except ConfigError as error:

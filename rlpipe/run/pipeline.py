@@ -162,7 +162,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
-    needs = [*workers.generation_needs(run), *workers.learner_needs(config)]
+    needs = [*workers.generation_needs(config, run.rewards), *workers.learner_needs(config)]
     engines = workers.engine_needs(config)
     policy_needs = [*([] if config.rollout.dtype else engines), *workers.learner_needs(config)]
     with ExitStack() as stack:
@@ -289,7 +289,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
-    with _cluster(config, workers.generation_needs(run)) as is_own:
+    with _cluster(config, workers.generation_needs(config, run.rewards)) as is_own:
         run, types = resolve_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
         for message in types:
             print(message, file=sys.stderr)

@@ -146,10 +146,10 @@ def episode_needs(config: Config) -> list[Need]:
     ]
 
 
-def generation_needs(run: Run) -> list[Need]:
-    """Return the needs of all processes that generate and score groups."""
-    pools = resolve_pools(run.config, run.rewards).values()
-    own = [*engine_needs(run.config), *episode_needs(run.config)]
+def generation_needs(config: Config, rewards: Mapping[str, RewardConfig] | None = None) -> list[Need]:
+    """Return the needs of all processes that generate and score groups; ``rewards`` are by default the config's."""
+    pools = resolve_pools(config, rewards).values()
+    own = [*engine_needs(config), *episode_needs(config)]
     return [*own, *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
 
 

@@ -23,7 +23,7 @@ _WHEN = "coalesce(scored_at, generated_at, admitted_at)"
 
 
 def ledger_events(ledger: Ledger, before: int | None, kind: str, limit: int) -> dict[str, Any]:
-    """Return the newest events before one, the kinds of events, and why groups were discarded."""
+    """Return the newest events before one, the kinds of events, and why and when groups were discarded."""
     rows = ledger.rows(
         "SELECT id, time, kind, subject, message FROM events WHERE id < ? AND (? = '' OR kind = ?)"
         " ORDER BY id DESC LIMIT ?",
@@ -42,6 +42,7 @@ def ledger_events(ledger: Ledger, before: int | None, kind: str, limit: int) -> 
         "before": rows[limit - 1][0] if len(rows) > limit else None,
         "kinds": dict(kinds),
         "discards": [dict(zip(("reason", "count", "first", "last"), row, strict=True)) for row in discards],
+        "discarded": [*_discards(ledger)],
     }
 
 
@@ -55,11 +56,12 @@ def logged_events(log: Path, before: int | None, kind: str, limit: int) -> dict[
         "before": chosen[limit - 1]["id"] if len(chosen) > limit else None,
         "kinds": dict(Counter(row["kind"] for row in rows).most_common()),
         "discards": [],
+        "discarded": [],
     }
 
 
 def ledger_marks(ledger: Ledger) -> list[dict[str, Any]]:
-    """Return the newest events, the newest deaths, of which some may be older, and discarded groups."""
+    """Return the newest events, and the newest deaths, of which some may be older, for the marks above curves."""
     rows = ledger.rows(
         "SELECT id, time, kind, subject, message FROM events WHERE"
         " id IN (SELECT id FROM events ORDER BY id DESC LIMIT ?)"
@@ -67,11 +69,11 @@ def ledger_marks(ledger: Ledger) -> list[dict[str, Any]]:
         MOST_MARKS,
         MOST_MARKS,
     )
-    return [*(dict(zip(FIELDS, row, strict=True)) for row in rows), *_discards(ledger)]
+    return [dict(zip(FIELDS, row, strict=True)) for row in rows]
 
 
 def logged_marks(log: Path) -> list[dict[str, Any]]:
-    """Return what ``ledger_marks`` does for a run without a ledger, which discards nothing."""
+    """Return what ``ledger_marks`` does for a run without a ledger, from its log of events."""
     found = [row for kind in ("", "death") for row in logged_events(log, None, kind, MOST_MARKS)["events"]]
     return [*{row["id"]: row for row in found}.values()]
 
@@ -108,7 +110,8 @@ def command_events(outcome: RunOutcome | None, state: str, changed_at: float) ->
         if ending != RUNNING:
             told = "" if command.message is None else f", {command.error}: {command.message}"
             fallback = changed_at if is_last else commands[number + 1].began_at
-            found.append(_command_event(number, END, command.ended_at or fallback, f"{ending}{told}"))
+            end = _command_event(number, END, command.ended_at or fallback, f"{ending}{told}")
+            found.append(end | {"state": ending})
     return found[::-1]
 
 

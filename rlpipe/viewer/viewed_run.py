@@ -196,19 +196,20 @@ class ViewedRun:
 
     def events(self, *, before: int | None = None, kind: str = "", limit: int = 200) -> dict[str, Any]:
         """Return the newest events before one, the kinds of events, why groups were discarded, and the commands."""
-        if self._log_of_events is not None:
-            found = run_events.logged_events(self._log_of_events, before, kind, limit)
+        if (log := self._log_of_events) is not None:
+            found = run_events.logged_events(log, before, kind, limit)
         else:
             with self.ledger() as ledger:
                 found = run_events.ledger_events(ledger, before, kind, limit)
         commands = self._commands()
         kinds = found["kinds"] | Counter(event["kind"] for event in commands)
-        return found | {"events": self._with_steps(found["events"]), "kinds": kinds, "commands": commands}
+        parts = {name: self._with_steps(found[name]) for name in ("events", "discarded")}
+        return found | parts | {"kinds": kinds, "commands": commands}
 
     def marks(self) -> list[dict[str, Any]]:
         """Return the events for the marks above curves."""
-        if self._log_of_events is not None:
-            found = run_events.logged_marks(self._log_of_events)
+        if (log := self._log_of_events) is not None:
+            found = run_events.logged_marks(log)
         else:
             with self.ledger() as ledger:
                 found = run_events.ledger_marks(ledger)

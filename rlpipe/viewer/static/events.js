@@ -6,12 +6,6 @@ import { count, moment, STATE_KINDS } from "./format.js";
 
 const KINDS = { death: "bad", health: "warn", checkpoint: "warn", recovery: "good" };
 
-// Where a click on a mark above a curve leads: to the event, or to the groups that were discarded.
-export function openMark(context, { id, kind, subject }) {
-  if (kind === "discard") context.go("groups", { reason: subject, state: "DISCARDED" });
-  else context.go("events", { event: id });
-}
-
 export async function eventsView(body, context) {
   let kind = context.query.kind ?? "";
   let chosen = context.query.event ?? null;
@@ -24,14 +18,11 @@ export async function eventsView(body, context) {
   let shown = [];
   let before = null;
   let commands = [];
+  let discarded = [];
   fill(body, plot, kinds, list, older, discards);
 
-  function kindOf({ kind: name, message }) {
-    return name === "end" ? STATE_KINDS[message.split(",")[0]] ?? "" : KINDS[name] ?? "";
-  }
-
   function eventRow(event) {
-    return make("tr", { class: String(event.id) === chosen ? "chosen" : "", "data-event": event.id }, make("td", {}, moment(event.time)), make("td", { class: "number" }, count(event.step)), make("td", {}, pill(event.kind, kindOf(event))), make("td", {}, event.subject), make("td", { class: "text" }, event.message));
+    return make("tr", { class: String(event.id) === chosen ? "chosen" : "", "data-event": event.id }, make("td", {}, moment(event.time)), make("td", { class: "number" }, count(event.step)), make("td", {}, pill(event.kind, STATE_KINDS[event.state] ?? KINDS[event.kind] ?? "")), make("td", {}, event.subject), make("td", { class: "text" }, event.message));
   }
 
   async function update() {
@@ -39,6 +30,7 @@ export async function eventsView(body, context) {
     const found = await context.ask("events", { kind });
     if (asked !== kind) return;
     addNewest(found);
+    discarded = found.discarded;
     commands = found.commands.filter((event) => !kind || event.kind === kind);
     const names = [["", "all"], ...Object.keys(found.kinds).map((name) => [name, name])];
     fill(kinds, names.map(([name, title]) => make("button", { "aria-pressed": String(name === kind), "data-key": name, onclick: () => choose(name) }, name ? `${title} ${count(found.kinds[name])}` : title)));
@@ -62,13 +54,19 @@ export async function eventsView(body, context) {
   }
 
   async function drawCurve() {
-    const marks = (await context.ask("marks")).filter((event) => !kind || event.kind === kind);
+    const marks = [...await context.ask("marks"), ...discarded].filter((event) => !kind || event.kind === kind);
     const series = await context.ask("series", { name: ["reward", "loss"] });
     const name = series.reward ? "reward" : "loss";
     if (!series[name]) return;
     chart ??= new Chart(name === "reward" ? "Reward" : "Loss");
     if (!chart.element.isConnected) fill(plot, chart.element);
-    chart.update([{ label: name, ...series[name], place: 0 }], { marks, onmark: (mark) => (mark.kind === "discard" ? openMark(context, mark) : reveal(String(mark.id))) });
+    chart.update([{ label: name, ...series[name], place: 0 }], { marks, onmark });
+  }
+
+  // A mark above the curve leads to its event, or to the groups that were discarded.
+  function onmark({ id, kind: name, subject }) {
+    if (name === "discard") context.go("groups", { reason: subject, state: "DISCARDED" });
+    else reveal(String(id));
   }
 
   // Chooses an event and scrolls to it, once, so that a refresh takes no reader away from where he is.

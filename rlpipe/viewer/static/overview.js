@@ -3,7 +3,6 @@
 import { Chart } from "./charts.js";
 import { fill, labelled, make, notice, pill } from "./dom.js";
 import { count, moment, number, span, STATE_KINDS } from "./format.js";
-import { openMark } from "./events.js";
 import { ask } from "./source.js";
 
 const CHARTS = [
@@ -68,7 +67,7 @@ export async function overviewView(body, context) {
     const found = await Promise.all(shown.map((run) => ask("series", { run, name: wanted.filter((name) => names.has(name)) })));
     const events = await marked;
     if (shown !== context.shown) return;  // others were chosen meanwhile
-    [data, marks] = [found, events.filter(({ kind }) => kind !== "discard")];  // which some methods do all the time
+    [data, marks] = [found, events];
     draw();
     const hidden = context.runs.map((_, run) => run).filter((run) => !shown.includes(run));
     fill(strip, shown.map((run) => runCard(context, run, showRuns)), hidden.length > 0 && make("div", { class: "card others" },
@@ -98,7 +97,7 @@ export async function overviewView(body, context) {
     specs.push(["Time by phase (s)", phaseLines(), { stacked: true, note: context.shown.length > 1 ? `${context.runs[context.run].name}; ${OVERLAPPING}` : OVERLAPPING }]);
     specs.push(...state.more.map((name) => [name, linesOf([name]), { added: true }]));
     const used = specs.filter(([title, lines, options]) => lines.length || options.added);
-    const options = { smoothing: state.smoothing, marks, onmark: (mark) => openMark(context, mark), onzoom: zoomTo };
+    const options = { smoothing: state.smoothing, marks, onmark: (mark) => context.go("events", { event: mark.id }), onzoom: zoomTo };
     const elements = [];
     for (const [title, lines, how] of used) {
       if (!state.charts.has(title)) state.charts.set(title, new Chart(title, { stacked: how.stacked, note: how.note }));
