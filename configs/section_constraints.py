@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import ROLE_OPTION, mixed_sources, read_role_boundaries
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, RewardKlConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, RewardKlConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -25,6 +25,8 @@ def check_strided(config: Config) -> Iterator[str]:
         yield f"algorithm.reference.sync_steps: the feature network of {KIND} stays the initial policy; set 0"
     if algorithm.loss.entropy_target is not None:
         yield f"algorithm.loss.entropy_target: has no effect on {KIND}; set entropy_coef"
+    if algorithm.correction != CorrectionConfig():
+        yield f"algorithm.correction: has no effect on {KIND}, whose learner samples itself; leave it out"
     if algorithm.reward_kl != RewardKlConfig():
         yield f"algorithm.reward_kl: has no effect on {KIND}; set algorithm.loss.beta"
     yield from _check_advantage(algorithm)

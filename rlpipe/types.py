@@ -224,10 +224,15 @@ class Rollout:
     @property
     def mean_advantage(self) -> float | None:
         """Mean advantage of the loss tokens; most algorithms give all the same. None without one, or if not finite."""
-        if self.advantages is None or not self.loss_mask.any():
-            return None
-        value = float(self.advantages[self.loss_mask].mean())
+        values = self.loss_advantages
+        value = float(values.mean()) if len(values) else math.nan
         return value if math.isfinite(value) else None
+
+    @property
+    def loss_advantages(self) -> FloatArray:
+        """Advantages of the loss tokens of all its sequences; empty before they are known."""
+        known = [own.advantages[own.loss_mask] for own in self.sequences if own.advantages is not None]
+        return np.concatenate(known) if known else np.zeros(0, np.float32)
 
 
 @dataclass(kw_only=True, slots=True)

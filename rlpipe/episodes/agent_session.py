@@ -16,7 +16,7 @@ import numpy as np
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
-from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, with_tools
+from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
 from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
@@ -168,6 +168,8 @@ class AgentSession:
         """Tools of conversations, by the id in memory of their first node."""
         self._asked: dict[str, list[_Asked]] = {}
         """Equal requests, by their digest."""
+        self.limit_met: str | None = None
+        """The limit that refused a request last; another conversation of the program may go on."""
         self._num_drawn = 0
         self._is_sealed = False
         self._templates: dict[str, ChatTemplate] = {}
@@ -262,7 +264,7 @@ class AgentSession:
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         if self._num_drawn >= self._rules.max_turns:
-            self.episode.end_early("max_turns")
+            self._meet("max_turns")
             raise RequestRefused(400, "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
@@ -279,7 +281,7 @@ class AgentSession:
         context = added if place.node is None else np.concatenate([place.node.token_path(), added])
         room = self._rules.max_model_len - len(context)
         if room <= 0:
-            self.episode.end_early("length")
+            self._meet("length")
             limit = self._rules.max_model_len
             message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
             raise RequestRefused(400, "context_length_exceeded", message)
@@ -292,7 +294,7 @@ class AgentSession:
         text = read_turn(drawn.token_ids, bridge)
         for stop in question.stop:
             text = text.partition(stop)[0]
-        parsed = self._parser_of(question.tools, tools)(text, f"{number}c")
+        parsed = parse_turn(self._parser_of(question.tools, tools), text, f"{number}c")
         if surplus := parsed.calls[MAX_CALLS:]:
             self.episode.invalid_calls += len(surplus)
             parsed = replace(parsed, calls=parsed.calls[:MAX_CALLS])
@@ -311,6 +313,10 @@ class AgentSession:
             tools=tools,
             branching=branching,
         )
+
+    def _meet(self, limit: str) -> None:
+        self.limit_met = limit
+        self.episode.end_early(limit)
 
     def _continue(
         self, place: Continuation, messages: ChatMessages, bridge: Bridge

@@ -192,7 +192,9 @@ class GroupPlayer:
         except Exception as error:  # noqa: BLE001 - programs raise anything
             if deadline.has_passed:
                 episode.end_early("timeout")
-            elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
+            elif session.limit_met is not None:  # it failed because of that
+                episode.end_early(session.limit_met)
+            else:
                 episode.fail(describe_error(error))
         finally:
             self._gateway.close(key)

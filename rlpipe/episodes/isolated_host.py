@@ -115,7 +115,15 @@ async def _answer_all(asked_by: Connection, served: ServedObject) -> NoReturn:
             continue
         name, arguments = asked_by.recv()
         answer = await served.answer(name, arguments)
-        asked_by.send_bytes(json.dumps(answer, default=str).encode())
+        asked_by.send_bytes(_as_json(answer))
+
+
+def _as_json(answer: Mapping[str, Any]) -> bytes:
+    """Return an answer as JSON, or what is wrong with its value, such as keys that are no strings."""
+    try:
+        return json.dumps(answer, default=str).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"raised": f"what it returned can't be sent as JSON: {describe_error(error)}"}).encode()
 
 
 class ServedObject:

@@ -59,7 +59,7 @@ def parse_hermes(text: str, prefix: str) -> ParsedTurn:
         call, _, behind = part.partition(END_CALL)
         calls.append(_read_call(call.strip(), prefix, number))
         content += behind
-    return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=_limited(calls))
+    return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=calls)
 
 
 def parse_json(text: str, prefix: str) -> ParsedTurn:
@@ -73,20 +73,21 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         return ParsedTurn(content=rest, reasoning=reasoning)
     calls = [make_call(entry, prefix, number) for number, entry in enumerate(entries)]
-    return ParsedTurn(content="", reasoning=reasoning, calls=_limited(calls))
-
-
-def _limited(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return the first ``MAX_CALLS`` calls, and the next one with a problem: a policy may repeat itself to its limit.
-
-    All calls of a turn run at the same time.
-    """
-    first, others = [*calls[:MAX_CALLS]], calls[MAX_CALLS:]
-    problem = f"a turn has at most {MAX_CALLS} calls; the last {len(others)} were not made"
-    return [*first, *(replace(call, problem=problem) for call in others[:1])]
+    return ParsedTurn(content="", reasoning=reasoning, calls=calls)
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
+
+
+def parse_turn(parser: Parser, text: str, prefix: str) -> ParsedTurn:
+    """Read a turn with the first ``MAX_CALLS`` calls, and the next one with a problem.
+
+    All calls of a turn run at the same time, and a policy may repeat itself to its limit.
+    """
+    parsed = parser(text, prefix)
+    first, others = parsed.calls[:MAX_CALLS], parsed.calls[MAX_CALLS:]
+    problem = f"a turn has at most {MAX_CALLS} calls; the last {len(others)} were not made"
+    return replace(parsed, calls=[*first, *(replace(call, problem=problem) for call in others[:1])])
 
 
 def with_tools(parser: Parser, tools: Sequence[Any]) -> Parser:
@@ -169,7 +170,7 @@ class VllmParser:
         ]
         content = found.content or ""
         content = content if not calls else content.strip()
-        return ParsedTurn(content=content, reasoning=reasoning, calls=_limited(calls))
+        return ParsedTurn(content=content, reasoning=reasoning, calls=calls)
 
     def _shortened(self, text: str) -> str:
         """Return the text without what follows the first call that is too many, or ``MAX_CHARS`` characters.

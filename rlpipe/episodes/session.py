@@ -16,7 +16,7 @@ import numpy as np
 from rlpipe.common.imports import describe_error
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import EpisodeGraph, Node
-from rlpipe.episodes.parsing import ParsedTurn, Parser, with_tools
+from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_turn, with_tools
 from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
@@ -214,7 +214,7 @@ class Session:
                 return self._end_for_length(episode, len(context))
             with episode.timed("engine_wait"):
                 answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
-            parsed = self._parser(read_turn(answer.token_ids, self._bridge), f"{turn}c")
+            parsed = parse_turn(self._parser, read_turn(answer.token_ids, self._bridge), f"{turn}c")
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
             if answer.finish_reason == "length" and len(answer.token_ids) >= room:

@@ -132,7 +132,7 @@ class StepCredit:
         log_weights = torch.where(part.sampling_logprobs.isnan(), 0, logprobs - part.sampling_logprobs)
         mask, nothing = torch.ones_like(logprobs, dtype=torch.bool), torch.zeros_like(logprobs)
         metrics = MetricSums(num_tokens=mask.sum())
-        return correct(log_weights, nothing, mask, part.sequence_ids, self._algorithm.correction, metrics).weights
+        return correct(log_weights, nothing, mask, part.sequence_ids, self._algorithm.correction, metrics).surrogate
 
     def _by_token(self, advantages: Sequence[FloatArray | list[FloatArray]], rewards: StepRewards) -> FloatArray:
         """Return the advantages of all tokens of the step ``[N]``."""

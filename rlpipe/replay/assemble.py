@@ -56,7 +56,7 @@ def assemble_step(
     rollouts whose advantage is 0 are counted in the denominators but left out of the batch, unless the loss reads them
     all the same. If the learner computes the advantages, the batches hold the rewards instead.
     """
-    whole = [*_without_replaced(groups, len(replayed), algorithm), *replayed]
+    whole = [*_without_replaced(groups, len(replayed), algorithm, reward_weights), *replayed]
     trained = [replace(group, rollouts=group.sampled) for group in whole]
     in_learner = algorithm.credits_in_learner
     skip_zero_advantage = skip_zero_advantage and not in_learner
@@ -100,10 +100,10 @@ def assemble_step(
 
 
 def _without_replaced(
-    groups: Sequence[RolloutGroup], num_replaced: int, algorithm: AlgorithmConfig
+    groups: Sequence[RolloutGroup], num_replaced: int, algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
 ) -> list[RolloutGroup]:
     """Return the groups without the first ones whose rewards are all equal, which get advantages of 0."""
-    flat = [group for group in groups if not has_signal(group, algorithm)] if num_replaced else []
+    flat = [group for group in groups if not has_signal(group, algorithm, reward_weights)] if num_replaced else []
     replaced = flat[:num_replaced]
     for rollout in (rollout for group in replaced for rollout in group):
         _write_advantages(rollout, np.zeros((), np.float32))
@@ -182,14 +182,14 @@ def _truth_rollout(group: RolloutGroup) -> Rollout:
     )
 
 
-def has_signal(group: RolloutGroup, algorithm: AlgorithmConfig) -> bool:
+def has_signal(group: RolloutGroup, algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]) -> bool:
     """Return whether the group's rewards differ: their sums, or any that is normalized, or credited, by itself."""
     columns = [[rollout.reward for rollout in group]]
     if algorithm.combine == "normalize_then_sum":
         columns = [[rollout.rewards.get(name) for rollout in group] for name in group.rollouts[0].rewards]
     if algorithm.advantage.credit == "turns":
-        own = [rollout.episode.turn_rewards for rollout in _rewarded(group) if rollout.episode is not None]
-        columns += [list(turn) for turn in zip_longest(*own, fillvalue=0.0)]
+        credited = _credited_turns(_rewarded(group), reward_weights)
+        columns = [list(turn) for turn in zip_longest(*credited, fillvalue=0.0)]
     return any(np.std(_known(column)) >= NO_SPREAD for column in columns)
 
 
@@ -228,7 +228,7 @@ def set_advantages(
     found = _step_rewards(groups, algorithm, reward_weights, baselines)
     if algorithm.advantage.credit == "turns":
         for group in groups:
-            _credit_turns(group, reward_weights.get("environment", 0.0))
+            _credit_turns(group, reward_weights)
         return found
     inputs = AdvantageInputs(
         config=algorithm.advantage,
@@ -317,21 +317,28 @@ def _write_advantages(rollout: Rollout, advantages: FloatArray) -> None:
         sequence.advantages[sequence.loss_mask], start = advantages[start:end], end
 
 
-def _credit_turns(group: RolloutGroup, environment_weight: float) -> None:
-    """Write each turn's advantage to its tokens; what reward functions give counts for an episode's last turn.
+def _credited_turns(rewarded: Sequence[Rollout], reward_weights: Mapping[str, float]) -> list[list[float]]:
+    """Return the rewards of each episode's turns; what reward functions give counts for its last turn."""
+    weight, rewards = reward_weights.get("environment", 0.0), []
+    for rollout in rewarded:
+        own = np.zeros(0) if rollout.episode is None else weight * np.array(rollout.episode.turn_rewards)
+        if len(own):
+            own[-1] += (rollout.reward or 0.0) - own.sum()
+        rewards.append(own.tolist())
+    return rewards
+
+
+def _credit_turns(group: RolloutGroup, reward_weights: Mapping[str, float]) -> None:
+    """Write each turn's advantage to its tokens.
 
     Episodes without a reward get advantages of 0, and count in no other's; one that is the only one left gets 0, too.
     """
     for sequence in group.sequences:
         sequence.advantages = np.zeros(len(sequence.token_ids), np.float32)
-    rewarded, rewards = _rewarded(group), []
+    rewarded = _rewarded(group)
     if len(rewarded) == 1 < len(group):
         return
-    for rollout in rewarded:
-        own = np.zeros(0) if rollout.episode is None else environment_weight * np.array(rollout.episode.turn_rewards)
-        if len(own):
-            own[-1] += (rollout.reward or 0.0) - own.sum()
-        rewards.append(own.tolist())
+    rewards = _credited_turns(rewarded, reward_weights)
     for rollout, advantages in zip(rewarded, turn_advantages(rewards), strict=True):
         for sequence in rollout.sequences:
             if sequence.advantages is not None and sequence.turns is not None:

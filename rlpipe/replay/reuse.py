@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlpipe.algorithms.plugins import REPLAY, call_function, own_error, registrar
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReplayPolicyConfig
-from rlpipe.replay.assemble import has_signal
+from rlpipe.configs.schema.algorithm_config import ReplayPolicyConfig
 from rlpipe.types import RolloutGroup
 
 
@@ -66,8 +65,8 @@ class ReplayCache:
     ``policy`` says which ones are handed out.
     """
 
-    def __init__(self, *, limit: int, algorithm: AlgorithmConfig, policy: ReplayPolicyConfig) -> None:
-        self._algorithm, self._policy = algorithm, policy
+    def __init__(self, *, limit: int, policy: ReplayPolicyConfig, has_signal: Callable[[RolloutGroup], bool]) -> None:
+        self._policy, self._has_signal = policy, has_signal
         self._groups: deque[RolloutGroup] = deque(maxlen=limit)
 
     @property
@@ -75,19 +74,19 @@ class ReplayCache:
         return [group.group_id for group in self._groups]
 
     def keep(self, groups: Iterable[RolloutGroup]) -> None:
-        self._groups.extend(group for group in groups if has_signal(group, self._algorithm))
+        self._groups.extend(group for group in groups if self._has_signal(group))
 
     def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
         """Add groups with differing rewards as older ones, until the cache is full."""
         for group in newest_first:
             if len(self._groups) == self._groups.maxlen:
                 return
-            if has_signal(group, self._algorithm):
+            if self._has_signal(group):
                 self._groups.appendleft(group)
 
     def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
-        wanted = sum(not has_signal(group, self._algorithm) for group in groups)
+        wanted = sum(not self._has_signal(group) for group in groups)
         if not wanted or not self._groups:
             return []
         choose = REPLAY_POLICIES[self._policy.name] if self._policy.path is None else own_choice

@@ -110,7 +110,8 @@ class ReplayStore:
         self._algorithm, self._learner, self._replay, self._rewards = algorithm, learner, replay, rewards
         self._seed, self._num_samples = seed, num_samples
         self._buffer = ReplayBuffer(groups_per_step=algorithm.groups_per_step, max_staleness=replay.max_staleness)
-        self._kept = ReplayCache(limit=replay.reuse_groups, algorithm=algorithm, policy=algorithm.replay)
+        self._weights = {name: reward.weight for name, reward in rewards.items()}
+        self._kept = ReplayCache(limit=replay.reuse_groups, policy=algorithm.replay, has_signal=self._has_signal)
         self._generated: dict[int, RolloutGroup] = {}
         self._entries: dict[int, GroupTicket] = {}
         self._samples: dict[int, list[RolloutGroup]] = {}
@@ -267,7 +268,10 @@ class ReplayStore:
 
     def _is_refilled(self, group: RolloutGroup) -> bool:
         attempt = self._entries[group.group_id].attempt
-        return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm)
+        return attempt < self._replay.refill_attempts and not self._has_signal(group)
+
+    def _has_signal(self, group: RolloutGroup) -> bool:
+        return has_signal(group, self._algorithm, self._weights)
 
     def _zero_reward(self) -> list[GroupTicket]:
         """Return the ledger's groups that earned nothing and whose prompts have not been put back."""
@@ -285,7 +289,7 @@ class ReplayStore:
             step=step,
             algorithm=self._algorithm,
             learner=self._learner,
-            reward_weights={name: reward.weight for name, reward in self._rewards.items()},
+            reward_weights=self._weights,
             seed=self._seed,
             replayed=groups.replayed,
             skip_zero_advantage=self._replay.skip_zero_advantage and step < self._algorithm.num_steps,

@@ -95,8 +95,7 @@ def pack_record(group: RolloutGroup) -> str:
 
 def _advantage_record(rollout: Rollout) -> dict[str, Any]:
     """Return the advantage that all loss tokens share, or else their mean and the runs of equal ones."""
-    known = [own.advantages[own.loss_mask] for own in rollout.sequences if own.advantages is not None]
-    values = np.concatenate(known) if known else np.zeros(0, np.float32)
+    values = rollout.loss_advantages
     if not len(values):
         return {"advantage": None if rollout.advantages is None else float(rollout.advantages[-1])}
     starts = np.flatnonzero(np.diff(values, prepend=np.nan))

@@ -13,7 +13,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from rlpipe.common.scratch import remove_folder
-from rlpipe.scoring.processes import GIB, PROC, Family, MemoryLimit, descendants, end_processes, list_processes
+from rlpipe.scoring.processes import GIB, PROC, Family, descendants, end_processes, list_processes
 from rlpipe.scoring.sandbox.sandbox_child import Limits, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
 
@@ -102,15 +102,15 @@ class CallRunner:
                     read_more(read_end, answer)
                     return describe_end(status, limits), bytes(answer)
                 if len(answer) > MAX_ANSWER_BYTES:
-                    return f"its sandboxed process wrote more than {MAX_ANSWER_BYTES} bytes as its answer", b""
+                    return f"{limits.process} wrote more than {MAX_ANSWER_BYTES} bytes as its answer", b""
                 now = time.monotonic()
                 if now - started >= limits.timeout_s:
-                    return f"it took longer than {limits.timeout_s:g} seconds (timeout_s) in its sandbox", b""
+                    return f"it took longer than {limits.timeout_s:g} seconds (timeout_s){limits.where}", b""
                 if now - checked >= check_s:
                     self.check_parent()
                     # Without a sandbox a hundred runners may watch at one time, and a call can do worse than hide.
                     running = descendants([os.getpid()], list_processes()) if limits.is_confined else family.find()
-                    if (reason := describe_excess(running, limits.memory, base_bytes)) is not None:
+                    if (reason := describe_excess(running, limits, base_bytes)) is not None:
                         return reason, b""
                     checked = time.monotonic()
 
@@ -159,24 +159,25 @@ def describe_end(status: int, limits: Limits) -> str | None:
     if code == 0:
         return None
     if code > 0:
-        return f"its sandboxed process ended with exit code {code}"
+        return f"{limits.process} ended with exit code {code}"
     if -code == signal.SIGXCPU:
-        return f"it took more CPU time than {limits.timeout_s:g} seconds (timeout_s) in its sandbox"
+        return f"it took more CPU time than {limits.timeout_s:g} seconds (timeout_s){limits.where}"
     hint = f", which may use {limits.memory}," if limits.memory else ""
-    return f"its sandboxed process{hint} died of {signal.Signals(-code).name}"
+    return f"{limits.process}{hint} died of {signal.Signals(-code).name}"
 
 
-def describe_excess(family: Collection[int], memory: MemoryLimit | None, base_bytes: int) -> str | None:
+def describe_excess(family: Collection[int], limits: Limits, base_bytes: int) -> str | None:
     """Return why the processes of the running call are too many or too large together, or None if they are not.
 
     The server's ``base_bytes`` are subtracted from each: a process either shares them or is small.
     """
     if len(family) > MAX_PROCESSES:
-        return f"it had more than {MAX_PROCESSES} processes at one time in its sandbox"
+        return f"it had more than {MAX_PROCESSES} processes at one time{limits.where}"
+    memory = limits.memory
     if memory is None:
         return None
     taken = sum(max(0, memory_bytes(pid) - base_bytes) for pid in family)
-    return f"its processes used more than {memory} together in its sandbox" if taken > memory.gb * GIB else None
+    return f"its processes used more than {memory} together{limits.where}" if taken > memory.gb * GIB else None
 
 
 def memory_bytes(pid: int) -> int:

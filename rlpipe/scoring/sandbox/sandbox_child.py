@@ -44,6 +44,16 @@ class Limits:
     is_confined: bool = True
     """False: the call's process may do whatever its user may."""
 
+    @property
+    def process(self) -> str:
+        """The call's process in messages."""
+        return "its sandboxed process" if self.is_confined else "its process"
+
+    @property
+    def where(self) -> str:
+        """Words behind what a call did in its sandbox, if it has one."""
+        return " in its sandbox" if self.is_confined else ""
+
 
 def run_child(
     function: Callable[..., Any],

@@ -377,6 +377,17 @@ def test_turns_and_the_context_may_run_out() -> None:
     assert (episode.status, episode.end) == (RolloutStatus.COMPLETED, "done"), "it made room, and went on"
 
 
+def test_a_program_that_a_limit_ends_has_not_failed_although_its_other_conversation_goes_on() -> None:
+    async def program(scene: Scene) -> None:
+        client = scene.client()
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "word " * 4000}])
+        await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "word"}])
+        assert scene.session.limit_met == "length"
+
+    assert play(Scene(["x"]), program)[0].end == "done"
+
+
 RULES_AS_DICT = {name: getattr(RULES, name) for name in RULES.__dataclass_fields__}
 
 

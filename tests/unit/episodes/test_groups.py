@@ -181,6 +181,21 @@ def test_a_program_that_meets_a_limit_is_truncated() -> None:
     assert [rollout.num_loss_tokens for rollout in group] == [6, 6]
 
 
+def meet_a_limit_beside_another_conversation(row: dict[str, Any], episode: Access) -> None:
+    """Raise the error of a conversation that is too long after another one went on, as parallel ones do."""
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    try:
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "word " * 5000}])
+    finally:
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+
+
+def test_a_program_that_meets_a_limit_in_one_of_its_conversations_is_truncated() -> None:
+    kind = agent_kind(f"{__file__}:meet_a_limit_beside_another_conversation")
+    group, _ = play(["1"], ["2"], kind=kind)
+    assert [(rollout.status, rollout.finish_reason) for rollout in group] == [(RolloutStatus.TRUNCATED, "length")] * 2
+
+
 def give_up_on_long_games(row: dict[str, Any], episode: Access) -> float:
     """Return the reward, which a client's error after too many turns prevents."""
     return solve(row, episode)

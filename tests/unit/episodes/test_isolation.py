@@ -49,6 +49,8 @@ class Counter(rlpipe.Environment):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
         if action == "flood":
             return rlpipe.Step("x" * 2**25)
+        if action == "odd":
+            return {("a", 1): 0.5}
         if action == "write":
             pathlib.Path(self.row["file"]).write_text("x")
         if action == "connect":
@@ -209,6 +211,8 @@ def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKin
         await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
         with pytest.raises(Raised, match="no such action"):
             await environment.step("raise")  # type: ignore[misc]
+        with pytest.raises(Raised, match="can't be sent as JSON: TypeError: keys must be"):
+            await environment.step("odd")  # type: ignore[misc]
         assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
         box = Toolbox(environment.tools(), timeout_s=5)
         result = await box.call(ToolCall(id="1", name="add", arguments={"amount": "many"}))

@@ -11,7 +11,7 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, open_parser, with_tools
+from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, open_parser, parse_turn, with_tools
 from rlpipe.episodes.tools import FunctionTool, ToolCall
 from rlpipe.errors import ConfigError
 
@@ -92,7 +92,7 @@ def test_a_policy_that_repeats_itself_does_not_hold_up_its_process(name: str) ->
     call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
     begun = call[: len(call) // 2]
     for text in (call * 100, begun * 200, call[:12] * 1000, call[-12:] * 1000, call[:-5] + " " * 20_000):
-        calls = parser(text, "0c").calls
+        calls = parse_turn(parser, text, "0c").calls
         assert len(calls) <= MAX_CALLS + 1
         assert all(own.problem is not None for own in calls[MAX_CALLS:]), "the policy is told that it was too many"
 

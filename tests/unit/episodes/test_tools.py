@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rlpipe.episodes.parsing import MAX_CALLS, PARSERS, ParsedTurn, parse_hermes, parse_json
+from rlpipe.episodes.parsing import MAX_CALLS, PARSERS, ParsedTurn, parse_hermes, parse_json, parse_turn
 from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolCall, ToolResult, one_at_a_time, tool
 from rlpipe.errors import ConfigError
 
@@ -205,7 +205,7 @@ def test_a_call_in_a_wrong_form_says_what_is_wrong(text: str, problem: str) -> N
     ],
 )
 def test_a_policy_that_repeats_a_call_makes_it_a_few_times(parser: Callable[[str, str], ParsedTurn], text: str) -> None:
-    *made, refused = parser(text, "0c").calls
+    *made, refused = parse_turn(parser, text, "0c").calls
     assert [call.problem for call in made] == [None] * MAX_CALLS
     assert refused.problem == f"a turn has at most {MAX_CALLS} calls; the last {200 - MAX_CALLS} were not made"
 

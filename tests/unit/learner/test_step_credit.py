@@ -31,6 +31,7 @@ from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import Rollout, TrainBatch
 
 COEF = 0.3
+REJECTION_CAP = 1.08
 GROUP_SIZE = 3
 
 
@@ -182,12 +183,13 @@ def test_own_advantages_get_rewards_minus_the_kl(tiny: Path, tmp_path: Path) -> 
         own_credit(tiny, tmp_path, AdvantageConfig(path=f"{tmp_path}/own.py:raising"), **kl)
 
 
-def test_the_optimal_token_baseline_is_that_of_plain_passes(tiny: Path) -> None:
+@pytest.mark.parametrize("rejection", ["none", "geometric"])
+def test_the_optimal_token_baseline_is_that_of_plain_passes(tiny: Path, rejection: str) -> None:
     """Compare with the squared lengths of softmax gradients, formed from all logits, and verl's correction by ρ²."""
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(name="optimal_token_baseline"),
         reward_kl=RewardKlConfig(coef=COEF),
-        correction=CorrectionConfig(cap=1.05),
+        correction=CorrectionConfig(cap=1.05, rejection=rejection, rejection_cap=REJECTION_CAP),
         num_minibatches=2,
         num_epochs_per_step=2,
     )
@@ -195,24 +197,27 @@ def test_the_optimal_token_baseline_is_that_of_plain_passes(tiny: Path) -> None:
     batch, rollouts = make_batch(algorithm, max_tokens=60)
     updates, _ = assign_credit(learner, algorithm, batch)
     policy, reference = plain_models(learner, tiny)
-    returns, weights = [], []
+    returns, weights, kept = [], [], []
     assert batch.rewards is not None
     for rollout, reward in zip(rollouts, np.concatenate(batch.rewards.rewards), strict=True):
         logprobs = distributions(policy, rollout)
         own, sampled = pick(logprobs, rollout), rollout.logprobs[rollout.loss_mask].astype(np.float64)
         kl = own - pick(distributions(reference, rollout), rollout)
         returns.append([reward - COEF * kl[place:].sum() for place in range(len(kl))])
-        ratio = np.exp(np.where(np.isnan(sampled), 0, own - sampled)).clip(1 / 1.05, 1.05)
+        log_ratio = np.where(np.isnan(sampled), 0, own - sampled)
+        kept.append(rejection == "none" or abs(log_ratio.mean()) <= np.log(REJECTION_CAP))
+        ratio = kept[-1] * np.exp(log_ratio).clip(1 / 1.05, 1.05)
         one_hot = torch.zeros_like(logprobs)
         one_hot[range(len(own)), rollout.token_ids[rollout.loss_mask]] = 1
         weights.append(np.cumsum((one_hot - logprobs.exp()).square().sum(1).numpy() * ratio**2))
+    assert {*kept} == ({True} if rejection == "none" else {True, False})
     found, expected = advantages_of(updates), []
     for start in range(0, len(rollouts), GROUP_SIZE):
         members = range(start, start + GROUP_SIZE)
         for index in members:
             for place, value in enumerate(returns[index]):
                 beside = [other for other in members if len(returns[other]) > place]
-                total = sum(weights[other][place] for other in beside)
+                total = sum(weights[other][place] for other in beside) or 1.0
                 baseline = sum(weights[other][place] * returns[other][place] for other in beside) / total
                 expected.append(value - (baseline if len(beside) > 1 else 0))
     np.testing.assert_allclose([found[place] for place in range(len(expected))], expected, atol=2e-5)

@@ -256,10 +256,29 @@ def test_equal_sums_of_different_turns_are_a_signal_where_turns_are_credited() -
     advantages = [AdvantageConfig(name="rloo", credit=credit) for credit in ("turns", "episode")]
     turns, episodes = (AlgorithmConfig(advantage=own) for own in advantages)
     made.rollouts = [early, late]
-    assert has_signal(made, turns)
-    assert not has_signal(made, episodes)
+    weights = {"environment": 1.0}
+    assert has_signal(made, turns, weights)
+    assert not has_signal(made, episodes, weights)
     made.rollouts = [early, played(late, [1.0, 0, 0]), unknown]
-    assert not has_signal(made, turns)
+    assert not has_signal(made, turns, weights)
+
+
+def test_a_group_has_a_signal_where_turns_are_credited_only_if_an_advantage_is_not_0() -> None:
+    """Rewards of functions count for an episode's last turn, and those of the environment by their weight."""
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="rloo", credit="turns"))
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        weight, lengths = float(rng.integers(2)), rng.integers(1, 3, size=3).tolist()
+        made = group(0, rng.integers(2, size=3).astype(float).tolist(), lengths=lengths)
+        made.rollouts = [
+            played(rollout, rng.integers(2, size=count).astype(float).tolist())
+            for rollout, count in zip(made, lengths, strict=True)
+        ]
+        weights = {"environment": weight, "right": 1.0}
+        set_advantages([made], algorithm, weights)
+        found.append(any(own.advantages is not None and own.advantages.any() for own in made.sequences))
+        assert has_signal(made, algorithm, weights) == found[-1]
+    assert {*found} == {True, False}
 
 
 def test_own_advantages_of_tokens_reach_the_branches_of_an_episode(tmp_path: Path) -> None:
