@@ -70,7 +70,7 @@ def diagnose(run: Path) -> Iterator[Observation]:
 def _describe_end(run: Path, steps: list[dict[str, Any]]) -> Iterator[Observation]:
     outcome, done = read_outcome(run), f"{steps[-1]['step']} steps" if steps else "no step"
     if is_held(run):
-        yield from _describe_running(steps, done)
+        yield from _describe_running(steps, done, began_at=0.0 if outcome is None else outcome.began_at)
     elif outcome is None:
         yield skipped("ending", f"{done}; how the run ended was not recorded")
     elif outcome.state == FINISHED:
@@ -91,9 +91,9 @@ def _mend(outcome: RunOutcome) -> str:
     return known or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
 
 
-def _describe_running(steps: list[dict[str, Any]], done: str) -> Iterator[Observation]:
+def _describe_running(steps: list[dict[str, Any]], done: str, *, began_at: float) -> Iterator[Observation]:
     times = [row["time/step"] for row in steps if row.get("time/step") is not None]
-    since = time.time() - steps[-1]["time"] if steps else 0.0
+    since = time.time() - max(steps[-1]["time"], began_at) if steps else 0.0  # a resumed run has just begun again
     if times and since > STUCK * median(times):
         yield warning(
             "ending",

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import StatisticsError, correlation, fmean, median
+from statistics import StatisticsError, correlation, fmean, median, pstdev
 from typing import Any
 
 from rlpipe.configs.schema.root_config import Config
@@ -20,6 +20,10 @@ START, RECENT, LONG = 10, 10, 50
 """Steps at the start of a run, the latest steps, and those over which a connection is looked for."""
 LEARNED = 0.98
 """Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
+
+
+NOISE = 2.0
+"""Standard deviations of the first steps' rewards within which a gain is noise, if no prompt has several answers."""
 
 
 @dataclass
@@ -31,6 +35,7 @@ class RunHistory:
     latest: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LONG)))
     evaluations: list[tuple[Mapping[str, float], float | None]] = field(default_factory=list)
     """Metrics of each evaluation, with the recent training reward, or the negative recent loss, at its time."""
+    num_steps: int = 0
     best_reward: float = -math.inf
     """Highest mean reward of as many steps as are recent."""
 
@@ -45,6 +50,7 @@ class RunHistory:
             if self.evaluations and self.evaluations[-1][0].get("step", -1) == values.get("step"):
                 self.evaluations.pop()  # a resumed run evaluates the version that it begins with again
             self.evaluations.append((values, self.progress()))
+        self.num_steps += "loss" in values
         for name, value in values.items():
             if len(self.first[name]) < START:
                 self.first[name].append(value)
@@ -153,13 +159,16 @@ def size_of_reward(run: RunHistory) -> float | None:
 
 
 def lost_reward(run: RunHistory) -> float | None:
-    """Return the share of the reward gained so far that is lost again; 0 if the gain was within the noise."""
-    recent = run.last("reward")
+    """Return the share of the reward gained so far that is lost again; 0 if the gain was within the noise.
+
+    The noise is that of the answers to one prompt, or, with one answer a prompt, that of the first steps' means.
+    """
+    recent, first = run.last("reward"), run.first["reward"]
     if recent is None or len(run.latest["reward"]) < START + RECENT:
         return None
-    start, spread = fmean(run.first["reward"]), median(run.first["reward_std"] or [0.0])
-    gained = run.best_reward - start
-    return (run.best_reward - fmean(recent)) / gained if gained > spread / 3 else 0.0
+    gained, spread = run.best_reward - fmean(first), median(run.first["reward_std"] or [0.0])
+    noise = max(spread / 3, NOISE * pstdev(first)) if run.config.algorithm.group_size == 1 else spread / 3
+    return (run.best_reward - fmean(recent)) / gained if gained > noise else 0.0
 
 
 def length_drift(run: RunHistory) -> float | None:
@@ -199,14 +208,15 @@ def overfitting(run: RunHistory) -> float | None:
 
 
 def unpreferred(run: RunHistory) -> float | None:
-    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps.
+    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps after the warm-up.
 
     Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect. KTO has no
     pairs, and begins with all completions on one side of its reference point.
     """
     values, algorithm = run.last("rewards/accuracies", 20), run.config.algorithm
     is_kto = algorithm.kind == "preference" and not algorithm.preference.takes_pairs
-    return None if values is None or algorithm.kind == "rl" or is_kto else fmean(values)
+    is_warm = run.num_steps >= run.config.learner.schedule.warmup_steps + 20
+    return None if values is None or algorithm.kind == "rl" or is_kto or not is_warm else fmean(values)
 
 
 def kl_of_tokens(run: RunHistory) -> float | None:

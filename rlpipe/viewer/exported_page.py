@@ -77,7 +77,9 @@ def _compared(runs: Sequence[ViewedRun], run: ViewedRun, *, held_out: bool) -> d
 def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> tuple[dict[str, Any], int, list[str]]:
     """Return what the page holds of a run, the bytes of its groups, and what was left out."""
     series = run.series.get(run.series.names, most_points=MOST_POINTS)
-    tree: dict[str, Any] = {"summary": run.summary(), "series": series, "groups": {}, "images": {}}
+    summary = run.summary()
+    summary["ended_at"] = summary["ended_at"] or time.time()  # the page's curves end now
+    tree: dict[str, Any] = {"summary": summary, "series": series, "groups": {}, "images": {}}
     tree |= {"diagnosis": run.diagnosis(), "parts": run.parts()}
     lines = []
     if any(found["stands_for"] > 1 for found in series.values()):

@@ -28,7 +28,9 @@ BATCH = 2000
 MAX_FUNCTIONS = 32
 """Reward functions that have a column."""
 LONGEST_START = 160
-"""Characters of a prompt that are kept as they are, to be shown."""
+"""Characters of a prompt's last message that are kept as they are, to be shown."""
+FORM = 2
+"""Number of the meaning of the index's columns; an index of another one is made anew."""
 STATUS_BITS = {status.value: 1 << place for place, status in enumerate(RolloutStatus)}
 MAPPED_BYTES = 2**30
 SCHEMA = """
@@ -59,6 +61,11 @@ def prompt_text(prompt: str | Sequence[dict[str, Any]]) -> str:
     """Return a prompt as one text, in which it is searched for."""
     parts = [prompt] if isinstance(prompt, str) else [content_text(message.get("content")) for message in prompt]
     return "\n".join(parts).encode(errors="backslashreplace").decode()  # SQLite stores no lone surrogates
+
+
+def shown_start(prompt: str | Sequence[dict[str, Any]]) -> str:
+    """Return the start of a prompt's last message, by which it is told from others: the first is often the same."""
+    return prompt_text(prompt if isinstance(prompt, str) else prompt[-1:])[:LONGEST_START]
 
 
 def prompt_key(text: str) -> int:
@@ -145,7 +152,7 @@ class GroupIndex:
         """Add what is new in the ledger, whose file has this ``identity``; return early once ``stopped``."""
         with closing(sqlite3.connect(self.path, isolation_level=None, timeout=60)) as connection:
             connection.execute("PRAGMA synchronous = OFF")
-            _IndexUpdate(self, connection, ledger, self._folder, stopped).update(json.dumps([*identity]))
+            _IndexUpdate(self, connection, ledger, self._folder, stopped).update(json.dumps([FORM, *identity]))
 
 
 class _IndexUpdate:
@@ -194,6 +201,7 @@ class _IndexUpdate:
         with self._transaction():
             self._connection.execute("DELETE FROM entries")
             self._connection.execute("DELETE FROM held_out")
+            self._connection.execute("DELETE FROM prompts")
             self._connection.execute("DELETE FROM meta")
             self._set(identity=identity)
 
@@ -265,12 +273,21 @@ class _IndexUpdate:
 
     def _read_completions(self) -> None:
         """Add what the log of completions has of groups whose records were dropped before they were read."""
-        missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
+        rest: list[dict[str, Any]] = []
         for rows in self._new_rows(COMPLETIONS_FILE):
-            for group_id, rollouts in groupby(rows, lambda row: row.get("group_id")):
-                if self._connection.execute(missing, (group_id,)).fetchone():
-                    entries = [*rollouts]
-                    self._add(group_id, entries[0]["prompt"], entries)
+            groups = [[*own] for _, own in groupby([*rest, *rows], lambda row: row.get("group_id"))]
+            rest = groups.pop() if len(rows) == BATCH else []  # the next batch may begin with others of its rollouts
+            for rollouts in groups:
+                self._add_missing(rollouts)
+        if rest:
+            with self._transaction():
+                self._add_missing(rest)
+
+    def _add_missing(self, rollouts: Sequence[dict[str, Any]]) -> None:
+        group_id = rollouts[0].get("group_id", -1)
+        missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
+        if self._connection.execute(missing, (group_id,)).fetchone():
+            self._add(group_id, rollouts[0]["prompt"], rollouts)
 
     def _read_evaluations(self) -> None:
         """Add the answers to held-out prompts; of two evaluations of a version the later one counts."""
@@ -279,13 +296,7 @@ class _IndexUpdate:
                 "INSERT INTO held_out (version, prompt, prompt_id, reward, row) VALUES (?, ?, ?, ?, ?)"
                 " ON CONFLICT DO UPDATE SET reward = excluded.reward, row = excluded.row",
                 [
-                    (
-                        row["step"],
-                        self._prompt(prompt_text(row["prompt"])),
-                        row["prompt_id"],
-                        row["reward"],
-                        json.dumps(row),
-                    )
+                    (row["step"], self._prompt(row["prompt"]), row["prompt_id"], row["reward"], json.dumps(row))
                     for row in rows
                 ],
             )
@@ -318,20 +329,20 @@ class _IndexUpdate:
 
     def _add(self, group_id: int, prompt: Any, rollouts: Sequence[dict[str, Any]]) -> None:
         """Add a group's prompt, its outcomes, and the mean of each reward."""
-        text = prompt_text(prompt)
         statuses = 0
         for rollout in rollouts:
             statuses |= STATUS_BITS.get(rollout["status"], 0)
-        values = {"prompt": self._prompt(text), "statuses": statuses, **self._means(rollouts)}
+        values = {"prompt": self._prompt(prompt), "statuses": statuses, **self._means(rollouts)}
         changes = ", ".join(f"{name} = ?" for name in values)
         self._connection.execute(f"UPDATE entries SET {changes} WHERE group_id = ?", (*values.values(), group_id))
 
-    def _prompt(self, text: str) -> int:
+    def _prompt(self, prompt: str | Sequence[dict[str, Any]]) -> int:
         """Return the number of a prompt; numbers count on, so that looking up those of many groups is fast."""
+        text = prompt_text(prompt)
         key = prompt_key(text)
         found = self._connection.execute("SELECT prompt FROM prompts WHERE key = ?", (key,)).fetchone()
         if found is None:
-            row = (text.lower(), text[:LONGEST_START], key)
+            row = (text.lower(), shown_start(prompt), key)
             added = self._connection.execute("INSERT INTO prompts (lower, start, key) VALUES (?, ?, ?)", row)
             return int(added.lastrowid or 0)
         return int(found[0])

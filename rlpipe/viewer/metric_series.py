@@ -14,6 +14,8 @@ from typing import Any
 from rlpipe.tracking.jsonl import rows_after
 
 BATCH = 500
+LARGEST_STEP, LARGEST = 2**62, 1e308
+"""Numbers beyond which a line was not written by a run, and has no place in an array."""
 MOST_POINTS = 3000
 """Points of a series that are sent; of more, means of neighbours are."""
 
@@ -64,9 +66,11 @@ class MetricSeries:
                 return
 
     def _add(self, row: dict[str, Any]) -> None:
-        step = row["step"]
+        step = row.get("step")
+        if not isinstance(step, int) or abs(step) > LARGEST_STEP:  # no run has written this line
+            return
         for name, value in row.items():
-            if name != "step" and isinstance(value, int | float):
+            if name != "step" and isinstance(value, int | float) and not LARGEST < abs(value) < math.inf:
                 series = self._series.setdefault(name, _Series())
                 series.steps.append(step)
                 series.values.append(value)

@@ -7,7 +7,7 @@ import socket
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -26,7 +26,7 @@ from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outc
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
 from rlpipe.viewer import run_events
 from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged, describe_texts
-from rlpipe.viewer.group_index import LONGEST_START, GroupIndex, prompt_text
+from rlpipe.viewer.group_index import GroupIndex, shown_start
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.run_folders import CONFIG_FILE, distinct_names, find_runs, index_path
@@ -63,7 +63,7 @@ class ViewedRun:
         self.problem = ""
         """Why the run could not be read at the last look."""
         self._changed_at = 0.0
-        self._known_steps: int | None = None
+        self._known_algorithm: Mapping[str, Any] | None = None
         self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), 0.0, [])
 
     # Files --------------------------------------------------------------------------------------------------------
@@ -73,6 +73,7 @@ class ViewedRun:
         self.series.update()
         if self._ledger_path is None:
             self._find_ledger()
+        self._changed_at = _last_change(map(_state, self._files()))
         self.revision += 1
 
     def refresh(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -83,8 +84,9 @@ class ViewedRun:
         if seen == self._seen:
             return
         self.series.update()
-        self._known_steps = None  # a run may be made longer when it is resumed
-        self._changed_at = max((state[1] / 1e9 for state in seen if state is not None), default=0.0)
+        self._known_algorithm = None  # a run may be made longer when it is resumed
+        self._changed_at = _last_change(seen)
+        self.revision += 1  # the curves are new, also if no index can be written
         if self._ledger_path is not None and self.index is not None:
             file = self._ledger_path.stat()
             with self.ledger() as ledger:
@@ -126,15 +128,16 @@ class ViewedRun:
     def summary(self) -> dict[str, Any]:
         """Return the run's name, state and size."""
         outcome = read_outcome(self.folder)
-        index = self.index
+        index, state = self.index, self._state(outcome)
+        has_ended = outcome is not None and state != RUNNING
         return {
             "name": self.name,
             "path": str(self.path),
             "revision": self.revision,
-            "state": self._state(outcome),
+            "state": state,
             "error": "" if outcome is None or outcome.message is None else f"{outcome.error}: {outcome.message}",
             "began_at": None if outcome is None else outcome.began_at,
-            "ended_at": None if outcome is None else outcome.ended_at,
+            "ended_at": (outcome.ended_at or self._changed_at) if outcome is not None and has_ended else None,
             "step": self.series.last_step,
             "num_steps": self._num_steps,
             "reward": self.series.latest("reward"),
@@ -157,15 +160,20 @@ class ViewedRun:
         return RUNNING if time.time() - self._changed_at < QUIET_S else "silent"
 
     @property
-    def _num_steps(self) -> int | None:
-        if self._known_steps is None:
-            with suppress(DataError, LookupError, TypeError), self.ledger() as ledger:
-                self._known_steps = int(ledger.get("config")["algorithm"]["num_steps"])
-        if self._known_steps is None:  # a run on rows has no ledger
+    def _algorithm(self) -> Mapping[str, Any]:
+        """The run's section ``algorithm``, from its ledger or else its config; empty if neither can be read."""
+        if self._known_algorithm is None:
+            with suppress(DataError, LookupError), self.ledger() as ledger:
+                self._known_algorithm = ledger.get("config")["algorithm"]
+        if self._known_algorithm is None:  # a run on rows has no ledger
             with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-                config = yaml.safe_load((self.folder / CONFIG_FILE).read_text())
-                self._known_steps = int(config["algorithm"]["num_steps"])
-        return self._known_steps
+                self._known_algorithm = yaml.safe_load((self.folder / CONFIG_FILE).read_text())["algorithm"]
+        return self._known_algorithm if isinstance(self._known_algorithm, Mapping) else {}
+
+    @property
+    def _num_steps(self) -> int | None:
+        number = self._algorithm.get("num_steps")
+        return number if isinstance(number, int) else None
 
     def diagnosis(self) -> list[dict[str, str]]:
         """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
@@ -219,7 +227,8 @@ class ViewedRun:
     def _log_of_events(self) -> Path | None:
         """The file with the events of a run without a ledger."""
         log = self.folder / EVENTS_FILE
-        return log if self.index is None and log.is_file() else None
+        is_on_rows = self._algorithm.get("kind", "rl") != "rl"  # one without any event has no file of them
+        return log if self.index is None and (log.is_file() or is_on_rows) else None
 
     def _commands(self) -> list[dict[str, Any]]:
         outcome = read_outcome(self.folder)
@@ -350,19 +359,23 @@ def _newest(ledger: Ledger, query: GroupQuery, size: int) -> GroupPage:
     return GroupPage(group_ids=ids[:size], after=after)
 
 
+def _last_change(states: Iterable[tuple[int, int, int] | None]) -> float:
+    """Return when the newest of some files was written, in seconds since 1970; 0 if there are none."""
+    return max((state[1] / 1e9 for state in states if state is not None), default=0.0)
+
+
 SHOWN = ("group_id", "step", "state", "reason", "reward", "reward_std", "best_reward", "num_rollouts", "engine")
 
 
 def _short(row: GroupRow, indexed: dict[str, Any]) -> dict[str, Any]:
     """Return what the table shows of a group."""
-    last = row.prompt if row.prompt is None or isinstance(row.prompt, str) else row.prompt[-1:]
     drawn = row.num_loss_tokens
     return {
         **{name: getattr(row, name) for name in SHOWN},
         "length": None if drawn is None or not row.num_rollouts else drawn / row.num_rollouts,
         "version": None if row.oldest_version == -1 else row.oldest_version,
         "staleness": row.staleness,
-        "prompt": None if last is None else prompt_text(last)[:LONGEST_START],
+        "prompt": None if row.prompt is None else shown_start(row.prompt),
         **indexed,
     }
 

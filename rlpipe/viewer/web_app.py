@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlpipe.common.imports import describe_error
 from rlpipe.errors import InputError
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import MOST_TOKENS, image_kind
@@ -280,6 +281,8 @@ class Refresher(threading.Thread):
             # A ledger that is being replaced is missing for a moment.
             except (InputError, OSError, sqlite3.Error) as error:
                 run.problem = str(error)
+            except Exception as error:  # noqa: BLE001 - files of a run may hold anything, and other runs are read on
+                run.problem = f"a file of the run can't be read: {describe_error(error)}"
 
     def stop(self) -> None:
         self._ended.set()

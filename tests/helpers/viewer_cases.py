@@ -69,6 +69,8 @@ class ViewerRun:
     num_steps: int = 6
     planted: str = ""
     """Text that every prompt, completion, reward name, event and tool result gets."""
+    system_prompt: str = ""
+    """First message of every prompt, if not empty."""
     episodes: bool = False
     images: bool = False
     reward_of: dict[int, float] = field(default_factory=dict)
@@ -184,9 +186,10 @@ class ViewerRun:
         text = f"What is {row} + {row}?{self.planted}"
         ids = np.array(TOKENIZER.encode(text).ids, np.int32)
         images = (PlacedImage(place=1, num_tokens=2, content=picture()),) if self.images else ()
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages.append({"role": "user", "content": text})
         prompt = Prompt(
-            prompt_id=row, epoch=group_id // 12, token_ids=ids, prompt=[{"role": "user", "content": text}], task={},
-            images=images,
+            prompt_id=row, epoch=group_id // 12, token_ids=ids, prompt=messages, task={}, images=images,
         )  # fmt: skip
         rollouts = [self._rollout(group_id, index, prompt) for index in range(2)]
         return RolloutGroup(

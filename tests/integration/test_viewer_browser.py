@@ -227,6 +227,24 @@ def test_pages_of_groups_are_turned_by_keys(browser: Browser, address: str) -> N
         expect(rows.nth(1)).to_be_focused()
 
 
+def test_the_way_back_from_a_group_leads_to_its_page_and_filters(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        rows = page.locator("table.groups tbody tr")
+        page.locator("select[name=state]").select_option("TRAINED")
+        expect(page.locator("p[role=status]").first).to_have_text("120 of 160 groups")
+        page.get_by_role("button", name="Next page").click()
+        expect(page.locator("p[role=status]").first).to_contain_text("page 2")
+        first = rows.first.get_attribute("data-group") or ""
+        for leads_back in (lambda: page.go_back(), lambda: page.get_by_role("link", name="← Groups").click()):
+            rows.first.click()
+            expect(page.locator("h2")).to_have_text(f"Group {first}")
+            leads_back()
+            expect(page.locator("p[role=status]").first).to_contain_text("page 2")
+            expect(rows.first).to_have_attribute("data-group", first)
+            expect(page.locator("select[name=state]")).to_have_value("TRAINED")
+
+
 def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: str) -> None:
     with opened(browser, address) as page:
         wait_for_index(page)

@@ -40,6 +40,7 @@ function link(view, query = {}) {
 }
 
 function go(view, query = {}, { replace = false } = {}) {
+  if (replace && view !== context.view) return;  // a slow answer came after its view was left
   const target = link(view, query);
   if (!replace) { location.hash = target; return; }
   history.replaceState(null, "", target);
@@ -116,7 +117,7 @@ async function poll() {
     const before = context.runs;
     context.runs = runs;
     if (runs.length !== before.length) readAddress();  // a run has begun in a folder that is viewed
-    const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state);
+    const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state || run.problem !== before[place]?.problem);
     stale ||= changed;
     if (stale && !document.hidden) {
       stale = false;

@@ -3,6 +3,7 @@
 import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { episodeTree } from "./episode.js";
 import { count, moment, number, NONE, STATE_KINDS } from "./format.js";
+import { addressOfReturn } from "./groups.js";
 import { exported, imageAddress } from "./source.js";
 import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
 
@@ -44,7 +45,7 @@ export async function groupView(body, context) {
   function drawAll() {
     fill(body,
       make("div", { class: "toolbar" },
-        make("a", { class: "button", href: context.link("groups") }, "← Groups"),
+        make("a", { class: "button", href: addressOfReturn(context) }, "← Groups"),
         make("a", { class: "button", href: context.link("group", { id: Math.max(id - 1, 0) }), "aria-label": "Previous group" }, "‹"),
         make("h2", {}, `Group ${count(id)}`),
         make("a", { class: "button", href: context.link("group", { id: id + 1 }), "aria-label": "Next group" }, "›"),

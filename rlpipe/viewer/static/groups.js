@@ -6,6 +6,7 @@ import { count, number, NONE, STATE_KINDS } from "./format.js";
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
 const PAUSE_MS = 100;
 const MOST_COUNTED = 100000;
+const LEFT = "rlpipe-groups-left";  // the address and the page that a group was opened from
 const CHOICES_EVERY = 5;  // refreshes, in a run of many groups, whose states and reasons take long to count
 
 function columnsFor(functions) {
@@ -20,6 +21,22 @@ function columnsFor(functions) {
   ];
 }
 
+function readReturn() {
+  return JSON.parse(sessionStorage.getItem(LEFT) ?? "{}");
+}
+
+// The address of the table that a group was opened from, if it is one of the same run.
+export function addressOfReturn(context) {
+  const { address } = readReturn();
+  const run = new URLSearchParams(address?.split("?")[1] ?? "").get("run") ?? "";
+  return address && Number(run) === context.run ? address : context.link("groups");
+}
+
+function placesOfReturn() {
+  const { address, places } = readReturn();
+  return address === location.hash ? places : [];
+}
+
 function kindOf(key) {
   return key === null || key === "state" || key === "status" ? "" : "number";
 }
@@ -32,7 +49,7 @@ export async function groupsView(body, context) {
   let choices = await context.ask("choices");
   let columns = columnsFor(choices.functions);
   const query = { sort: "id", order: "desc", ...context.query };
-  const places = [];
+  const places = placesOfReturn();
   let page = null;
   let asked = 0;
   let turning = false;
@@ -115,7 +132,7 @@ export async function groupsView(body, context) {
       return make("th", { scope: "col", "aria-sort": key ? order : null, class: kindOf(key) },
         key ? make("button", { onclick: () => sortBy(key), "data-key": key }, title, make("i", { "aria-hidden": "true" }, order === "none" ? "" : order === "descending" ? " ↓" : " ↑")) : title);
     });
-    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => open(row), onkeydown: move, onfocus: hold, "aria-label": `group ${row.group_id}` },
+    const rows = page.rows.map((row, place) => make("tr", { tabindex: place === 0 ? "0" : "-1", "data-group": row.group_id, onclick: () => getSelection().toString() || open(row.group_id), onkeydown: move, onfocus: hold, "aria-label": `group ${row.group_id}` },
       columns.map(([key, , cell]) => make("td", { class: kindOf(key) }, cell(row)))));
     const empty = make("tr", {}, make("td", { colspan: columns.length }, notice("no group matches")));
     fill(table, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows.length ? rows : empty));
@@ -127,8 +144,9 @@ export async function groupsView(body, context) {
     table.dataset.asked = String(asked);
   }
 
-  function open(row) {
-    if (!getSelection().toString()) context.go("group", { id: row.group_id });
+  function open(id) {
+    sessionStorage.setItem(LEFT, JSON.stringify({ address: location.hash, places }));
+    context.go("group", { id });
   }
 
   // Tab goes back to the row that was focused last.
@@ -139,7 +157,7 @@ export async function groupsView(body, context) {
   function move(event) {
     const row = event.currentTarget;
     const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Home: row.parentElement.firstElementChild, End: row.parentElement.lastElementChild }[event.key];
-    if (event.key === "Enter") context.go("group", { id: row.dataset.group });
+    if (event.key === "Enter") open(row.dataset.group);
     else if (next) { next.focus(); event.preventDefault(); }
     else if (event.key === "ArrowRight" && !older.disabled) turn(true);
     else if (event.key === "ArrowLeft" && !newer.disabled) turn(false);

@@ -11,13 +11,13 @@ export async function partsView(body, context) {
   async function update() {
     const found = await context.ask("parts");
     const age = found.time === null ? 0 : Math.max(found.now - found.time, 0);
-    const over = context.runs[context.run].state !== "running";
+    const over = !["running", "silent"].includes(context.runs[context.run].state);
     fill(body, groupsByState(found.states, context),
       found.time === null ? notice("this run has recorded no states of its parts; what its groups tell about its engines is below") : make("p", { class: "muted" }, `seen last ${moment(found.time)}${over ? ", before the run ended" : ` (${span(age)} ago)`}`),
       KINDS.map(([kind, title]) => partTable(title, found.parts.filter((part) => part.kind === kind), age, over)), engineTable(found.engines));
   }
   await update();
-  const timer = setInterval(() => { if (!document.hidden && context.runs[context.run].state === "running") update().catch(() => {}); }, 5000);
+  const timer = setInterval(() => { if (!document.hidden && ["running", "silent"].includes(context.runs[context.run].state)) update().catch(() => {}); }, 5000);
   return { update, close: () => clearInterval(timer) };
 }
 

@@ -34,10 +34,10 @@ export function scalesOf(group) {
 }
 
 function describe(sequence, index) {
-  const drawn = sequence.mask[index], difference = sequence.differences[index];
+  const drawn = sequence.mask[index], difference = sequence.differences[index], logprob = sequence.logprobs[index];
   return [
     JSON.stringify(sequence.pieces[index]),
-    ...(drawn ? [`log-prob ${number(sequence.logprobs[index])} (probability ${number(Math.exp(sequence.logprobs[index]))})`, difference !== null && `the learner's log-prob ${number(sequence.logprobs[index] + difference)} (difference ${number(difference)})`, `policy version ${sequence.versions[index]}`, `advantage ${number(advantageAt(sequence, index))}`] : ["not drawn by the policy, not trained"]),
+    ...(drawn ? [logprob === null ? "log-prob unknown" : `log-prob ${number(logprob)} (probability ${number(Math.exp(logprob))})`, difference !== null && `the learner's log-prob ${number(logprob + difference)} (difference ${number(difference)})`, `policy version ${sequence.versions[index]}`, `advantage ${number(advantageAt(sequence, index))}`] : ["not drawn by the policy, not trained"]),
   ].filter(Boolean);
 }
 

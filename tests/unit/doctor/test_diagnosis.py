@@ -127,7 +127,10 @@ def test_a_run_that_was_killed_is_told_from_one_that_goes_on(
     with held(run):
         assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"]
         write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
+        (run / OUTCOME_FILE).write_text(json.dumps(asdict(replace(running, began_at=time.time() - 7000))))
         assert "6 steps were done" in diagnosis(run, capsys)["ending", "warning"]
+        (run / OUTCOME_FILE).write_text(json.dumps(asdict(replace(running, began_at=time.time()))))
+        assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"], "it was resumed just now"
 
 
 def test_a_finished_run_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -112,6 +113,25 @@ def test_an_illness_trips_its_rule_alone_and_once(name: str) -> None:
 
 def test_a_run_that_learns_trips_nothing() -> None:
     assert found_in(make_config(), run_with(lambda step: {})) == []
+
+
+def test_rewards_that_only_vary_do_not_fall_where_each_prompt_has_one_answer() -> None:
+    """Without siblings there is no spread in groups to measure noise by."""
+    config, rng = make_config(algorithm=AlgorithmConfig(group_size=1)), random.Random(0)
+    for collapses in (False, True):
+        found = []
+        for _ in range(20):
+            means = [0.3 + (0.6 if collapses and 30 < step < 50 else 0.0) for step in range(100)]
+            rows = [{"loss": 0.1, "reward": rng.gauss(mean, 0.1), "reward_std": 0.0} for mean in means]
+            found.append("reward_falls" in [finding.rule for _, finding in found_in(config, rows)])
+        assert sum(found) == 20 if collapses else sum(found) <= 2
+
+
+def test_preferences_are_not_judged_during_the_warm_up() -> None:
+    config = make_config(algorithm=AlgorithmConfig(kind="preference"))
+    config.learner.schedule.warmup_steps = 40
+    ((step, _),) = found_in(config, run_with(ILLNESSES["wrong_preferences"]))
+    assert step == 59
 
 
 def test_metrics_that_are_missing_or_not_finite_trip_nothing() -> None:

@@ -178,6 +178,22 @@ def test_dropped_groups_are_found_by_their_logged_texts(tmp_path: Path) -> None:
     assert ids(run, bounds=(("reward:right", 0.5, 0.5),)) == [1]
 
 
+def test_a_group_at_the_edge_of_two_batches_has_all_its_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpipe.viewer.group_index.BATCH", 3)
+    going = ViewerRun(tmp_path / "run").train(1)
+    going.ledger.checkpointed(1)
+    going.ledger.drop_tokens()
+    rows = [
+        {"step": 1, "group_id": group_id, "sample_index": place, "prompt": f"prompt {group_id}", "completion": "x",
+         "rewards": {"right": place}, "reward": place, "status": "completed", "finish_reason": "stop", "advantage": 0.0}
+        for group_id in (0, 1, 2) for place in (0, 1)
+    ]  # fmt: skip
+    (tmp_path / "run" / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ids(viewed(tmp_path / "run"), bounds=(("reward:right", 0.5, 0.5),)) == [2, 1, 0]
+
+
 def test_reading_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=2)
     folder = tmp_path / "run"

@@ -255,6 +255,15 @@ def test_prompts_of_two_runs_and_of_two_versions_are_compared(tmp_path: Path) ->
     assert [group["version"] for group in answers["right"]] == [3, 0]
 
 
+def test_prompts_are_told_apart_by_their_last_message(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", system_prompt="You are a careful assistant. " * 20)
+    client = client_of(tmp_path / "run")
+    prompts = ask(client, "prompts", left=0, right=0)
+    assert len(prompts) == len({found["prompt"] for found in prompts}) > 1
+    assert all(found["prompt"].startswith("What is ") for found in prompts)
+    assert ask(client, "prompts", left=0, right=0, text="careful") == prompts, "all of it is searched"
+
+
 def test_answers_to_held_out_prompts_are_compared(tmp_path: Path) -> None:
     run = ViewerRun(tmp_path / "run").evaluate().train(2).evaluate(num_prompts=2)
     viewed = ViewedRun(tmp_path / "run", "run")
@@ -301,7 +310,12 @@ def test_a_process_with_the_number_of_a_dead_driver_is_not_taken_for_it(tmp_path
         state = json.loads((tmp_path / OUTCOME_FILE).read_text())
         assert ViewedRun(tmp_path, "run").summary()["state"] == "running"
         (tmp_path / OUTCOME_FILE).write_text(json.dumps({**state, "began_at": state["began_at"] - 86400}))
-        assert ViewedRun(tmp_path, "run").summary()["state"] == "killed"
+        run = ViewedRun(tmp_path, "run")
+        run.read_metrics()
+        summary = run.summary()
+        assert summary["state"] == "killed"
+        assert summary["ended_at"] == pytest.approx((tmp_path / OUTCOME_FILE).stat().st_mtime), "it lasts no longer"
+        assert [event["time"] for event in run._commands()] == [summary["ended_at"]]
 
 
 def test_the_number_of_steps_of_a_run_without_a_ledger_is_that_of_its_config(tmp_path: Path) -> None:
@@ -309,7 +323,19 @@ def test_the_number_of_steps_of_a_run_without_a_ledger_is_that_of_its_config(tmp
     run = ViewedRun(tmp_path, "run")
     assert run.summary()["num_steps"] is None
     (tmp_path / "config.yaml").write_text("algorithm: {num_steps: 40}\n")
+    run.refresh()
     assert run.summary()["num_steps"] == 40
+
+
+def test_a_run_on_rows_without_any_event_has_none_and_one_that_lost_its_ledger_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "loss": 2.0}\n')
+    for kind in ("sft", "rl"):
+        (tmp_path / "config.yaml").write_text(f"algorithm: {{kind: {kind}, num_steps: 4}}\n")
+        client = client_of(tmp_path)
+        if kind == "sft":
+            assert ask(client, "events")["events"] == ask(client, "marks") == []
+        else:
+            assert "no ledger.sqlite" in client.get(f"/{TOKEN}/api/events").text
 
 
 def test_the_chart_library_is_the_release_that_it_names() -> None:
@@ -432,6 +458,34 @@ def test_a_damaged_ledger_is_told_while_the_curves_are_shown(tmp_path: Path) -> 
     assert "ledger.sqlite is damaged" in found["problem"]
     assert ask(client, "series", name="reward")["reward"]["steps"] == [1, 2]
     assert client.get(f"/{TOKEN}/api/groups").status_code == 400
+
+
+def test_lines_that_no_run_has_written_hide_no_others(tmp_path: Path) -> None:
+    lines = ['{"reward": 1.0}', '{"step": "x"}', '{"step": 1e400}', f'{{"step": {10**30}, "loss": 1}}', "[1]"]
+    lines += [
+        f'{{"step": 1, "reward": {10**400}}}',
+        '{"step": 2, "reward": NaN, "loss": 1.5}',
+        '{"step": 3, "loss": 1}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    series = MetricSeries(tmp_path / "metrics.jsonl")
+    series.update()
+    assert series.get(["loss", "reward"]) == {
+        "loss": {"steps": [2, 3], "values": [1.5, 1.0], "stands_for": 1},
+        "reward": {"steps": [2], "values": [None], "stands_for": 1},
+    }
+
+
+def test_what_a_run_has_written_ends_no_other_runs_view(tmp_path: Path) -> None:
+    for name in ("bad", "good"):
+        finished_run(tmp_path / name, num_steps=1)
+    (tmp_path / "bad" / "evaluations.jsonl").write_text('{"step": 1}\n')
+    runs = ViewedRuns([tmp_path])
+    refresher = Refresher(runs)
+    refresher._read(ViewedRun.refresh)
+    bad, good = runs
+    assert bad.problem == "a file of the run can't be read: KeyError: 'prompt'"
+    assert (good.problem, good.index and good.index.num_indexed) == ("", 4)
 
 
 def test_long_series_are_means_of_neighbours(tmp_path: Path) -> None:
