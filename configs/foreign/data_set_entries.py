@@ -47,6 +47,7 @@ PREFERENCE_TYPES = {
 """Formats of axolotl's preferences whose rows are detected; the template is the model's, or its chat_template."""
 LISTS = ("datasets", "pretraining_dataset")
 NO_TYPE = "its rows have another form: see data.transform"
+WHOLE_FILE = "files are read whole: write the rows that you want to a file of their own"
 NO_ENTRY = "set the option of data, or a data.transform"
 
 
@@ -81,6 +82,16 @@ def translate_data(values: ForeignValues) -> dict[str, Any]:
         return {"data": "jsonl", "data.path": "???"}
     sources[0].pop("weight", None)
     return {"data": sources[0].pop("source"), **{f"data.{name}": value for name, value in sources[0].items()}}
+
+
+def unread_splits(values: ForeignValues) -> list[tuple[str, str]]:
+    """Return the parts of files that a run reads, which rlpipe reads whole, with the reason."""
+    splits = [
+        str(entry["split"])
+        for entry in _entries(values)
+        if "[" in str(entry.get("split")) and _source(entry).get("source", "datasets") != "datasets"
+    ]
+    return [(f"split: {split}", WHOLE_FILE) for split in splits]
 
 
 def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:

@@ -28,6 +28,15 @@ MARKS = {
     "trl": ("model_name_or_path", "dataset_name", "per_device_train_batch_size"),
 }
 """Names in a YAML file by which a system is recognized."""
+TRL_MARKS = {
+    "rl": ("num_generations", "reward_funcs"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "cpo": ("cpo_alpha", "simpo_gamma"),
+    "reward_model": ("center_rewards_coefficient",),
+    "process_reward_model": ("step_separator", "train_on_last_step_only"),
+}
+"""Names in a YAML file of TRL, which names no method, that only the configs of one method have."""
+GUESSED = "taken for DPO: ORPO and KTO have it, too; if it is one of theirs, choose another algorithm"
 TWICE = "it is given again below; the last one counts"
 
 
@@ -70,7 +79,10 @@ def _read_tree(text: str, path: Path, system: str | None) -> ForeignRun:
     system = system or next((name for name, marks in MARKS.items() if values.keys() & set(marks)), None)
     if system is None:
         raise ConfigError(f"{path}: it is not clear which system it is for; add --from {'|'.join(SYSTEMS)}")
-    return ForeignRun(system=system, method=_method_of(system, values), settings=settings, notes=earlier)
+    method = _method_of(system, values)
+    if system == "trl" and method == "dpo":
+        earlier.append((f"beta: {values['beta']}", GUESSED))
+    return ForeignRun(system=system, method=method, settings=settings, notes=earlier)
 
 
 def _method_of(system: str, values: Mapping[str, Any]) -> str:
@@ -86,4 +98,5 @@ def _method_of(system: str, values: Mapping[str, Any]) -> str:
         return "rl" if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in values) else "sft"
     if system == "openrlhf":
         return "rl" if values.keys() & {"prompt_data", "data.prompt_dataset"} else "sft"
-    return "rl" if values.keys() & {"num_generations", "reward_funcs"} else "dpo" if "beta" in values else "sft"
+    known = next((method for method, marks in TRL_MARKS.items() if values.keys() & set(marks)), None)
+    return known or ("dpo" if "beta" in values else "sft")

@@ -46,6 +46,10 @@ class Setting:
     default_of: str = ""
     """The system whose default it is, if the file does not have it."""
 
+    @property
+    def is_empty(self) -> bool:
+        return self.value is None or self.value == ""
+
     def __str__(self) -> str:
         value = HIDDEN if is_secret(self.name) and isinstance(self.value, str) else self.value
         if isinstance(value, str) and value != " ".join(value.split()):

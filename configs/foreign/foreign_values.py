@@ -22,9 +22,12 @@ ONLINE = ("rl", "rloo", "online_dpo", "ebft")
 GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "algorithm.num_minibatches"
 
 
+SWITCHED_ON = ("true", "1", "yes", "on", "auto", "full", "enable", "offload", "offload_disk")
+
+
 def is_on(value: Any) -> bool:
     """Return whether a switch is on, as YAML, shells and Python write it."""
-    return str(value).lower() in ("true", "1", "yes", "on", "auto", "full", "enable")
+    return str(value).lower() in SWITCHED_ON
 
 
 @dataclass
@@ -37,9 +40,9 @@ class ForeignValues:
 
     @cached_property
     def _by_name(self) -> dict[str, Any]:
-        """Values by name; the last setting of several counts, as it does for the other systems."""
-        every = [*self.defaults, *(setting for setting in self.run.settings if self.counts(setting))]
-        return {self.key(setting.name): setting.value for setting in every}
+        """Values by name; the last setting of several counts, as it does for the other systems, and no empty one."""
+        given = [setting for setting in self.run.settings if self.counts(setting) and not setting.is_empty]
+        return {self.key(setting.name): setting.value for setting in [*self.defaults, *given]}
 
     @cached_property
     def _last(self) -> dict[str, Setting]:
@@ -53,8 +56,8 @@ class ForeignValues:
 
     @cached_property
     def defaults(self) -> list[Setting]:
-        """Defaults of the system that differ from those of rlpipe, for settings that the file does not have."""
-        given = {self.key(setting.name) for setting in self.run.settings}
+        """Defaults of the system that differ from those of rlpipe, for settings that the file has not, or empty."""
+        given = {self.key(setting.name) for setting in self.run.settings if not setting.is_empty}
         found = default_values(self.run.system, self.run.method, given)
         made = [Setting(name=name, value=value, default_of=self.run.system) for name, value in found.items()]
         return [setting for setting in made if self.key(setting.name) not in given]

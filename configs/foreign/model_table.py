@@ -222,8 +222,10 @@ def reward_functions(values: ForeignValues, value: Any) -> Made:
     made: Options = {}
     for name, weight in zip(names, weights, strict=True):
         module, _, function = name.rpartition(".")
-        made[f"scoring.rewards.{function}.path"] = f"{module}:{function}"
-        made[f"scoring.rewards.{function}.weight"] = weight
+        taken = f"scoring.rewards.{function}.path" in made
+        own = name.replace(".", "_") if taken else function  # functions of two modules may have one name
+        made[f"scoring.rewards.{own}.path"] = f"{module}:{function}"
+        made[f"scoring.rewards.{own}.weight"] = weight
     return made
 
 

@@ -12,6 +12,7 @@ GRPO = {"num_generations": 8, "loss_type": "dapo"}
 OF_PEFT = "those of PEFT"
 LORA_OF_COMMANDS = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": OF_PEFT}
 LORA_OF_PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": OF_PEFT}
+AXOLOTL = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lr_scheduler": "cosine", "warmup_ratio": 0.03}
 OPENRLHF = {
     "train_batch_size": 128,
     "lr_scheduler": "cosine_with_min_lr",
@@ -31,7 +32,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("axolotl", "rl"): {**GRPO, "max_completion_length": 256},
     ("axolotl", "ebft"): {"num_generations": 8, "max_completion_length": 256},
     ("axolotl", "simpo"): {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
-    ("axolotl", ""): {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lr_scheduler": "cosine"},
+    ("axolotl", ""): AXOLOTL,
     ("verl", "rl"): {
         "algorithm.adv_estimator": "gae",
         "algorithm.rollout_correction.rollout_is": "none",
@@ -46,13 +47,20 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "model.enable_gradient_checkpointing": True,
         "rollout.n": 1,
     },
-    ("verl", "sft"): {"data.train_batch_size": 256, "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.95]},
+    ("verl", "sft"): {
+        "data.train_batch_size": 256,
+        "optim.weight_decay": 0.01,
+        "optim.betas": [0.9, 0.95],
+        "optim.lr_scheduler": "cosine",
+        "optim.lr_warmup_steps_ratio": 0.1,
+    },
     ("openrlhf", "rl"): {
         **OPENRLHF,
         "advantage_estimator": "gae",
         "policy_loss_type": "ppo",
         "actor_learning_rate": 1e-6,
         "init_kl_coef": 0.01,
+        "kl_estimator": "k1",
         "rollout_batch_size": 1024,
         "n_samples_per_prompt": 1,
         "prompt_max_len": 1024,
@@ -70,6 +78,9 @@ INSTEAD = {
     "num_generations": ("rollout.n",),
     "prompt_max_len": ("max_len",),
     "lr_warmup_ratio": ("lr_warmup_steps",),
+    "optim.lr_warmup_steps_ratio": ("optim.lr_warmup_steps",),
+    "warmup_ratio": ("warmup_steps",),
+    "kl_estimator": ("use_kl_estimator_k3",),
     "actor.clip_ratio_c": ("actor.policy_loss.loss_mode",),
     "algorithm.rollout_correction.rollout_is": ("actor.tis_imp_ratio_cap", "algorithm.rollout_is"),
     "enable_vllm_is_correction": ("vllm_enable_is_correction",),

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rlpipe.configs.compose import ManyProblems, load_config
-from rlpipe.configs.foreign.data_set_entries import describe_entry, entry_of, translate_data
+from rlpipe.configs.foreign.data_set_entries import describe_entry, entry_of, translate_data, unread_splits
 from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
 from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignValues
 from rlpipe.configs.foreign.setting_names import canonical, rule_of
@@ -84,7 +84,7 @@ def translate(run: ForeignRun) -> Translation:
     if values.samples and values.algorithm != "ebft" and not any(".rewards." in name for name in translation.options):
         translation.notes.append(NO_REWARDS)
     _leave_out_what_is_refused(translation)
-    translation.notes += run.notes
+    translation.notes += [*unread_splits(values), *run.notes]
     return translation
 
 
@@ -135,7 +135,7 @@ def translate_setting(values: ForeignValues, setting: Setting) -> Made:
     entry, rule = entry_of(name), rule_of(values.run.system, name)
     if entry is None and rule is None:
         return UNKNOWN if value is not None else f"{EMPTY}, and {UNKNOWN}"
-    if value in (None, ""):
+    if setting.is_empty:
         return EMPTY
     if entry is not None:
         return COMPUTED.format("the option") if isinstance(value, Computed) else describe_entry(*entry, values, value)

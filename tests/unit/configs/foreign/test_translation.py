@@ -571,6 +571,62 @@ ODD: list[Any] = [
 ]
 
 
+ROWS = "dataset_name: rows.jsonl\nmodel_name_or_path: tiny\n"
+ON_VERL = "actor_rollout_ref.model.path: tiny\nactor_rollout_ref.rollout.n: 4\n"
+ON_AXOLOTL = "base_model: tiny\nmax_steps: 200\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
+ON_OPENRLHF = "pretrain: tiny\nprompt_data: rows.jsonl\nadvantage_estimator: group_norm\nuse_kl_loss: true\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (f"{ON_VERL}algorithm.rollout_correction.rollout_is: null\n", {"algorithm.correction.mode": "none"}),
+        (f"{ON_AXOLOTL}lr_scheduler:\n", {"learner.schedule.name": "cosine", "learner.schedule.warmup_steps": 6}),
+        (f"{ON_AXOLOTL}warmup_steps: 4\n", {"learner.schedule.warmup_steps": 4}),
+        (f"{ON_AXOLOTL}gradient_checkpointing: offload\n", {"model.gradient_checkpointing": True}),
+        (ON_OPENRLHF, {"algorithm.loss.kl": "k1"}),
+        (f"{ON_OPENRLHF}use_kl_estimator_k3: true\n", {"algorithm.loss.kl": "k3"}),
+        (
+            "model.partial_pretrain: tiny\ntrainer.total_epochs: 1\ntrainer.total_training_steps: 100\n",
+            {"learner.schedule.name": "cosine", "learner.schedule.warmup_steps": 10},
+        ),
+        (
+            f"{ROWS}num_generations: 4\nreward_funcs: [one.score, two.score]\n",
+            {"scoring.rewards.score.path": "one:score", "scoring.rewards.two_score.path": "two:score"},
+        ),
+    ],
+)
+def test_what_a_file_leaves_out_is_its_systems_default(text: str, options: Mapping[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    made = translate(read_foreign(tmp_path / "run.yaml")).options
+    assert {name: made.get(name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("mark", "algorithm"),
+    [
+        ("undesirable_weight: 1.5", "kto"),
+        ("cpo_alpha: 0.5", "cpo"),
+        ("center_rewards_coefficient: 0.01", "reward_model"),
+        ("train_on_last_step_only: true", "process_reward_model"),
+        ("beta: 0.2", "dpo"),
+        ("packing: true", "sft"),
+    ],
+)
+def test_the_method_of_a_file_of_trl_is_told_by_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ROWS}{mark}\n")
+    made = translate(read_foreign(tmp_path / "run.yaml"))
+    assert made.choices["algorithm"] == algorithm
+    assert any(reason.startswith("taken for DPO") for _, reason in made.notes) == (algorithm == "dpo")
+
+
+def test_a_part_of_a_file_that_is_left_out_is_told(tmp_path: Path) -> None:
+    for path, is_told in (("rows.jsonl", True), ("someone/rows", False)):
+        (tmp_path / "run.yaml").write_text(f"base_model: tiny\ndatasets: [{{path: {path}, split: 'train[:9]'}}]\n")
+        notes = translate(read_foreign(tmp_path / "run.yaml")).notes
+        assert [setting for setting, reason in notes if "read whole" in reason] == ["split: train[:9]"] * is_told
+
+
 @pytest.mark.parametrize("system", COLUMNS)
 def test_no_value_is_too_odd_for_a_rule(system: str) -> None:
     for method in ("rl", "rloo", "sft", "dpo", "cpo", "reward_model"):
