@@ -112,11 +112,8 @@ def _check_entropy(loss: LossConfig) -> Iterator[str]:
             yield f"algorithm.loss.{name}: the weight is constant without a target; set entropy_target, or leave it out"
     if low > high:
         yield f"algorithm.loss.entropy_coef_min: {low:g} is above entropy_coef_max={high:g}; set it lower"
-    elif loss.entropy_target is not None and not low <= loss.entropy_coef <= high:
-        yield (
-            f"algorithm.loss.entropy_coef: {loss.entropy_coef:g} is not from entropy_coef_min={low:g} to "
-            f"entropy_coef_max={high:g}; start with {min(max(loss.entropy_coef, low), high):g}"
-        )
+    elif loss.entropy_target is not None and loss.entropy_coef > high:
+        yield f"algorithm.loss.entropy_coef: {loss.entropy_coef:g} is above entropy_coef_max={high:g}; set it lower"
 
 
 def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:

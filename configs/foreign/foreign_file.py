@@ -29,13 +29,14 @@ MARKS = {
 }
 """Names in a YAML file by which a system is recognized."""
 TRL_MARKS = {
+    "rloo": ("normalize_advantages", "reward_clip_range"),
     "rl": ("num_generations", "reward_funcs"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "cpo": ("cpo_alpha", "simpo_gamma"),
     "reward_model": ("center_rewards_coefficient",),
     "process_reward_model": ("step_separator", "train_on_last_step_only"),
 }
-"""Names in a YAML file of TRL, which names no method, that only the configs of one method have."""
+"""Names in a YAML file of TRL, which names no method, by the method that has them, and those above it have not."""
 GUESSED = "taken for DPO: ORPO and KTO have it, too; if it is one of theirs, choose another algorithm"
 TWICE = "it is given again below; the last one counts"
 

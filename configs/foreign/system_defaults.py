@@ -10,9 +10,15 @@ TRL_SAMPLING = {"max_completion_length": 256, "gradient_checkpointing": True, "l
 PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
 GRPO = {"num_generations": 8, "loss_type": "dapo"}
 OF_PEFT = "those of PEFT"
+OF_AXOLOTL = "0.03, at most 100 steps"
 LORA_OF_COMMANDS = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": OF_PEFT}
 LORA_OF_PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": OF_PEFT}
-AXOLOTL = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lr_scheduler": "cosine", "warmup_ratio": 0.03}
+AXOLOTL = {
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "lr_scheduler": "cosine",
+    "warmup_ratio": OF_AXOLOTL,
+}
 OPENRLHF = {
     "train_batch_size": 128,
     "lr_scheduler": "cosine_with_min_lr",
@@ -47,13 +53,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "model.enable_gradient_checkpointing": True,
         "rollout.n": 1,
     },
-    ("verl", "sft"): {
-        "data.train_batch_size": 256,
-        "optim.weight_decay": 0.01,
-        "optim.betas": [0.9, 0.95],
-        "optim.lr_scheduler": "cosine",
-        "optim.lr_warmup_steps_ratio": 0.1,
-    },
+    ("verl", "sft"): {"data.train_batch_size": 256, "optim.weight_decay": 0.01},
     ("openrlhf", "rl"): {
         **OPENRLHF,
         "advantage_estimator": "gae",
@@ -74,11 +74,16 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6},
 }
 """Defaults by system and method, or by system alone; those of TRL are of version 1."""
+VERL_FSDP_SFT = {"optim.betas": [0.9, 0.95], "optim.lr_scheduler": "cosine", "optim.lr_warmup_steps_ratio": 0.1}
+"""Defaults of verl's older trainer of SFT, whose model is ``model.partial_pretrain``."""
 INSTEAD = {
     "num_generations": ("rollout.n",),
     "prompt_max_len": ("max_len",),
     "lr_warmup_ratio": ("lr_warmup_steps",),
-    "optim.lr_warmup_steps_ratio": ("optim.lr_warmup_steps",),
+    "optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", "actor.optim.warmup_steps_ratio"),
+    "optim.lr_scheduler": tuple(
+        f"actor.optim.{own}" for own in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    ),
     "warmup_ratio": ("warmup_steps",),
     "kl_estimator": ("use_kl_estimator_k3",),
     "actor.clip_ratio_c": ("actor.policy_loss.loss_mode",),
@@ -92,6 +97,8 @@ INSTEAD = {
 def default_values(system: str, method: str, given: Collection[str]) -> dict[str, Any]:
     """Return the defaults of a system, without those that the given settings replace."""
     found = {**DEFAULTS.get((system, ""), {}), **DEFAULTS.get((system, method), {})}
+    if (system, method) == ("verl", "sft") and "model.partial_pretrain" in given:
+        found |= VERL_FSDP_SFT
     if system == "trl":
         found |= LORA_OF_PEFT if "LoraConfig" in given else LORA_OF_COMMANDS if "use_peft" in given else {}
         if "use_vllm" in given and method in ("rl", "rloo"):

@@ -21,6 +21,7 @@ from rlpipe.configs.foreign.setting_rules import (
     switched,
     text,
 )
+from rlpipe.configs.foreign.system_defaults import OF_AXOLOTL
 
 STEPS = "a run is counted in steps: set algorithm.num_steps to epochs * rows / algorithm.groups_per_step"
 STEPS_COUNT = "the number of steps is set, and counts instead, as it does there"
@@ -118,9 +119,14 @@ def schedule(values: ForeignValues, value: Any) -> Made:
 
 @about("learner.schedule.warmup_steps")
 def warmup_ratio(values: ForeignValues, value: Any) -> Made:
+    is_default = value == OF_AXOLOTL
+    value = 0.03 if is_default else value
     if values.num_steps is None or isinstance(value, bool) or not isinstance(value, int | float):
         return WARMUP
-    return {"learner.schedule.warmup_steps": math.ceil(value * values.num_steps)}
+    steps = value * values.num_steps
+    if values.run.system == "axolotl":
+        return {"learner.schedule.warmup_steps": min(int(steps), 100) if is_default else int(steps)}
+    return {"learner.schedule.warmup_steps": math.ceil(steps)}
 
 
 @about("learner.schedule.warmup_steps")

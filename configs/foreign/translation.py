@@ -168,7 +168,13 @@ def _leave_out_what_is_refused(translation: Translation) -> None:
             load_config(options=[as_tree(translation, PLACEHOLDER)], overrides=_chosen(translation), need_files=False)
         except InputError as error:
             messages = error.messages if isinstance(error, ManyProblems) else [str(error)]
-            named = {option: text for text in messages for option in _options_in(text) if option in translation.options}
+            named = {
+                option: text
+                for text in messages
+                for name in _options_in(text)
+                for option in translation.options
+                if option == name or (option.startswith(f"{name}.") and text.startswith(f"{name}: "))
+            }
             if not named:
                 raise
             for option, text in named.items():

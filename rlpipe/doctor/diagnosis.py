@@ -93,7 +93,8 @@ def _mend(outcome: RunOutcome) -> str:
 
 def _describe_running(steps: list[dict[str, Any]], done: str, *, began_at: float) -> Iterator[Observation]:
     times = [row["time/step"] for row in steps if row.get("time/step") is not None]
-    since = time.time() - max(steps[-1]["time"], began_at) if steps else 0.0  # a resumed run has just begun again
+    has_own_steps = bool(steps) and steps[-1]["time"] > began_at  # else the command has resumed a run, and starts
+    since = time.time() - steps[-1]["time"] if has_own_steps else 0.0
     if times and since > STUCK * median(times):
         yield warning(
             "ending",

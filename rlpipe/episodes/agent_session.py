@@ -168,8 +168,8 @@ class AgentSession:
         """Tools of conversations, by the id in memory of their first node."""
         self._asked: dict[str, list[_Asked]] = {}
         """Equal requests, by their digest."""
-        self.limit_met: str | None = None
-        """The limit that refused a request last; another conversation of the program may go on."""
+        self.limits_met: dict[str, str] = {}
+        """Limits that refused requests, by the messages; another conversation of the program may go on."""
         self._num_drawn = 0
         self._is_sealed = False
         self._templates: dict[str, ChatTemplate] = {}
@@ -264,8 +264,7 @@ class AgentSession:
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         if self._num_drawn >= self._rules.max_turns:
-            self._meet("max_turns")
-            raise RequestRefused(400, "max_turns", f"the episode has had its {self._rules.max_turns} turns")
+            raise self._meet("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
             raise RequestRefused(400, "unsupported", message)
@@ -281,10 +280,9 @@ class AgentSession:
         context = added if place.node is None else np.concatenate([place.node.token_path(), added])
         room = self._rules.max_model_len - len(context)
         if room <= 0:
-            self._meet("length")
             limit = self._rules.max_model_len
             message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
-            raise RequestRefused(400, "context_length_exceeded", message)
+            raise self._meet("length", "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
         if self.episode.end == "length":  # the program has made room, and goes on
             self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
@@ -314,9 +312,10 @@ class AgentSession:
             branching=branching,
         )
 
-    def _meet(self, limit: str) -> None:
-        self.limit_met = limit
+    def _meet(self, limit: str, code: str, message: str) -> RequestRefused:
+        self.limits_met[message] = limit
         self.episode.end_early(limit)
+        return RequestRefused(400, code, message)
 
     def _continue(
         self, place: Continuation, messages: ChatMessages, bridge: Bridge

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import describe_error, message_of
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.processor import load_tokenizer
@@ -192,10 +192,13 @@ class GroupPlayer:
         except Exception as error:  # noqa: BLE001 - programs raise anything
             if deadline.has_passed:
                 episode.end_early("timeout")
-            elif session.limit_met is not None:  # it failed because of that
-                episode.end_early(session.limit_met)
-            else:
-                episode.fail(describe_error(error))
+            elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
+                text = f"{message_of(error)} {error.__cause__}"
+                met = [limit for message, limit in session.limits_met.items() if message in text]
+                if met:  # in one of its conversations, beside which another one went on
+                    episode.end_early(met[-1])
+                else:
+                    episode.fail(describe_error(error))
         finally:
             self._gateway.close(key)
         return session.seal()

@@ -122,7 +122,7 @@ def _as_json(answer: Mapping[str, Any]) -> bytes:
     """Return an answer as JSON, or what is wrong with its value, such as keys that are no strings."""
     try:
         return json.dumps(answer, default=str).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # noqa: BLE001 - a user's object may have a __str__ that raises anything
         return json.dumps({"raised": f"what it returned can't be sent as JSON: {describe_error(error)}"}).encode()
 
 

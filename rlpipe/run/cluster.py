@@ -79,6 +79,8 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
             wanted = sum(need.num_cpus for need in needs)
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
             os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
+            # Otherwise Ray shows all GPUs to processes that asked for none, and a run on CPUs would fill the first.
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         try:
             with preloading.used_by_ray(), private_services() if address is None else nullcontext():
                 ray.init(address or "local", **options)

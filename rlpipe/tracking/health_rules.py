@@ -161,13 +161,16 @@ def size_of_reward(run: RunHistory) -> float | None:
 def lost_reward(run: RunHistory) -> float | None:
     """Return the share of the reward gained so far that is lost again; 0 if the gain was within the noise.
 
-    The noise is that of the answers to one prompt, or, with one answer a prompt, that of the first steps' means.
+    The noise is that of the answers to one prompt, or, with one answer a prompt, that from one of the first steps to
+    the next, which says nothing of how much they have learned together.
     """
     recent, first = run.last("reward"), run.first["reward"]
     if recent is None or len(run.latest["reward"]) < START + RECENT:
         return None
     gained, spread = run.best_reward - fmean(first), median(run.first["reward_std"] or [0.0])
-    noise = max(spread / 3, NOISE * pstdev(first)) if run.config.algorithm.group_size == 1 else spread / 3
+    changes = [after - before for before, after in pairwise(first)]
+    is_alone = run.config.algorithm.group_size == 1
+    noise = max(spread / 3, NOISE * pstdev(changes) / math.sqrt(2)) if is_alone else spread / 3
     return (run.best_reward - fmean(recent)) / gained if gained > noise else 0.0
 
 

@@ -29,8 +29,6 @@ MAX_FUNCTIONS = 32
 """Reward functions that have a column."""
 LONGEST_START = 160
 """Characters of a prompt's last message that are kept as they are, to be shown."""
-FORM = 2
-"""Number of the meaning of the index's columns; an index of another one is made anew."""
 STATUS_BITS = {status.value: 1 << place for place, status in enumerate(RolloutStatus)}
 MAPPED_BYTES = 2**30
 SCHEMA = """
@@ -61,6 +59,10 @@ def prompt_text(prompt: str | Sequence[dict[str, Any]]) -> str:
     """Return a prompt as one text, in which it is searched for."""
     parts = [prompt] if isinstance(prompt, str) else [content_text(message.get("content")) for message in prompt]
     return "\n".join(parts).encode(errors="backslashreplace").decode()  # SQLite stores no lone surrogates
+
+
+def _group_of(row: dict[str, Any]) -> Any:
+    return row.get("group_id")
 
 
 def shown_start(prompt: str | Sequence[dict[str, Any]]) -> str:
@@ -152,7 +154,7 @@ class GroupIndex:
         """Add what is new in the ledger, whose file has this ``identity``; return early once ``stopped``."""
         with closing(sqlite3.connect(self.path, isolation_level=None, timeout=60)) as connection:
             connection.execute("PRAGMA synchronous = OFF")
-            _IndexUpdate(self, connection, ledger, self._folder, stopped).update(json.dumps([FORM, *identity]))
+            _IndexUpdate(self, connection, ledger, self._folder, stopped).update(json.dumps([*identity]))
 
 
 class _IndexUpdate:
@@ -201,7 +203,6 @@ class _IndexUpdate:
         with self._transaction():
             self._connection.execute("DELETE FROM entries")
             self._connection.execute("DELETE FROM held_out")
-            self._connection.execute("DELETE FROM prompts")
             self._connection.execute("DELETE FROM meta")
             self._set(identity=identity)
 
@@ -273,21 +274,12 @@ class _IndexUpdate:
 
     def _read_completions(self) -> None:
         """Add what the log of completions has of groups whose records were dropped before they were read."""
-        rest: list[dict[str, Any]] = []
-        for rows in self._new_rows(COMPLETIONS_FILE):
-            groups = [[*own] for _, own in groupby([*rest, *rows], lambda row: row.get("group_id"))]
-            rest = groups.pop() if len(rows) == BATCH else []  # the next batch may begin with others of its rollouts
-            for rollouts in groups:
-                self._add_missing(rollouts)
-        if rest:
-            with self._transaction():
-                self._add_missing(rest)
-
-    def _add_missing(self, rollouts: Sequence[dict[str, Any]]) -> None:
-        group_id = rollouts[0].get("group_id", -1)
         missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
-        if self._connection.execute(missing, (group_id,)).fetchone():
-            self._add(group_id, rollouts[0]["prompt"], rollouts)
+        for rows in self._new_rows(COMPLETIONS_FILE):
+            for group_id, rollouts in groupby(rows, _group_of):
+                if self._connection.execute(missing, (group_id,)).fetchone():
+                    entries = [*rollouts]
+                    self._add(group_id, entries[0]["prompt"], entries)
 
     def _read_evaluations(self) -> None:
         """Add the answers to held-out prompts; of two evaluations of a version the later one counts."""
@@ -318,13 +310,18 @@ class _IndexUpdate:
             offset = 0
         while not self._stopped():
             is_first = offset == 0
-            rows, offset = rows_after(path, offset, BATCH)
+            rows, following = rows_after(path, offset, BATCH)
+            is_last = len(rows) < BATCH
+            whole = len(rows) if is_last else sum(_group_of(row) != _group_of(rows[-1]) for row in rows)
+            if 0 < whole < len(rows):  # the next batch begins with the group that this one does not have whole
+                rows, following = rows_after(path, offset, whole)
+            offset = following
             with self._transaction():
                 if is_first and table is not None:
                     self._connection.execute(f"DELETE FROM {table}")
                 yield rows
                 self._set(**{f"{name} offset": offset, f"{name} inode": file.st_ino})
-            if len(rows) < BATCH:
+            if is_last:
                 return
 
     def _add(self, group_id: int, prompt: Any, rollouts: Sequence[dict[str, Any]]) -> None:

@@ -35,6 +35,8 @@ from rlpipe.viewer.run_tokenizer import open_tokenizer
 FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE)
 HELD_OUT = "HELD OUT"
 """State of an answer to a held-out prompt, which is in no ledger."""
+SILENT = "silent"
+"""State of a run on another machine that has written nothing for a while, and may go on."""
 QUIET_S = 120.0
 """Seconds without a change of any file after which a run without a record of its end counts as ended."""
 CLOCK_S = 2.0
@@ -58,6 +60,9 @@ class ViewedRun:
         self.why_no_ledger = ""
         self._ledger_path: Path | None = None
         self._seen: tuple[Any, ...] = ()
+        """State of the files whose content is known."""
+        self._read: tuple[Any, ...] = ()
+        """State of the files whose metrics are known; groups may be unread, or unreadable."""
         self.revision = 0
         """Number that grows whenever a file of the run has changed."""
         self.problem = ""
@@ -83,10 +88,12 @@ class ViewedRun:
         seen = tuple(map(_state, self._files()))
         if seen == self._seen:
             return
-        self.series.update()
-        self._known_algorithm = None  # a run may be made longer when it is resumed
-        self._changed_at = _last_change(seen)
-        self.revision += 1  # the curves are new, also if no index can be written
+        if seen != self._read:
+            self.series.update()
+            self._known_algorithm = None  # a run may be made longer when it is resumed
+            self._changed_at = _last_change(seen)
+            self.revision += 1  # the curves are new, also if no index can be written
+            self._read = seen
         if self._ledger_path is not None and self.index is not None:
             file = self._ledger_path.stat()
             with self.ledger() as ledger:
@@ -129,7 +136,7 @@ class ViewedRun:
         """Return the run's name, state and size."""
         outcome = read_outcome(self.folder)
         index, state = self.index, self._state(outcome)
-        has_ended = outcome is not None and state != RUNNING
+        has_ended = state not in (RUNNING, SILENT)
         return {
             "name": self.name,
             "path": str(self.path),
@@ -157,18 +164,20 @@ class ViewedRun:
             return outcome.state
         if outcome.host == socket.gethostname():
             return RUNNING if _lives(outcome) else "killed"
-        return RUNNING if time.time() - self._changed_at < QUIET_S else "silent"
+        return RUNNING if time.time() - self._changed_at < QUIET_S else SILENT
 
     @property
     def _algorithm(self) -> Mapping[str, Any]:
         """The run's section ``algorithm``, from its ledger or else its config; empty if neither can be read."""
-        if self._known_algorithm is None:
-            with suppress(DataError, LookupError), self.ledger() as ledger:
-                self._known_algorithm = ledger.get("config")["algorithm"]
-        if self._known_algorithm is None:  # a run on rows has no ledger
+        known = self._known_algorithm
+        if known is None:
+            with suppress(DataError, LookupError, TypeError), self.ledger() as ledger:
+                known = ledger.get("config")["algorithm"]
+        if known is None:  # a run on rows has no ledger
             with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-                self._known_algorithm = yaml.safe_load((self.folder / CONFIG_FILE).read_text())["algorithm"]
-        return self._known_algorithm if isinstance(self._known_algorithm, Mapping) else {}
+                known = yaml.safe_load((self.folder / CONFIG_FILE).read_text())["algorithm"]
+        self._known_algorithm = known
+        return known if isinstance(known, Mapping) else {}
 
     @property
     def _num_steps(self) -> int | None:

@@ -12,13 +12,14 @@ import pytest
 pytestmark = pytest.mark.ray
 
 LISTENING = """
-import json, time
+import json, os, time
 import psutil, ray
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.run.cluster import connect
 
 connect(ClusterConfig(num_cpus=1), [])
-ray.get(ray.remote(lambda: 0).remote())
+visible = ray.get(ray.remote(lambda: os.environ.get("CUDA_VISIBLE_DEVICES")).remote())
+assert visible == "", f"a process that asked for no GPU may use {visible}"
 
 def addresses():
     processes = psutil.Process().children(recursive=True)

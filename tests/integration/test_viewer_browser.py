@@ -383,6 +383,8 @@ def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) 
             assert page.locator(".pair").inner_text() == answers
             show(page, "events")
             expect(page.locator("table.events")).to_contain_text("engine rollout-0 died after step")
+            show(page, "parts")
+            expect(page.locator("main")).to_contain_text("ago)")
             writer.send_signal(signal.SIGKILL)
             writer.wait(10)
             log = tmp_path / "live" / "ledger.sqlite-wal"
@@ -393,6 +395,13 @@ def test_a_run_is_followed_until_it_is_killed(browser: Browser, tmp_path: Path) 
             expect(page.locator(".rollout").first).to_contain_text("says group")
             show(page, "parts")
             expect(page.locator("main")).to_contain_text("before the run ended")
+            show(page, "overview")
+            expect(page.locator(".run .pill")).to_have_text("killed")
+            expect(page.locator(".chart[data-title='Reward'] .mark.end").first).to_be_visible()
+            show(page, "events")
+            expect(page.locator("table.events")).to_contain_text("killed")
+            show(page, "compare")
+            expect(page.locator(".side[data-side=right] .rollout").first).to_contain_text("says group")
             assert log.stat().st_size == size
     finally:
         writer.kill()

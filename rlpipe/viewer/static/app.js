@@ -80,6 +80,7 @@ function progress(run) {
 
 async function show() {
   const own = ++generation;
+  context.cameFrom = context.view;
   readAddress();
   hideTooltip();
   drawHeader();

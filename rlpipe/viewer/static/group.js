@@ -3,7 +3,7 @@
 import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { episodeTree } from "./episode.js";
 import { count, moment, number, NONE, STATE_KINDS } from "./format.js";
-import { addressOfReturn } from "./groups.js";
+import { addressOfReturn, forgetReturn } from "./groups.js";
 import { exported, imageAddress } from "./source.js";
 import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
 
@@ -11,6 +11,7 @@ const COLOURING = "rlpipe-colouring";
 const ALL_TOKENS = 1000000;
 
 export async function groupView(body, context) {
+  if (!["groups", "group"].includes(context.cameFrom)) forgetReturn();
   const id = Number(context.query.id) || 0;
   let group = await context.ask("group", { id });
   const cards = make("div", { class: "siblings" });

@@ -32,6 +32,10 @@ export function addressOfReturn(context) {
   return address && Number(run) === context.run ? address : context.link("groups");
 }
 
+export function forgetReturn() {
+  sessionStorage.removeItem(LEFT);
+}
+
 function placesOfReturn() {
   const { address, places } = readReturn();
   return address === location.hash ? places : [];
@@ -49,7 +53,7 @@ export async function groupsView(body, context) {
   let choices = await context.ask("choices");
   let columns = columnsFor(choices.functions);
   const query = { sort: "id", order: "desc", ...context.query };
-  const places = placesOfReturn();
+  const places = context.cameFrom === "group" ? placesOfReturn() : [];
   let page = null;
   let asked = 0;
   let turning = false;

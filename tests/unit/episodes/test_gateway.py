@@ -383,7 +383,7 @@ def test_a_program_that_a_limit_ends_has_not_failed_although_its_other_conversat
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "word " * 4000}])
         await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "word"}])
-        assert scene.session.limit_met == "length"
+        assert [*scene.session.limits_met.values()] == ["length"]
 
     assert play(Scene(["x"]), program)[0].end == "done"
 

@@ -196,6 +196,18 @@ def test_a_program_that_meets_a_limit_in_one_of_its_conversations_is_truncated()
     assert [(rollout.status, rollout.finish_reason) for rollout in group] == [(RolloutStatus.TRUNCATED, "length")] * 2
 
 
+def fail_after_making_room(row: dict[str, Any], episode: Access) -> None:
+    """Go on after a conversation that was too long, and fail for another reason."""
+    with suppress(openai.BadRequestError):
+        meet_a_limit_beside_another_conversation(row, episode)
+    raise KeyError("a fault of the program")
+
+
+def test_a_program_that_fails_after_it_has_made_room_has_failed() -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind(f"{__file__}:fail_after_making_room"))
+    assert "KeyError: 'a fault of the program'" in (group.failure or "")
+
+
 def give_up_on_long_games(row: dict[str, Any], episode: Access) -> float:
     """Return the reward, which a client's error after too many turns prevents."""
     return solve(row, episode)

@@ -184,9 +184,10 @@ def test_shared_memory_is_that_of_the_call(sandbox: Sandbox) -> None:
     assert values(sandbox, "share_segment") == [1.0, 1.0], "what the first call made is gone"
 
 
-def test_folders_are_removed_whatever_is_in_them(tmp_path: Path) -> None:
+def test_folders_are_removed_whatever_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"
     deep = folder
+    monkeypatch.chdir(tmp_path)
     for _ in range(1500):  # deeper than Python's own removal can go
         deep.mkdir()
         os.chdir(deep)

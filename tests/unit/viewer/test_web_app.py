@@ -485,6 +485,9 @@ def test_what_a_run_has_written_ends_no_other_runs_view(tmp_path: Path) -> None:
     refresher._read(ViewedRun.refresh)
     bad, good = runs
     assert bad.problem == "a file of the run can't be read: KeyError: 'prompt'"
+    revision = bad.revision
+    refresher._read(ViewedRun.refresh)
+    assert bad.revision == revision, "nothing is drawn anew while nothing changes"
     assert (good.problem, good.index and good.index.num_indexed) == ("", 4)
 
 

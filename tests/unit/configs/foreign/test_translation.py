@@ -573,6 +573,7 @@ ODD: list[Any] = [
 
 ROWS = "dataset_name: rows.jsonl\nmodel_name_or_path: tiny\n"
 ON_VERL = "actor_rollout_ref.model.path: tiny\nactor_rollout_ref.rollout.n: 4\n"
+ON_VERL_SFT = "model.partial_pretrain: tiny\ntrainer.total_epochs: 1\ntrainer.total_training_steps: 100\n"
 ON_AXOLOTL = "base_model: tiny\nmax_steps: 200\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
 ON_OPENRLHF = "pretrain: tiny\nprompt_data: rows.jsonl\nadvantage_estimator: group_norm\nuse_kl_loss: true\n"
 
@@ -583,13 +584,19 @@ ON_OPENRLHF = "pretrain: tiny\nprompt_data: rows.jsonl\nadvantage_estimator: gro
         (f"{ON_VERL}algorithm.rollout_correction.rollout_is: null\n", {"algorithm.correction.mode": "none"}),
         (f"{ON_AXOLOTL}lr_scheduler:\n", {"learner.schedule.name": "cosine", "learner.schedule.warmup_steps": 6}),
         (f"{ON_AXOLOTL}warmup_steps: 4\n", {"learner.schedule.warmup_steps": 4}),
+        (ON_AXOLOTL.replace("200", "10_000"), {"learner.schedule.warmup_steps": 100}),
+        (
+            f"{ON_VERL_SFT}optim.lr_warmup_steps: 7\noptim.warmup_style: constant\n",
+            {"learner.schedule.name": "constant", "learner.schedule.warmup_steps": 7},
+        ),
+        (
+            f"{ROWS}num_generations: 4\nuse_adaptive_entropy: true\nentropy_coef_min: 0.01\n",
+            {"algorithm.loss.entropy_coef_min": 0.01},
+        ),
         (f"{ON_AXOLOTL}gradient_checkpointing: offload\n", {"model.gradient_checkpointing": True}),
         (ON_OPENRLHF, {"algorithm.loss.kl": "k1"}),
         (f"{ON_OPENRLHF}use_kl_estimator_k3: true\n", {"algorithm.loss.kl": "k3"}),
-        (
-            "model.partial_pretrain: tiny\ntrainer.total_epochs: 1\ntrainer.total_training_steps: 100\n",
-            {"learner.schedule.name": "cosine", "learner.schedule.warmup_steps": 10},
-        ),
+        (ON_VERL_SFT, {"learner.schedule.name": "cosine", "learner.schedule.warmup_steps": 10}),
         (
             f"{ROWS}num_generations: 4\nreward_funcs: [one.score, two.score]\n",
             {"scoring.rewards.score.path": "one:score", "scoring.rewards.two_score.path": "two:score"},
@@ -606,6 +613,7 @@ def test_what_a_file_leaves_out_is_its_systems_default(text: str, options: Mappi
     ("mark", "algorithm"),
     [
         ("undesirable_weight: 1.5", "kto"),
+        ("num_generations: 4\nnormalize_advantages: true", "rloo"),
         ("cpo_alpha: 0.5", "cpo"),
         ("center_rewards_coefficient: 0.01", "reward_model"),
         ("train_on_last_step_only: true", "process_reward_model"),
