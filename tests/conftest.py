@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(caches / "rlpipe-tests" / "torch_extensions"))
     MEASUREMENTS = ScratchFolder(PREFIX)  # goes with this process
     os.environ["XDG_CACHE_HOME"] = MEASUREMENTS.path
+
+
+@pytest.fixture(autouse=True)
+def same_folder() -> Iterator[None]:
+    """Return to the folder of before, which a run or actor in this process may have left."""
+    before = Path.cwd()
+    yield
+    os.chdir(before)
 
 
 @pytest.hookimpl(tryfirst=True)
