@@ -98,7 +98,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file that replaces ``path`` once it is complete."""
     temporary = writing_path(path)
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

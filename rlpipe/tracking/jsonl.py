@@ -50,7 +50,7 @@ class StepLog:
         size = self._path.stat().st_size if self._path.exists() else 0
         try:
             with self._path.open("ab") as file:
-                file.write(text.encode())
+                file.write(text.encode(errors="backslashreplace"))  # half an emoji has no UTF-8
         except OSError as error:
             logger.warning("step %d is missing in %s: %s", step, self._path, error)
             with suppress(OSError):

@@ -91,7 +91,7 @@ def read_image(value: Any, folder: Path, number: int) -> bytes:
         content = _read(value, folder)
         image_size(content)
         return content
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last of ~name, if nobody has that name
         raise UnusableRow(f"image {number} can't be read ({describe_error(error)})") from None
 
 

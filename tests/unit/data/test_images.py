@@ -89,6 +89,7 @@ def test_absolute_paths_and_file_addresses_are_read_from_anywhere(tmp_path: Path
     ("given", "problem"),
     [
         ("absent.png", "image 2 can't be read (FileNotFoundError"),
+        ("~nobody_here/cat.png", "image 2 can't be read (RuntimeError"),
         ("https://example.org/cat.png", "is a URL: download the images"),
         ("data:image/png;base64,!!", "not base64"),
         ({"bytes": None, "path": None}, "no bytes and no path"),

@@ -472,3 +472,10 @@ def test_plot_of_a_single_step(tmp_path: Path) -> None:
 def test_smooth_is_a_centred_mean_that_keeps_constants() -> None:
     assert smooth(np.array([0.0, 3.0, 6.0, 3.0])).tolist() == [1.5, 3.0, 4.0, 4.5]
     assert smooth(np.full(100, 0.25)) == pytest.approx(np.full(100, 0.25))
+
+
+def test_half_an_emoji_in_a_row_is_written_as_its_escape(tmp_path: Path) -> None:
+    StepLog(tmp_path / "log.jsonl", 0).append(1, [{"prompt": [{"role": "user", "content": "x", "name": "\ud83d"}]}])
+    assert b"\\ud83d" in (tmp_path / "log.jsonl").read_bytes()
+    (row,) = read_rows(tmp_path / "log.jsonl")
+    assert row["prompt"][0]["name"] == "\ud83d"
