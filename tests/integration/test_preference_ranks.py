@@ -114,7 +114,8 @@ def results_of(folder: Path) -> list[tuple[list[dict[str, float]], dict[str, Ten
 def assert_equal_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     for mine, theirs in zip(expected, found, strict=True):
         for name in mine.keys() - {"time/train", "tokens/run", "tokens/shared_ratio"}:  # other micro batches
-            assert theirs[name] == pytest.approx(mine[name], abs=1e-5), name
+            # A norm of 100 in float32 has steps of 8e-6.
+            assert theirs[name] == pytest.approx(mine[name], abs=1e-5, rel=1e-6), name
 
 
 @pytest.mark.parametrize("head", HEADS)
