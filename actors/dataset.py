@@ -248,7 +248,8 @@ class DatasetActor(StepServer):
             self._known_reports.append(report)
 
     def _keep_event(self, kind: str, subject: str, message: str) -> None:
-        number = time.time_ns()  # higher than the numbers of an earlier process
+        earlier = self._known_events[-1].number if self._known_events else 0
+        number = max(time.time_ns(), earlier + 1)  # the time is higher than the numbers of an earlier process
         self._known_events.append(
             LedgerEvent(number=number, time=time.time(), kind=kind, subject=subject, message=message)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,9 @@ class HookActor:
         self._function = import_object(path, what="hook", error=ConfigError)
 
     def call(self, groups: Sequence[RolloutGroup]) -> None:
-        self._function(groups)
+        result = self._function(groups)
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
 
 
 class HookFeed:
@@ -187,6 +190,12 @@ class ReplayActor(StepServer):
         """Wait until the hook has finished all its calls, or the time is up."""
         if self._hook is not None:
             await self._hook.drain(timeout_s)
+
+    async def discard(self, reasons: Mapping[int, str]) -> Outcome:
+        """Discard groups that were generated before the driver restarted, and can't be scored any more."""
+        outcome = self._store.discard(reasons)
+        await self._fill()
+        return outcome
 
     async def unscored(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         """Return those of the groups that were generated before the driver restarted, and still need scores."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +26,6 @@ import pyarrow as pa
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from rlpipe.common.atomic_io import writing_path
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.cached_rows import cache_root
@@ -152,14 +153,15 @@ class ReferenceCache:
             return 0
         count, table = len(self._new), {"key": [*self._new], "logprobs": [*self._new.values()]}
         file = self.folder / f"{sha256(b''.join(self._new)).hexdigest()[:32]}.arrow"
+        temporary = file.with_suffix(f".{socket.gethostname()}-{os.getpid()}.writing")  # other runs may write it, too
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with pa.ipc.new_file(str(writing_path(file)), SCHEMA) as writer:
+            with pa.ipc.new_file(str(temporary), SCHEMA) as writer:
                 writer.write_batch(pa.RecordBatch.from_pydict(table, SCHEMA))
-            writing_path(file).replace(file)
+            temporary.replace(file)
         except OSError as error:
             with suppress(OSError):
-                writing_path(file).unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise RunError(f"log-probs can't be written to {self.folder} ({error}); set data.cache") from None
         self._new = {}
         return count

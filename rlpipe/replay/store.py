@@ -184,6 +184,13 @@ class ReplayStore:
         self._discard(outcome, failed, best)
         return outcome
 
+    def discard(self, reasons: Mapping[int, str]) -> Outcome:
+        """Discard generated groups that can't be scored any more; ``reasons`` are given by group id."""
+        outcome = Outcome()
+        self._answer_again(outcome, reasons, with_tokens=True)
+        self._discard(outcome, {i: why for i, why in reasons.items() if self._generated.pop(i, None) is not None})
+        return outcome
+
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
         """Return those of the groups that were generated but not scored yet."""
         return [self._generated[group_id] for group_id in group_ids if group_id in self._generated]

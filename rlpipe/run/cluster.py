@@ -287,10 +287,13 @@ def end_actors(kept: Set[str]) -> None:
     Call it before the placement groups are released: if an actor dies with its placement group, Ray keeps its name for
     as long as this process holds a reference to it.
     """
-    ended = set(ray.util.list_named_actors()) - kept
-    for name in ended:
+    job, ended = ray.get_runtime_context().get_job_id(), set()
+    for name in set(ray.util.list_named_actors()) - kept:
         with suppress(ValueError):
-            ray.kill(ray.get_actor(name))
+            actor = ray.get_actor(name)
+            if actor._actor_id.hex().endswith(job):  # other jobs may share the namespace
+                ray.kill(actor)
+                ended.add(name)
     deadline = time.monotonic() + END_TIMEOUT_S
     while ended & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -56,7 +56,9 @@ from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.part_states import PartState
 from rlpipe.tracking.phases import PHASES
-from rlpipe.types import GroupRequest, Prompt
+from rlpipe.types import GroupRequest, Prompt, RolloutGroup
+
+ROW_CHANGED = "its row of the data has changed since it was generated"
 
 
 class Controller:
@@ -153,9 +155,9 @@ class Controller:
             await self._resume_unfinished(tasks)
             endless.append(tasks.create_task(self._release_learner()))
             await learner
-            if self._stop_reason is None:
-                await self._until_finished()
-            for task in [*endless, *self._evaluations]:
+            last = [tasks.create_task(self._until_finished()), tasks.create_task(self._stopped.wait())]
+            await asyncio.wait(last, return_when=asyncio.FIRST_COMPLETED)
+            for task in [*endless, *last, *self._evaluations]:
                 task.cancel()
         if self._stop_reason is not None:
             raise self._stop_reason
@@ -218,6 +220,8 @@ class Controller:
         self._pool.dispatch(requests)
         if generated:
             groups = await self._ask(self._replay.unscored.remote(list(generated)), "groups without scores")
+            await self._discard_changed(groups, generated)
+            groups = [group for group in groups if group.group_id in generated]
             for group in groups:
                 prompt = generated[group.group_id]
                 if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
@@ -226,6 +230,16 @@ class Controller:
                 group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]
             ids = {index: group.group_id for index, group in enumerate(groups)}
             tasks.create_task(self._scoring.score(ray.put(groups), ids))
+
+    async def _discard_changed(self, groups: Sequence[RolloutGroup], prompts: dict[int, Prompt]) -> None:
+        """Discard groups whose row of the data is another one now, and remove them from ``prompts``, by group id."""
+        changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
+        if changed:
+            call: Any = self._replay.discard.remote(changed)
+            outcome = await self._ask(call, f"{len(changed)} groups to be discarded")
+            for group_id in changed:
+                del prompts[group_id]
+            await self._settle(outcome)
 
     async def _start_groups(self) -> None:
         """Admit groups up to the capacity: first the rerolls that are due, then new prompts."""
@@ -416,6 +430,13 @@ class Controller:
 
 def _cursor(group: GroupTicket) -> Cursor:
     return Cursor(epoch=group.epoch, position=group.position)
+
+
+def answers(group: RolloutGroup, prompt: Prompt) -> bool:
+    """Return whether a group was sampled from ``prompt``; an environment writes its own, from the same row."""
+    if any(rollout.episode is not None for rollout in group):
+        return group.prompt.prompt_id == prompt.prompt_id
+    return np.array_equal(group.prompt.token_ids, prompt.token_ids)
 
 
 def _group_seed(seed: int, group_id: int) -> int:

@@ -410,11 +410,12 @@ def _first_error(error: BaseException) -> BaseException:
 def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
     """Join or start a cluster that the run fits on, and yield whether it was started; end the run's actors at exit."""
     joined = ray.is_initialized()
+    actors_before = set(ray.util.list_named_actors()) if joined else set()
+    places_before = placement_groups() if joined else set()
     preloading.begin(config)
-    with PHASES.phase("joining Ray" if joined or config.cluster.address else "starting Ray"):
-        is_own = connect(config.cluster, needs)
-    actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
     try:
+        with PHASES.phase("joining Ray" if joined or config.cluster.address else "starting Ray"):
+            is_own = connect(config.cluster, needs)
         yield is_own
     finally:
         end_learner()

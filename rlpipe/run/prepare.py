@@ -107,9 +107,7 @@ def open_output(run: Run) -> Iterator[None]:
 
     Raises ``ConfigError`` if it can't be written, or if another run writes there.
     """
-    with _naming(run.output):
-        run.output.mkdir(parents=True, exist_ok=True)
-    with _alone(run.output):
+    with hold_output(run.output):
         with _naming(run.output):
             write_whole(run.output / "config.yaml", to_yaml(run.config))
             mark_output(run.output)
@@ -117,8 +115,10 @@ def open_output(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Lock an existing output within the block; raise ``ConfigError`` if another run holds it."""
+def hold_output(output: Path) -> Iterator[None]:
+    """Create a run's folder, and lock it within the block; raise ``ConfigError`` if another run holds it."""
+    with _naming(output):
+        output.mkdir(parents=True, exist_ok=True)
     with held(output) as alone:
         if not alone:
             raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
@@ -296,7 +296,7 @@ def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePo
     output = Path(config.output).absolute()
     folder = output / "checkpoints"
     start = read_resume_point(config)
-    with _naming(output), _alone(output) if folder.is_dir() and not holds_output else nullcontext():
+    with _naming(output), hold_output(output) if folder.is_dir() and not holds_output else nullcontext():
         aside = set_damaged_aside(folder, newer_than=start.step)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
     messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]

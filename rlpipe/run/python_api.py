@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
@@ -13,8 +15,9 @@ from rlpipe.configs.compose import list_groups, load_config, nested
 from rlpipe.configs.data_sources import SUFFIXES
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.replay.ledger.database import NAME
 from rlpipe.run import pipeline
-from rlpipe.run.prepare import RewardLike
+from rlpipe.run.prepare import RewardLike, hold_output
 
 
 @runtime_checkable
@@ -64,8 +67,8 @@ def train(
     config: Config | Mapping[str, Any] | None = None,
     rewards: RewardLike | Sequence[RewardLike] = (),
     *,
-    model: str | Mapping[str, Any] | None = None,
-    dataset: Iterable[Mapping[str, Any]] | Table | str | None = None,
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dataset: Iterable[Mapping[str, Any]] | Table | str | os.PathLike[str] | None = None,
     num_epochs: float | None = None,
     **options: Any,
 ) -> Summary:
@@ -83,20 +86,26 @@ def train(
     """
     if foreign := next((name for name in options if name in OF_TRL), None):
         raise ConfigError(f"{foreign}: rlpipe.train has no such argument; it is {OF_TRL[foreign]} here")
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    dataset = os.fspath(dataset) if isinstance(dataset, os.PathLike) else dataset
+    also = {"model": model, "dataset": dataset, "num_epochs": num_epochs}
     if not isinstance(config, Config):
-        given = {**(config or {}), **options, **({} if model is None else {"model": model})}
+        given = [config or {}, options, {} if model is None else {"model": model}]
         config = make_config(given, dataset, num_epochs)
-    elif others := [*options, *(["model"] if model else []), *(["dataset"] if dataset is not None else [])]:
+    elif others := [*options, *(name for name, value in also.items() if value is not None)]:
         raise ConfigError(f"{others[0]}: a finished Config takes no further options; pass its options as a dictionary")
     several = [rewards] if callable(rewards) else list(rewards)
     return cast(Summary, pipeline.train(config, several))
 
 
-def make_config(given: Mapping[str, Any], dataset: Any, num_epochs: float | None) -> Config:
-    """Return the config of a run, whose rows, if they are in memory, are stored in its output."""
+def make_config(given: Iterable[Mapping[str, Any]], dataset: Any, num_epochs: float | None) -> Config:
+    """Return the config of a run, whose rows, if they are in memory, are stored in its output.
+
+    ``given`` are options by section or name; later ones are added to those before them.
+    """
     groups, choices = list_groups(), list[str]()
     options = [] if dataset is None else [{"data": _describe_rows(dataset)}]
-    for name, value in given.items():
+    for name, value in chain.from_iterable(tree.items() for tree in given):
         if name == "model" and isinstance(value, str) and value not in groups["model"]:
             options.append({name: {"path": value}})
         elif name in groups and isinstance(value, str):
@@ -156,14 +165,20 @@ def _plain(value: Any) -> Any:
 
 
 def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:
-    """Write the rows; raise ``ConfigError`` if the run in ``output`` was begun with others."""
-    output.mkdir(parents=True, exist_ok=True)
-    temporary = writing_path(path)
-    if isinstance(rows, list):
-        temporary.write_text("".join(f"{line}\n" for line in rows))
-    else:
-        rows.to_parquet(str(temporary))
-    if path.is_file() and path.read_bytes() != temporary.read_bytes() and any(output.glob("checkpoints/step_*")):
-        temporary.unlink()
-        raise ConfigError(f"dataset: the run in {output} began with other rows; pass those, or choose another output")
-    temporary.replace(path)
+    """Write the rows; raise ``ConfigError`` if the run in ``output`` was begun with others, or is going on."""
+    with hold_output(output):
+        temporary = writing_path(path)
+        try:
+            if isinstance(rows, list):
+                temporary.write_text("".join(f"{line}\n" for line in rows))
+            else:
+                rows.to_parquet(str(temporary))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise DataError(f"dataset: these rows can't be stored as Parquet ({error})") from error
+        has_begun = (output / NAME).exists() or any(output.glob("checkpoints/step_*"))
+        if path.is_file() and has_begun and path.read_bytes() != temporary.read_bytes():
+            temporary.unlink()
+            raise ConfigError(
+                f"dataset: the run in {output} began with other rows; pass those, or choose another output"
+            )
+        temporary.replace(path)

@@ -43,7 +43,10 @@ class AnswerCache:
         self._database: sqlite3.Connection | None = None
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            # Serve makes a replica in one thread and calls it in another, never in both at a time.
+            self._database = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
 

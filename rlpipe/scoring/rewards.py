@@ -22,6 +22,8 @@ SIGHT = frozenset({"completions", "completion_ids", "rollouts"})
 """Parameters through which a function sees the policy's completions."""
 PROVIDED = SIGHT | {"prompts", "trainer_state", "log_extra", "log_metric"}
 """Parameters that every call can fill; all others are data-set columns or the config's kwargs."""
+HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns that TRL does not pass to reward functions, because other arguments of the call carry them."""
 ON_REQUEST = frozenset({"rollouts"})
 """Parameters that a function receives only if it names them; a bare ``**kwargs`` is not enough."""
 
@@ -190,7 +192,8 @@ def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable
     """Return the required parameters that neither the run, nor ``kwargs``, nor the data-set ``columns`` can fill."""
     if inspect.isclass(reward):
         return []
-    return sorted(read_signature(reward, repr(reward)).required - PROVIDED - set(kwargs) - set(columns))
+    passed = PROVIDED | set(kwargs) | (set(columns) - HIDDEN_COLUMNS)
+    return sorted(read_signature(reward, repr(reward)).required - passed)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import RewardFailed
 from rlpipe.scoring.processes import MemoryLimit, ProcessSnapshot, lift_memory_limit
 from rlpipe.scoring.rewards import (
+    HIDDEN_COLUMNS,
     Reward,
     RewardActor,
     RewardFunction,
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from rlpipe.scoring.engine_chat import Chat
 
 logger = logging.getLogger(__name__)
-
-HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that TRL does not pass to reward functions, because other arguments of the call carry them."""
 
 
 @dataclass(kw_only=True, slots=True)

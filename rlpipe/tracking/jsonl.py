@@ -59,13 +59,13 @@ class StepLog:
 
 def _forget_steps(path: Path, first_step: int) -> None:
     """Drop the lines of ``first_step`` and later, and lines that were cut off in the middle."""
-    with path.open("rb") as file:
-        lines = file.readlines()
-    kept = [line for line in lines if _is_before(line, first_step)]
-    if kept == lines:
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(kept))
+    with path.open("rb") as lines:  # several gigabytes, where all completions are kept
+        if all(_is_before(line, first_step) for line in lines):
+            return
+        lines.seek(0)
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("wb") as kept:
+            kept.writelines(line for line in lines if _is_before(line, first_step))
     temporary.replace(path)
 
 

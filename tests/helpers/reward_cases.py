@@ -156,3 +156,19 @@ class EngineJudge(Judge):
 
     def parse(self, answer: str) -> float:
         return sum(map(ord, answer)) / 1000
+
+
+def held_digits(completions: list[Any], hold: str, **columns: Any) -> list[float]:
+    """Return ``digits`` as soon as there is no file ``hold``."""
+    while Path(hold).exists():
+        time.sleep(0.05)
+    return digits(completions)
+
+
+def digits_but_for_the_end(
+    completions: list[Any], trainer_state: Any, hangs: Sequence[bool] = (), **columns: Any
+) -> list[float]:
+    """Return ``digits``; for rows with the column ``hangs``, only before anything is trained."""
+    if hangs and trainer_state.global_step > 0:
+        time.sleep(10_000)
+    return digits(completions)

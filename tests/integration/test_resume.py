@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from run_cases import SIX_STEPS, read_adapter, read_jsonl, run_options, trained_steps
-from signal_cases import HANGS_S, signals, start_driver, wait_for_step
+from run_cases import REWARDS_FILE, SIX_STEPS, read_adapter, read_jsonl, run_options, trained_steps
+from signal_cases import HANGS_S, ledger_of, signals, start_driver, wait_for_step
 
 from benchmarks.processes import find_processes
 from rlpipe import cli
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.run_ledger import GroupState
+from rlpipe.run.controller import ROW_CHANGED
 
 pytestmark = pytest.mark.ray
 
@@ -159,3 +162,60 @@ def test_an_asynchronous_run_whose_driver_dies_keeps_its_accounts(
     assert last.wait(timeout=HANGS_S) == 0, log.read_text()
     assert [row["step"] for row in read_jsonl(output / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert cli.main(["audit", str(output)]) == 0
+
+
+@pytest.mark.slow
+def test_completions_of_rows_that_have_changed_are_not_scored_against_the_new_ones(
+    cluster_environment: dict[str, str], tiny_policy: Path, tmp_path: Path
+) -> None:
+    output, log, rows, hold = tmp_path / "run", tmp_path / "log.txt", tmp_path / "rows.jsonl", tmp_path / "hold"
+    hold.touch()
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(8)))
+    reward = (f"scoring.rewards.digits.path={REWARDS_FILE}:held_digits", f"scoring.rewards.digits.kwargs.hold={hold}")
+    sizes = ("algorithm.num_steps=1", "algorithm.groups_per_step=8", "replay.max_staleness=0")
+    options = run_options(tiny_policy, rows, output, *reward, *sizes, "tracking.log_completions=100")
+    driver = start_driver(options, cluster_environment, log)
+    deadline = time.monotonic() + HANGS_S
+    while not (output / NAME).exists() or ledger_of(output).counts().get(GroupState.GENERATED, 0) < 8:
+        assert driver.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_until_gone("rollout-0", timeout_s=30)
+
+    lines = rows.read_text().splitlines()
+    kept = [entry["prompt"] for entry in map(json.loads, lines[::2])]
+    rows.write_text("".join(f"{line}\n" for line in lines).replace("1+1=", "1+2=").replace("3+1=", "3+2="))
+    hold.unlink()
+    again = start_driver(options, cluster_environment, log)
+    assert again.wait(timeout=HANGS_S) == 0, log.read_text()
+    changed = ledger_of(output).rows("SELECT prompt_id, reason FROM groups WHERE state = 'DISCARDED'")
+    assert sorted(prompt_id for prompt_id, reason in changed if reason == ROW_CHANGED) == [1, 3]
+    assert cli.main(["audit", str(output)]) == 0
+    said = {row["prompt"] for row in read_jsonl(output / "completions.jsonl")}
+    assert not said & {"1+1=", "3+1="}
+    assert said >= set(kept)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_end_in_its_last_evaluation_ends(
+    cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    output, log, held_out = tmp_path / "run", tmp_path / "log.txt", tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1+2=", "hangs": true}\n')
+    options = run_options(
+        tiny_policy,
+        prompts_file,
+        output,
+        f"data.held_out.path={held_out}",
+        f"scoring.rewards.digits.path={REWARDS_FILE}:digits_but_for_the_end",
+    )
+    driver = start_driver(options, cluster_environment, log)
+    wait_for_step(driver, output / "metrics.jsonl", 3)
+    time.sleep(3)
+    assert driver.poll() is None, log.read_text()
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(timeout=60) == 130
+    assert "rlpipe: error: stopped by SIGTERM" in log.read_text()
+    assert "Traceback" not in log.read_text()

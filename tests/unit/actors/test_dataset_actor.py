@@ -1,6 +1,7 @@
 """Tests that the dataset actor packs a step while ranks train the one before, and no step that nobody will want."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,13 @@ def test_reports_are_kept_until_the_driver_has_them(policy: Path, tmp_path: Path
         assert len(actor._known_reports) == 1, "a step that is trained again is reported once"
 
     asyncio.run(train())
+
+
+def test_events_have_rising_numbers_when_the_clock_goes_back(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = actor_of(policy, tmp_path)
+    for now in (10, 10, 7):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        actor._keep_event("rank", "learner-0", f"at {now}")
+    assert [event.number for event in actor._events(9)] == [10, 11, 12]

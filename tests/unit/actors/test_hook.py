@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ray.exceptions import RayActorError
 
-from rlpipe.actors.replay import MAX_SHOWN, HookFeed
+from rlpipe.actors.replay import MAX_SHOWN, HookActor, HookFeed
 from rlpipe.types import Prompt, RolloutGroup
 
 
@@ -80,3 +81,11 @@ def test_failures_are_counted_and_the_first_ones_told() -> None:
         assert told[0].startswith("scoring.on_rollouts_scored failed on 1 groups: RayActorError")
 
     asyncio.run(run())
+
+
+def test_a_coroutine_function_is_a_hook_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "hooks.py"
+    file.write_text("seen = []\nasync def hook(groups):\n    seen.extend(groups)\n")
+    actor = HookActor(f"{file}:hook", str(tmp_path))
+    actor.call([make_group(3)])
+    assert [group.group_id for group in actor._function.__globals__["seen"]] == [3]

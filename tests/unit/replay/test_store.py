@@ -495,3 +495,15 @@ def test_groups_that_could_not_be_sampled_are_no_success_when_they_pass_the_scor
 def test_groups_without_reward_variance_are_no_failures() -> None:
     outcome = Outcome(discarded={1: f"{NO_VARIANCE} (attempt 1)", 2: "no judge"})
     assert outcome.failures == {2: "no judge"}
+
+
+def test_generated_groups_are_discarded_once_and_the_answer_is_repeated(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1)
+    store.generated([group(0, list(MIXED), scored=False), group(1, list(MIXED), scored=False)])
+    outcome = store.discard({1: "its row has changed"})
+    assert outcome.discarded == {1: "its row has changed"}
+    assert [kept.group_id for kept in store.unscored([0, 1])] == [0]
+    store = open_store(tmp_path)
+    assert store.discard({1: "its row has changed"}) == outcome
+    assert store.ledger.counts() == {GroupState.GENERATED: 1, GroupState.DISCARDED: 1}

@@ -13,6 +13,7 @@ import pandas
 import pytest
 
 import rlpipe
+from rlpipe.common.atomic_io import held
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
@@ -41,7 +42,7 @@ def test_keywords_are_options_sections_and_files_of_groups(base: dict[str, Any],
         "learner.max_grad_norm": 0.5,
         "seed": 7,
     }
-    config = make_config(given, ROWS, 2)
+    config = make_config([given], ROWS, 2)
     assert config.model.path == base["model"]
     assert (
         config.algorithm
@@ -50,7 +51,15 @@ def test_keywords_are_options_sections_and_files_of_groups(base: dict[str, Any],
         ).algorithm
     )
     assert (config.learner.optimizer.lr, config.learner.max_grad_norm, config.seed) == (1e-5, 0.5, 7)
-    assert make_config({**base, "model": "full", "model.path": base["model"]}, ROWS, 1).model.adapter.kind == "none"
+    assert make_config([{**base, "model": "full", "model.path": base["model"]}], ROWS, 1).model.adapter.kind == "none"
+
+
+def test_later_options_are_added_to_those_before(base: dict[str, Any]) -> None:
+    given = [{"learner": {"optimizer": {"lr": 1e-5}}}, {"learner": {"max_grad_norm": 0.5}}, base]
+    learner = make_config(given, ROWS, 1).learner
+    assert (learner.optimizer.lr, learner.max_grad_norm) == (1e-5, 0.5)
+    again = [{"learner.optimizer.lr": 1e-5}, {"learner.optimizer.lr": 1e-4}, base]
+    assert make_config(again, ROWS, 1).learner.optimizer.lr == 1e-4
 
 
 @pytest.mark.parametrize(
@@ -67,27 +76,44 @@ def test_keywords_are_options_sections_and_files_of_groups(base: dict[str, Any],
 def test_rows_in_memory_are_stored_in_the_output(
     base: dict[str, Any], dataset: Iterable[Any], file: str, tmp_path: Path
 ) -> None:
-    config = make_config({**base, "data.held_out.size": 4}, dataset, 3)
+    config = make_config([{**base, "data.held_out.size": 4}], dataset, 3)
     assert config.data.path == f"{tmp_path}/run/{file}"
     stored = datasets.load_dataset(config.data.source.replace("jsonl", "json"), data_files=config.data.path)["train"]
     assert stored.to_list() == ROWS
     assert config.algorithm.num_steps == 6, "3 epochs of 16 rows, of which a step takes 8"
 
 
-def test_a_resumed_run_has_the_same_rows(base: dict[str, Any], tmp_path: Path) -> None:
-    make_config(base, ROWS, 1)
-    make_config(base, ROWS[1:], 1)  # nothing is trained yet
-    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
-    make_config(base, ROWS[1:], 1)
+@pytest.mark.parametrize("started", ["checkpoints/step_000001", "ledger.sqlite"])
+def test_a_resumed_run_has_the_same_rows(base: dict[str, Any], tmp_path: Path, started: str) -> None:
+    make_config([base], ROWS, 1)
+    make_config([base], ROWS[1:], 1)  # nothing is trained yet
+    (tmp_path / "run" / started).mkdir(parents=True)
+    make_config([base], ROWS[1:], 1)
     with pytest.raises(ConfigError, match=r"^dataset: the run in .*/run began with other rows; pass those, or choose"):
-        make_config(base, ROWS, 1)
+        make_config([base], ROWS, 1)
     assert (tmp_path / "run" / "dataset.jsonl").read_text().count("\n") == 19
 
 
+def test_the_rows_of_a_run_that_is_going_on_stay(base: dict[str, Any], tmp_path: Path) -> None:
+    make_config([base], ROWS, 1)
+    with held(tmp_path / "run"), pytest.raises(ConfigError, match=r"^another run writes to output="):
+        make_config([base], ROWS[1:], 1)
+    assert (tmp_path / "run" / "dataset.jsonl").read_text().count("\n") == 20
+
+
 def test_arrays_in_rows_are_plain_values(base: dict[str, Any], tmp_path: Path) -> None:
-    make_config(base, [{"prompt": "a", "grid": np.arange(3), "size": np.float32(0.5)}] * 2, 1)
+    make_config([base], [{"prompt": "a", "grid": np.arange(3), "size": np.float32(0.5)}] * 2, 1)
     row = json.loads((tmp_path / "run" / "dataset.jsonl").read_text().splitlines()[0])
     assert row == {"prompt": "a", "grid": [0, 1, 2], "size": 0.5}
+
+
+def test_rows_and_places_that_can_not_be_written_are_named(base: dict[str, Any], tmp_path: Path) -> None:
+    mixed = pandas.DataFrame({"prompt": ["a", 1]})
+    with pytest.raises(DataError, match=r"^dataset: these rows can't be stored as Parquet \("):
+        make_config([base], mixed, 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^output=.*/file/run can't be written \("):
+        make_config([{**base, "output": str(tmp_path / "file" / "run")}], ROWS, 1)
 
 
 @pytest.mark.parametrize(
@@ -100,23 +126,23 @@ def test_arrays_in_rows_are_plain_values(base: dict[str, Any], tmp_path: Path) -
 )
 def test_rows_that_can_not_be_stored_are_named(base: dict[str, Any], dataset: list[Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        make_config(base, dataset, 1)
+        make_config([base], dataset, 1)
 
 
 def test_files_and_names_of_the_hub_are_read_where_they_are(base: dict[str, Any], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(ROWS[0]) + "\n")
-    config = make_config(base, str(rows), None)
+    config = make_config([base], str(rows), None)
     assert (config.data.source, config.data.path) == ("jsonl", str(rows))
-    hub = make_config({**base, "data": {"split": "test"}}, "openai/gsm8k", None)
+    hub = make_config([{**base, "data": {"split": "test"}}], "openai/gsm8k", None)
     assert (hub.data.source, hub.data.path, hub.data.split) == ("datasets", "openai/gsm8k", "test")
     with pytest.raises(ConfigError, match=r"^num_epochs: only rows in memory have a known number; set algorithm\.num_"):
-        make_config(base, str(rows), 1)
+        make_config([base], str(rows), 1)
 
 
 def test_names_of_other_libraries_get_their_hint(base: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^learning_rate: no such option; did you mean learner\.optimizer\.lr\?$"):
-        make_config({**base, "learning_rate": 1e-5}, ROWS, 1)
+        make_config([{**base, "learning_rate": 1e-5}], ROWS, 1)
 
 
 @pytest.mark.parametrize(
@@ -139,5 +165,17 @@ def test_one_reward_or_several(base: dict[str, Any], monkeypatch: pytest.MonkeyP
     rlpipe.train({"seed": 3}, [length, length], **base, dataset=ROWS)
     rlpipe.train(calls[0][0])
     assert [(config.seed, rewards) for config, rewards in calls] == [(0, [length]), (3, [length] * 2), (0, [])]
-    with pytest.raises(ConfigError, match=r"^seed: a finished Config takes no further options"):
-        rlpipe.train(calls[0][0], seed=2)
+    for name, value in {"seed": 2, "num_epochs": 3, "model": "full"}.items():
+        with pytest.raises(ConfigError, match=f"^{name}: a finished Config takes no further options"):
+            rlpipe.train(calls[0][0], **{name: value})
+
+
+def test_paths_are_texts_as_well(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Config] = []
+    monkeypatch.setattr(pipeline, "train", lambda config, rewards: calls.append(config) or {})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROWS[0]) + "\n")
+    for kind in (str, Path):
+        rlpipe.train(output=base["output"], model=kind(base["model"]), dataset=kind(rows))
+    assert calls[0] == calls[1]
+    assert calls[0].data.path == str(rows)

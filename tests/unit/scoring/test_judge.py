@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,14 @@ def test_equal_questions_are_asked_once(tmp_path: Path) -> None:
         assert len(server.requests) == 1
         assert scores(number_judge(server, cache=path, temperature=0.5), make_group("x")) == [0.8]
         assert len(server.requests) == 2
+
+
+def test_a_cache_may_be_made_in_another_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "judge.sqlite")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(AnswerCache(path).put, "question", "7").result()
+    assert AnswerCache(path).get("question") == "7"
+    assert not caplog.records
 
 
 def test_the_cache_forgets_what_was_not_used_for_long() -> None:

@@ -147,3 +147,5 @@ def test_missing_columns_are_known_before_the_run() -> None:
     assert missing_columns(plain, {}, ["answer"]) == []
     assert missing_columns(plain, {"answer": ["42"]}, []) == []
     assert missing_columns(Judge, {}, []) == []
+    hidden: Any = lambda completion, completions: []  # noqa: E731
+    assert missing_columns(hidden, {}, ["completion"]) == ["completion"], "TRL's own rewards never get such a column"
