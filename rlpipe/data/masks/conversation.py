@@ -66,12 +66,16 @@ class ConversationMask:
     def _never_counted(self, token_ids: IntArray, spans: Sequence[Span]) -> BoolArray:
         """Return which tokens are of images, audio and videos, or padding; a turn may end with the padding's token."""
         tokenizer = self._template.tokenizer
-        never = np.isin(token_ids, media_token_ids(tokenizer))
+        never = np.isin(token_ids, self._media_ids)
         if self._by_generation and tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
             is_padding = token_ids == tokenizer.pad_token_id
             is_padding[[stop - 1 for _, stop in spans]] = False
             never |= is_padding
         return never
+
+    @cached_property
+    def _media_ids(self) -> tuple[int, ...]:
+        return media_token_ids(self._template.tokenizer)
 
     @cached_property
     def _roles(self) -> frozenset[str]:

@@ -158,3 +158,13 @@ def test_generation_blocks_keep_their_own_variables_and_blanks() -> None:
     assert encoded.token_ids.tolist() == made["input_ids"]
     assert mask.astype(int).tolist() == made["assistant_masks"]
     assert len(spans) == sum(message["role"] == "assistant" for message in CONVERSATION)
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_the_vocabulary_is_not_copied_for_every_row(jinja: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = template_of(jinja)
+    mask = ConversationMask(template, DATA)
+    first = mask.tokens(CONVERSATION)
+    monkeypatch.setattr(type(template.tokenizer), "get_vocab", lambda self: pytest.fail("a copy of all its tokens"))
+    again = mask.tokens(CONVERSATION)
+    assert first[1].tolist() == again[1].tolist()
