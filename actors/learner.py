@@ -270,7 +270,7 @@ class FeatureRank:
         rank = self._sharding.rank
         groups = self._calls.get(self._batches.feature_share.remote(job, rank), "the groups to compute features of")
         scores = self._scorer.score(groups)
-        self._calls.get(self._batches.features_scored.remote(job, rank, scores), "a receipt for the scores")
+        self._calls.get(self._batches.features_scored.remote(job, rank, scores), "the replay actor to store the scores")
 
 
 POLL_S = 5.0
@@ -394,7 +394,7 @@ class LearnerLoop:
             share = self._calls.get(call, f"the rows of step {step}", more_s=self._setup.start_timeout_s)
             if share:
                 found = self._learner.reference_logprobs(share)
-                self._calls.get(batches.add_reference.remote(found), "a receipt for the reference's log-probs")
+                self._calls.get(batches.add_reference.remote(found), "the dataset actor to store log-probs")
 
     def _post_messages(self) -> None:
         """Post, from the first rank, the notes on the policy that are new since the last call."""

@@ -139,9 +139,9 @@ class ReplayActor(StepServer):
         self._opened = self._open_store(ledger)
         return self._opened.resume_state(messages, first_step=start.step)
 
-    async def admit(self, groups: Sequence[GroupTicket], place: Cursor, passed: Sequence[SkipRecord]) -> None:
+    async def admit(self, groups: Sequence[GroupTicket], place: Cursor, skipped: Sequence[SkipRecord]) -> None:
         """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
-        self._store.admit(groups, place, passed)
+        self._store.admit(groups, place, skipped)
 
     async def generated(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> Outcome:
         """Keep ``groups[indices]``, and discard those that could not be sampled."""

@@ -54,7 +54,7 @@ class TurnClient:
         self._sends: set[asyncio.Task[None]] = set()
 
     def assign(self, group_ids: Iterable[int], engine: str) -> None:
-        """Draw the groups' turns on this engine from now on, the open ones again."""
+        """Sample the groups' turns on this engine from now on, the open ones again."""
         moved = {*group_ids}
         self._assigned |= dict.fromkeys(moved, engine)
         for number, turn in self._turns.items():

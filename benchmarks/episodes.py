@@ -36,12 +36,12 @@ from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
-from rlpipe.episodes.agents import Access
+from rlpipe.episodes.agents import EndpointAccess
 from rlpipe.episodes.bridge import Bridge, turn_ends
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.groups import open_player
 from rlpipe.episodes.parsing import parse_text
-from rlpipe.episodes.session import Deadline, DrawnTurn, Rules
+from rlpipe.episodes.session import Deadline, Rules, SampledTurn
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.rollout.engine import Sample, build_rollout, num_threads
 from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, RolloutGroup
@@ -68,7 +68,7 @@ class Talk(rlpipe.Environment):
         return rlpipe.Step("And then?", done=not self._left)
 
 
-async def talk(row: Mapping[str, Any], episode: Access) -> float:
+async def talk(row: Mapping[str, Any], episode: EndpointAccess) -> float:
     """Say the same as ``Talk`` by OpenAI's client."""
     messages: list[Any] = [{"role": "user", "content": "Say something, and go on."}]
     async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
@@ -81,7 +81,7 @@ async def talk(row: Mapping[str, Any], episode: Access) -> float:
     return 0.0
 
 
-async def talk_plainly(row: Mapping[str, Any], episode: Access) -> float:
+async def talk_plainly(row: Mapping[str, Any], episode: EndpointAccess) -> float:
     """Say the same without a client's own caches, which would count as growth of the process."""
     messages: list[Any] = [{"role": "user", "content": "Say something, and go on."}]
     headers = {"Authorization": f"Bearer {episode.api_key}"}
@@ -175,7 +175,7 @@ def turns_of(groups: Sequence[RolloutGroup]) -> list[list[tuple[list[int], int]]
 
 
 def run_bare(file: Path) -> None:
-    """Draw the turns of a file by a loop over vLLM, and print the seconds."""
+    """Sample the turns of a file by a loop over vLLM, and print the seconds."""
     from rlpipe.rollout.vllm.vllm_options import engine_args, sampling_args  # isort: split
     from vllm import EngineArgs, SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -231,8 +231,8 @@ FIXED_TURN = Sample(
 """The turn of an engine that takes no time."""
 
 
-async def instant(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
-    return DrawnTurn(
+async def instant(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
+    return SampledTurn(
         token_ids=FIXED_TURN.token_ids,
         logprobs=FIXED_TURN.logprobs,
         policy_versions=FIXED_TURN.policy_versions,
@@ -274,7 +274,7 @@ async def run_client(base_url: str) -> None:
 
     async def play(key: str) -> None:
         async with places:
-            await talk({}, Access(base_url=base_url, api_key=key))
+            await talk({}, EndpointAccess(base_url=base_url, api_key=key))
 
     await asyncio.gather(*map(play, keys))
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from benchmarks.offload_cases import COMPUTE, Case, Values, compute_buffers, loss_of, make_row, make_scorer
 from benchmarks.updates import Measured, measure_updates
-from rlpipe.learner.forward import TokenScorer, find_layers
+from rlpipe.learner.forward import LogprobModel, find_layers
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5
@@ -134,7 +134,7 @@ def zero3_settings(device: torch.device) -> dict[str, Any]:
     }
 
 
-def make_filled(case: Case, dtype: torch.dtype) -> TokenScorer:
+def make_filled(case: Case, dtype: torch.dtype) -> LogprobModel:
     """Make the model with all its weights on the host."""
     scorer = make_scorer(case, dtype).to_empty(device="cpu")
     scorer.causal_model.tie_weights()
@@ -145,7 +145,7 @@ def make_filled(case: Case, dtype: torch.dtype) -> TokenScorer:
 
 
 def run_micro_batches(
-    scorer: TokenScorer, case: Case, number: int, device: torch.device, backward: Callable[[Tensor, bool], object]
+    scorer: LogprobModel, case: Case, number: int, device: torch.device, backward: Callable[[Tensor, bool], object]
 ) -> None:
     """Run the micro batches of one update; ``backward`` gets each loss, and whether it is the last."""
     for index in range(case.micro_batches):

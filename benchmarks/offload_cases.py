@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from rlpipe.configs.schema.model_config import AdapterConfig
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.policy import lora_config
 from rlpipe.learner.row_plan import NAME, AttentionLayout, Row, plan_row
 from rlpipe.types import MicroBatch
@@ -107,7 +107,7 @@ ON_CPU = ("tiny", "tiny-lora")
 """Cases for the CPU, which are no measure of a GPU."""
 
 
-def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
+def make_scorer(case: Case, dtype: torch.dtype | None = None) -> LogprobModel:
     """Make the model as a run trains it, with parameters on the meta device and buffers on the CPU.
 
     ``dtype`` is that of the weights; by default float32 if all are trained, else the compute dtype.
@@ -117,14 +117,14 @@ def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.set_attn_implementation(NAME)
-        scorer = TokenScorer(model, compute_dtype=COMPUTE, layout=AttentionLayout.SHARED)
+        scorer = LogprobModel(model, compute_dtype=COMPUTE, layout=AttentionLayout.SHARED)
         if case.kind == "lora":
             scorer.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK), model))
     compute_buffers(scorer, torch.device("cpu"))
     return scorer.train()
 
 
-def compute_buffers(scorer: TokenScorer, device: torch.device) -> None:
+def compute_buffers(scorer: LogprobModel, device: torch.device) -> None:
     """Place buffers, such as the frequencies of rotary embeddings, on the device, with the values of a new model."""
     model: PreTrainedModel = scorer.causal_model
     for module in model.modules():
@@ -172,7 +172,7 @@ def make_row(case: Case, number: int, device: torch.device) -> Row:
     return plan_row(micro_batch, layout=AttentionLayout.SHARED, device=device)
 
 
-def loss_of(scorer: TokenScorer, case: Case, row: Row) -> Tensor:
+def loss_of(scorer: LogprobModel, case: Case, row: Row) -> Tensor:
     """Return a micro batch's share of the mean cross-entropy over an update's tokens."""
     logprobs, _ = scorer.logprobs(row, 1.0, LOGIT_TOKENS)
     return -logprobs.sum() / (case.micro_batches * (case.tokens - 1))

@@ -15,7 +15,7 @@ from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_row, m
 from benchmarks.updates import measure_updates
 from rlpipe.configs.schema.learner_config import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import Device
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.chunked import capacity
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
@@ -108,7 +108,7 @@ def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: in
     }
 
 
-def make_plan(scorer: TokenScorer, case: Case, machine: Device, device: torch.device) -> Plan:
+def make_plan(scorer: LogprobModel, case: Case, machine: Device, device: torch.device) -> Plan:
     units = find_units(scorer)
     row = make_row(case, 0, torch.device("cpu"))
     flops: Counter[str] = Counter()

@@ -84,7 +84,7 @@ def validate(config: Config, *, need_files: bool = True) -> None:
     raise_all(find_missing_files(config) if need_files else [])
 
 
-class ManyProblems(ConfigError):
+class MultipleErrors(ConfigError):
     """Error with the messages of several, of which it shows the first ``MAX_PROBLEMS``."""
 
     def __init__(self, messages: Sequence[str]) -> None:
@@ -97,12 +97,12 @@ class ManyProblems(ConfigError):
 def raise_all(problems: Iterable[InputError]) -> None:
     """Raise the only problem, or one error with all of several; do nothing if there is none."""
     found = list(problems)
-    nested = [problem.messages if isinstance(problem, ManyProblems) else [str(problem)] for problem in found]
+    nested = [problem.messages if isinstance(problem, MultipleErrors) else [str(problem)] for problem in found]
     messages = list(dict.fromkeys(chain.from_iterable(nested)))
     if len(messages) == 1:
         raise found[0]
     if messages:
-        raise ManyProblems(messages)
+        raise MultipleErrors(messages)
 
 
 def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:

@@ -14,7 +14,7 @@ from rlpipe.configs.schema.algorithm_config import (
     LossConfig,
     RewardKlConfig,
 )
-from rlpipe.configs.schema.option import OwnFunction
+from rlpipe.configs.schema.option import UserFunction
 from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.root_config import Config
 
@@ -62,7 +62,7 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from check_function(advantage, "algorithm.advantage")
 
 
-def check_function(config: OwnFunction, section: str) -> Iterator[str]:
+def check_function(config: UserFunction, section: str) -> Iterator[str]:
     """Yield contradictions of a function of the user's own; its import is checked when a run begins."""
     if config.path is not None and ":" not in config.path:
         yield (
@@ -161,7 +161,7 @@ def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.has_critic and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
         part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
         yield f"{part}: gae compares plain rewards with a critic's values; leave it out, or set rloo"
-    if algorithm.credits_in_learner and algorithm.loss.mask_truncated:
+    if algorithm.learner_computes_advantages and algorithm.loss.mask_truncated:
         yield (
             "algorithm.loss.mask_truncated: the learner computes the advantages from the log-probs of all rollouts "
             "(reward_kl, optimal_token_baseline, gae), and has none of these; set false"

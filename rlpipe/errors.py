@@ -17,7 +17,7 @@ RlpipeError
     ├── Unhealthy              a metric is beyond the ``stop`` of its health rule
     ├── HeadLost               Ray's head died or was cut off
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
-    ├── AccountsDiffer         `rlpipe audit` found a difference: exit code 3
+    ├── AuditFailed            `rlpipe audit` found an inconsistency: exit code 3
     └── LedgerError            the ledger can't be read or written
         ├── LedgerDamaged      its content is damaged, or of another version: exit code 2
         └── LedgerLost         the ledger is on a machine that was lost
@@ -116,7 +116,7 @@ class LedgerLost(LedgerError):
     """The replay actor restarted on a machine without the ledger; the run resumes from the last checkpoint's copy."""
 
 
-class AccountsDiffer(RunError):
+class AuditFailed(RunError):
     """The audit of a run's ledger found an inconsistency."""
 
     exit_code = 3

@@ -435,7 +435,7 @@ class WeightsManifest:
     version: int
     kind: WeightsKind
     digest: str
-    """Digest that an engine with this version must report (see ``rlpipe.rollout.digest``)."""
+    """Digest that an engine with this version must report (see ``rlpipe.weights.buckets``)."""
     num_buckets: int
     num_bytes: int
     adapter_config: Mapping[str, Any] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from covering import covering
 
-from rlpipe.common.scratch import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder
 
 # A shell's background jobs ignore Ctrl-C, and so do their children, but tests send it to their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES, Computed
 from rlpipe.configs.foreign.foreign_values import ForeignValues
-from rlpipe.configs.foreign.setting_rules import Made, PartOf
+from rlpipe.configs.foreign.setting_rules import Made, UsedBy
 
 KINDS = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
 LOADERS = {"json": "jsonl", "parquet": "parquet"}
@@ -66,9 +66,9 @@ def describe_entry(index: int, key: str, values: ForeignValues, value: Any) -> M
     if key == "type":
         kind = str(value)
         is_known = kind.split(".")[0] in KNOWN_TYPES or kind in (*PREFERENCE_TYPES, "bradley_terry.chat_template")
-        return PartOf("data") if is_known else NO_TYPE
+        return UsedBy("data") if is_known else NO_TYPE
     is_known = value in UNDERSTOOD.get(key, ()) or isinstance(value, CHOICES.get(key, ()))
-    return PartOf("data") if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY
+    return UsedBy("data") if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY
 
 
 def translate_data(values: ForeignValues) -> dict[str, Any]:

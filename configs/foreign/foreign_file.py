@@ -55,7 +55,7 @@ def read_foreign(path: Path, system: str | None = None) -> ForeignRun:
     return run
 
 
-class LastOfTwo(get_yaml_loader()):  # type: ignore[misc]
+class LastKeyWinsLoader(get_yaml_loader()):  # type: ignore[misc]
     """A loader that takes the last value of a key, as the other systems do, and remembers the earlier ones."""
 
     def __init__(self, text: str, earlier: list[tuple[str, str]]) -> None:
@@ -72,7 +72,7 @@ class LastOfTwo(get_yaml_loader()):  # type: ignore[misc]
 
 def _read_tree(text: str, path: Path, system: str | None) -> ForeignRun:
     earlier: list[tuple[str, str]] = []
-    tree = load_yaml(path, text, partial(LastOfTwo, earlier=earlier))
+    tree = load_yaml(path, text, partial(LastKeyWinsLoader, earlier=earlier))
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: it contains no settings of {' or '.join(SYSTEMS.values())}; name another file")
     settings = list(flatten(tree))

@@ -13,9 +13,9 @@ from rlpipe.configs.foreign.setting_rules import (
     Condition,
     Made,
     Options,
-    PartOf,
     Rule,
     SettingRow,
+    UsedBy,
     about,
     copied,
     enabling,
@@ -128,7 +128,7 @@ def trl_loss(values: ForeignValues, value: Any) -> Made:
     if values.run.method in ("rl", "ebft"):
         return named(NAME, TRL_LOSSES, NO_LOSS).make(values, value)
     if values.run.method in ("cpo", "kto"):
-        return PartOf("algorithm") if value in ("simpo", "sigmoid", "kto") else NO_LOSS
+        return UsedBy("algorithm") if value in ("simpo", "sigmoid", "kto") else NO_LOSS
     if values.run.method == "sft":
         return "it is the loss here" if value in ("nll", "chunked_nll") else NO_LOSS
     names = value if isinstance(value, list) else [value]
@@ -162,7 +162,7 @@ def trl_combine(values: ForeignValues, value: Any) -> Made:
 
 @about("algorithm")
 def axolotl_method(values: ForeignValues, value: Any) -> Made:
-    return trl_combine.make(values, "normalize_then_sum") if value == "gdpo" else PartOf("algorithm")
+    return trl_combine.make(values, "normalize_then_sum") if value == "gdpo" else UsedBy("algorithm")
 
 
 @about(SCALE)

@@ -12,9 +12,9 @@ from rlpipe.configs.foreign.setting_rules import (
     OFF,
     Made,
     Options,
-    PartOf,
     Rule,
     SettingRow,
+    UsedBy,
     about,
     adapted,
     engine_argument,
@@ -68,7 +68,7 @@ TARGETS, PROMPTS = "model.adapter.target_modules", "data.max_prompt_tokens"
 
 
 def part(of: str) -> Rule:
-    return Rule(of, lambda values, value: PartOf(of))
+    return Rule(of, lambda values, value: UsedBy(of))
 
 
 def typed(name: str) -> Rule:
@@ -113,20 +113,20 @@ def target_modules(values: ForeignValues, value: Any) -> Made:
 
 @about("model")
 def quantized(values: ForeignValues, value: Any) -> Made:
-    return PartOf("model") if values.model == "qlora" else QUANTIZED if is_on(value) else OFF
+    return UsedBy("model") if values.model == "qlora" else QUANTIZED if is_on(value) else OFF
 
 
 @about("model.adapter.r")
 def rank(values: ForeignValues, value: Any) -> Made:
     if values.model == "full":
-        return PartOf("model") if value == 0 else NO_ADAPTER
+        return UsedBy("model") if value == 0 else NO_ADAPTER
     return {"model.adapter.r": value}
 
 
 @about("data.path")
 def data(values: ForeignValues, value: Any) -> Made:
     is_long = len(value if isinstance(value, list) else str(value).split(",")) > MAX_ENTRIES
-    return f"more than {MAX_ENTRIES}: set data.path to a folder or a pattern" if is_long else PartOf("data")
+    return f"more than {MAX_ENTRIES}: set data.path to a folder or a pattern" if is_long else UsedBy("data")
 
 
 @about("data.held_out.path")
@@ -296,7 +296,7 @@ MODEL = (
     SettingRow(quantized, "load_in_4bit", openrlhf="load_in_4bit"),
     SettingRow(said("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
     SettingRow(
-        Rule("model", lambda values, value: PartOf("model") if value == "nf4" else "a 4-bit base is in NF4"),
+        Rule("model", lambda values, value: UsedBy("model") if value == "nf4" else "a 4-bit base is in NF4"),
         "bnb_4bit_quant_type",
     ),
     SettingRow(rank, "lora_r r", "model.lora_rank model.lora.rank", "lora_rank"),

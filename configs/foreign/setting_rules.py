@@ -13,13 +13,13 @@ Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PartOf:
+class UsedBy:
     """Result of a rule for a setting that is one of those from which a group's choice, or an option, follows."""
 
     of: str
 
 
-Made = Options | PartOf | str
+Made = Options | UsedBy | str
 """Options of rlpipe by their dotted names, what a setting is part of, or the reason why it makes neither."""
 Maker = Callable[[ForeignValues, Any], Made]
 Condition = Callable[[ForeignValues], bool]
@@ -117,7 +117,7 @@ def enabling(option: str, number: str, default: float) -> Rule:
     def make(values: ForeignValues, value: Any) -> Made:
         if not is_on(value):
             return OFF
-        return {option: default} if values.get(number) is None else PartOf(option)
+        return {option: default} if values.get(number) is None else UsedBy(option)
 
     return Rule(option, make)
 
@@ -127,7 +127,7 @@ def beside(rule: Rule, *names: str, option: str = "") -> Rule:
 
     def make(values: ForeignValues, value: Any) -> Made:
         made = rule.make(values, values.get(*names))
-        return PartOf(option if option in made else rule.option) if isinstance(made, dict) else made
+        return UsedBy(option if option in made else rule.option) if isinstance(made, dict) else made
 
     return Rule(option or rule.option, make)
 

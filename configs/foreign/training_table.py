@@ -9,9 +9,9 @@ from rlpipe.configs.foreign.foreign_values import GROUPS, SIZE, UPDATES, Foreign
 from rlpipe.configs.foreign.setting_rules import (
     OFF,
     Made,
-    PartOf,
     Rule,
     SettingRow,
+    UsedBy,
     about,
     counted,
     named,
@@ -62,7 +62,7 @@ def of_batch(option: str, others: str) -> Rule:
     """Return the rule of a setting from which the size of a step follows, with others."""
 
     def make(values: ForeignValues, value: Any) -> Made:
-        return PartOf(option) if option in values.batch else PACKED if values.is_packed else others
+        return UsedBy(option) if option in values.batch else PACKED if values.is_packed else others
 
     return Rule(option, make)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from rlpipe.configs.compose import ManyProblems, load_config
+from rlpipe.configs.compose import MultipleErrors, load_config
 from rlpipe.configs.foreign.data_set_entries import describe_entry, entry_of, translate_data, unread_splits
 from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
 from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignValues
 from rlpipe.configs.foreign.setting_names import canonical, rule_of
-from rlpipe.configs.foreign.setting_rules import NO_EFFECT, OFF, Made, PartOf, Rule
+from rlpipe.configs.foreign.setting_rules import NO_EFFECT, OFF, Made, Rule, UsedBy
 from rlpipe.configs.options import options
 from rlpipe.errors import ConfigError, InputError
 
@@ -105,7 +105,7 @@ def _place(translation: Translation, values: ForeignValues, setting: Setting) ->
     made = translate_setting(values, setting)
     if not (setting.default_of or values.counts(setting) or isinstance(setting.value, Computed)):
         translation.notes.append((str(setting), GIVEN_AGAIN))
-    elif isinstance(made, PartOf):
+    elif isinstance(made, UsedBy):
         translation.origins.setdefault(made.of, []).append(str(setting))
     elif isinstance(made, str):
         if not (setting.default_of and made in (OFF, NO_EFFECT)):
@@ -167,7 +167,7 @@ def _leave_out_what_is_refused(translation: Translation) -> None:
         try:
             load_config(options=[as_tree(translation, PLACEHOLDER)], overrides=_chosen(translation), need_files=False)
         except InputError as error:
-            messages = error.messages if isinstance(error, ManyProblems) else [str(error)]
+            messages = error.messages if isinstance(error, MultipleErrors) else [str(error)]
             named = {
                 option: text
                 for text in messages

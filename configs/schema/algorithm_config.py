@@ -11,7 +11,7 @@ from rlpipe.configs.schema.option import (
     MAX_TOKENS,
     MAX_WEIGHT,
     Freezable,
-    OwnFunction,
+    UserFunction,
     option,
 )
 from rlpipe.configs.schema.preference_config import PreferenceConfig, ProcessRewardConfig, RewardModelConfig
@@ -110,7 +110,7 @@ ADVANTAGES = (
 
 
 @dataclass(kw_only=True)
-class AdvantageConfig(OwnFunction):
+class AdvantageConfig(UserFunction):
     name: str = option(
         "grpo",
         "How rewards become advantages. With path, what your function gets in addition to the rewards: those of greedy "
@@ -181,7 +181,7 @@ class CovarianceConfig(Freezable):
 
 
 @dataclass(kw_only=True)
-class LossConfig(OwnFunction):
+class LossConfig(UserFunction):
     name: str = option(
         "clip",
         "The policy-gradient surrogate; or dpo: the loss of algorithm.preference, on the best and the worst rollout of "
@@ -257,7 +257,7 @@ class LossConfig(OwnFunction):
 
 
 @dataclass(kw_only=True)
-class CorrectionConfig(OwnFunction):
+class CorrectionConfig(UserFunction):
     mode: str = option(
         "token_truncate",
         "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
@@ -294,7 +294,7 @@ REPLAY_POLICIES = ("newest", "most_spread")
 
 
 @dataclass(kw_only=True)
-class ReplayPolicyConfig(OwnFunction):
+class ReplayPolicyConfig(UserFunction):
     name: str = option(
         "newest",
         "Which of the kept groups are trained again: the newest ones, or those whose rewards differ most.",
@@ -393,7 +393,7 @@ class AlgorithmConfig(Freezable):
         return self.group_size + self.samples_greedy
 
     @property
-    def credits_in_learner(self) -> bool:
+    def learner_computes_advantages(self) -> bool:
         """Whether the learner computes the advantages, because they depend on its log-probs."""
         has_energies = self.advantage.name == "optimal_token_baseline"
         needs_learner = has_energies or self.has_critic or self.reward_kl.coef > 0

@@ -92,7 +92,7 @@ class Freezable:
 
 
 @dataclass(kw_only=True)
-class OwnFunction(Freezable):
+class UserFunction(Freezable):
     """A section that may name a function of the user's own in place of a built-in one."""
 
     path: str | None = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, Freezable, OwnFunction, option
+from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, Freezable, UserFunction, option
 
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
 PAIR_LOSSES = (
@@ -14,7 +14,7 @@ PAIR_LOSSES = (
 
 
 @dataclass(kw_only=True)
-class PreferenceConfig(OwnFunction):
+class PreferenceConfig(UserFunction):
     loss: str = option(
         "dpo",
         "The loss of pairs of a chosen and a rejected completion; for kto, of completions that are good or bad. With "

@@ -175,7 +175,7 @@ class Config(Freezable):
         return self.rollout.dtype or self.model.dtype
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         """The command that continues the run from its newest checkpoint, in words."""
         return "the same command" if self.resume == "auto" else "the same command with resume=auto"
 
@@ -185,7 +185,7 @@ def longest_conversation(config: Config) -> int:
     return config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
 
 
-def most_drawn_tokens(config: Config) -> int:
+def max_sampled_tokens(config: Config) -> int:
     """Return the limit on the tokens that the policy draws for a completion, or in all turns of an episode."""
     turns = config.environment.max_turns if config.environment.is_used else 1
     return min(longest_conversation(config) - config.data.max_prompt_tokens, turns * config.rollout.sampling.max_tokens)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.own_tensors import check_finite, check_marks, check_shapes
 from rlpipe.algorithms.plugins import CORRECTION, call_function, own_error, registrar
+from rlpipe.algorithms.user_tensors import check_finite, check_marks, check_shapes
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 LOGPROB_DIFFERENCE = "sampling/logp_difference/max"

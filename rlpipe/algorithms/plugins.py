@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
-from rlpipe.configs.schema.option import OwnFunction
+from rlpipe.configs.schema.option import UserFunction
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 
 ADVANTAGE, LOSS, PREFERENCE = "algorithm.advantage", "algorithm.loss", "algorithm.preference"
@@ -58,7 +58,7 @@ def record_code(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     )
 
 
-def load_function(config: OwnFunction, section: str) -> Callable[..., Any]:
+def load_function(config: UserFunction, section: str) -> Callable[..., Any]:
     """Return the function at ``path``; raise ``ConfigError`` if its file is not the one of ``digest``."""
     assert config.path is not None
     return _load(config.path, config.digest, section)
@@ -77,7 +77,7 @@ def _load(path: str, expected: str | None, section: str) -> Callable[..., Any]:
     return function
 
 
-def call_function(config: OwnFunction, section: str, *inputs: Any) -> Any:
+def call_function(config: UserFunction, section: str, *inputs: Any) -> Any:
     """Return what the user's function returns; raise ``RunError`` in one line, with the line of code, if it raises."""
     function = load_function(config, section)
     try:
@@ -89,7 +89,7 @@ def call_function(config: OwnFunction, section: str, *inputs: Any) -> Any:
         raise own_error(config, section, problem) from None
 
 
-def own_error(config: OwnFunction, section: str, problem: str) -> RunError:
+def own_error(config: UserFunction, section: str, problem: str) -> RunError:
     """Return the error for a problem of the user's function."""
     return RunError(f"{section}.path: {config.path} {problem}; fix the function, or set {section}.path=null")
 

@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlpipe.algorithms.losses import LossOutput
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.own_tensors import check_finite, check_gradient, check_shapes
 from rlpipe.algorithms.plugins import PREFERENCE, call_function, own_error, registrar
+from rlpipe.algorithms.user_tensors import check_finite, check_gradient, check_shapes
 from rlpipe.configs.schema.preference_config import PreferenceConfig, RewardModelConfig
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.corrections import MAX_LOG_RATIO, sequence_means, sequence_sums
-from rlpipe.algorithms.own_tensors import check_finite, check_gradient, check_marks, check_shapes
 from rlpipe.algorithms.plugins import LOSS, call_function, own_error, registrar
+from rlpipe.algorithms.user_tensors import check_finite, check_gradient, check_marks, check_shapes
 from rlpipe.configs.schema.algorithm_config import LossConfig
 
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0

@@ -70,9 +70,9 @@ def check_before(arguments: argparse.Namespace) -> Iterator[Observation]:
         "limits": machine_checks.check_limits,
         "network": partial(machine_checks.check_network, config),
     }
-    is_well = True
+    is_ok = True
     for found in examine(machine):
-        is_well = is_well and found.status is not Status.PROBLEM
+        is_ok = is_ok and found.status is not Status.PROBLEM
         yield found
     if config is None:
         yield from examine({"disk": partial(machine_checks.check_disks, output, None)})
@@ -82,11 +82,11 @@ def check_before(arguments: argparse.Namespace) -> Iterator[Observation]:
 
     checks = RunChecks(config)
     for found in examine(checks.all()):
-        is_well = is_well and found.status is not Status.PROBLEM
+        is_ok = is_ok and found.status is not Status.PROBLEM
         yield found
     if arguments.quick or checks.is_made_first:
         yield skipped("trial step", "--quick" if arguments.quick else "the policy is made when the run starts")
-    elif not is_well:
+    elif not is_ok:
         yield skipped("trial step", "the problems above come first")
     else:
         yield from examine({"trial step": partial(try_step, arguments.overrides, arguments.config, config)})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, OneLineParser, add_command, add_trust_argument, at_least, span
-from rlpipe.errors import AccountsDiffer, InputError
+from rlpipe.errors import AuditFailed, InputError
 
 if TYPE_CHECKING:
     from rlpipe.commands.ledger_display import Question
@@ -96,7 +96,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:
         claims = "; ".join(finding.claim for finding in result.problems)
-        raise AccountsDiffer(f"the ledger {path} is inconsistent; these claims do not hold: {claims}")
+        raise AuditFailed(f"the ledger {path} is inconsistent; failed checks: {claims}")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

@@ -261,7 +261,7 @@ def _describe_record(row: GroupRow) -> Iterator[str]:
     yield (
         f"epoch {row.epoch}, position {row.position}, prompt {row.prompt_id}; admitted with version {row.version}"
         + (f", attempt {row.attempt}" if row.attempt else "")
-        + (f", put back {row.reroll} times" if row.reroll else "")
+        + (f", rerolled {row.reroll} times" if row.reroll else "")
         + (f"; trained again in step {row.replayed_in}" if row.replayed_in is not None else "")
     )
     times = {"admitted": row.admitted_at, "generated": row.generated_at, "scored": row.scored_at}

@@ -196,4 +196,4 @@ def run_sandbox(arguments: argparse.Namespace) -> None:
     for name, has_held in held.items():
         print(f"{'held' if has_held else 'FAILED':<8}{name}")
     if failed := [name for name, has_held in held.items() if not has_held]:
-        raise RunError(f"the sandbox did not hold: a program could {', '.join(failed)}")
+        raise RunError(f"the sandbox is not secure: a program could {', '.join(failed)}")

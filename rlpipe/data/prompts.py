@@ -55,8 +55,8 @@ def open_prompts(
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Prompt]:
-        renderer: PromptRenderer | RowKeeper
-        renderer = RowKeeper() if as_rows else PromptRenderer(tokenizer, data, processor)
+        renderer: PromptRenderer | RawRowRenderer
+        renderer = RawRowRenderer() if as_rows else PromptRenderer(tokenizer, data, processor)
         truth = None if ebft is None else TruthRenderer(tokenizer, data, ebft)
 
         def render(row: Row, place: RowLocation) -> Prompt:
@@ -82,7 +82,7 @@ def open_prompts(
     return split.source(), split.held_out
 
 
-class RowKeeper:
+class RawRowRenderer:
     """A renderer that keeps rows as they are, in ``task``."""
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:

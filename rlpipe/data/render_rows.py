@@ -71,7 +71,7 @@ PROMPT_VALUES = [entry.name for entry in fields(Prompt) if entry.name not in ("p
 Record = dict[str, Any]
 Render = Callable[[Rows, int], Record]
 MASKS = "rlpipe.data.masks"
-SPOKEN = (MASKS, "rlpipe.data.cached_rows", "rlpipe.data.render_rows")
+USER_LOGGERS = (MASKS, "rlpipe.data.cached_rows", "rlpipe.data.render_rows")
 """Loggers whose INFO messages are for users, too."""
 
 
@@ -328,26 +328,28 @@ def _read(file: Path) -> PreparedRows | None:
 class _Relay(logging.Handler):
     """A log handler that passes each message on once."""
 
-    def __init__(self, tell: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
+    def __init__(self, emit: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
         super().__init__()
-        self._report, self._told = tell, set[str]()
+        self._report, self._seen = emit, set[str]()
         self.addFilter(lambda record: accepts(record.levelno))
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._seen:
+            self._seen.add(message)
             self._report(message)
 
 
 @contextmanager
-def forward_logs(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] = SPOKEN) -> Iterator[None]:
-    """Call ``tell`` with INFO messages of the ``spoken`` loggers and, if ``warnings``, warnings of ``rlpipe.data``."""
-    relays = [(name, _Relay(tell, lambda level: level == logging.INFO)) for name in spoken]
+def forward_logs(
+    emit: Callable[[str], None], *, warnings: bool, loggers: Sequence[str] = USER_LOGGERS
+) -> Iterator[None]:
+    """Forward INFO messages of ``loggers`` to ``emit``, and with ``warnings`` those of ``rlpipe.data``."""
+    relays = [(name, _Relay(emit, lambda level: level == logging.INFO)) for name in loggers]
     if warnings:
-        relays.append(("rlpipe.data", _Relay(tell, lambda level: level >= logging.WARNING)))
-    levels = {name: logging.getLogger(name).level for name in spoken}
-    for name in spoken:
+        relays.append(("rlpipe.data", _Relay(emit, lambda level: level >= logging.WARNING)))
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in loggers:
         logging.getLogger(name).setLevel(logging.INFO)
     for name, relay in relays:
         logging.getLogger(name).addHandler(relay)
@@ -364,5 +366,5 @@ def forward_logs(tell: Callable[[str], None], *, warnings: bool, spoken: Sequenc
 def mask_notes() -> Iterator[list[str]]:
     """Collect the messages on how the loss mask is made while the context is open."""
     notes: list[str] = []
-    with forward_logs(notes.append, warnings=False, spoken=[MASKS]):
+    with forward_logs(notes.append, warnings=False, loggers=[MASKS]):
         yield notes

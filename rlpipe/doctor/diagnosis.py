@@ -26,7 +26,7 @@ from rlpipe.tracking.jsonl import METRICS_FILE, read_rows
 from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
 
 AGAIN = "the same command continues from the newest checkpoint"
-MENDS = {
+FIXES = {
     "RewardFailed": f"fix the reward; rlpipe inspect RUN --state DISCARDED shows each failure; then {AGAIN}",
     "EnvironmentFailed": f"fix the environment; rlpipe episode plays one episode; then {AGAIN}",
     "LearnerFailed": "if losses are not finite: a lower learner.optimizer.lr, or model.dtype=float32. If processes "
@@ -87,7 +87,7 @@ def _mend(outcome: RunOutcome) -> str:
     message = outcome.message or ""
     if "No space left" in message or "can't be written" in message:
         return f"free space on that disk; then {AGAIN}"
-    known = MENDS.get(outcome.error or "")
+    known = FIXES.get(outcome.error or "")
     return known or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
 
 
@@ -155,13 +155,13 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
     for (kind, subject), number in ordered[:MOST_SUBJECTS]:
         last = next(event.message for event in reversed(events) if (event.kind, event.subject) == (kind, subject))
         lacked = any(word in last for word in OUT_OF_MEMORY)
-        mend = "rlpipe plan shows the memory that the run needs" if lacked else ""
-        yield warning("events", f"{subject}, {number} x: {last}", mend)
+        fix = "rlpipe plan shows the memory that the run needs" if lacked else ""
+        yield warning("events", f"{subject}, {number} x: {last}", fix)
     if recoveries:
         yield ok("events", f"{len(recoveries)} recoveries, the last one: {recoveries[-1].message}")
     if num_groups and sum(number for _, number in failed) > MANY_FAILED * num_groups:
         reason, number = failed[0]
-        yield problem("groups", f"{number} of {num_groups} groups failed with: {reason}", MENDS["RewardFailed"])
+        yield problem("groups", f"{number} of {num_groups} groups failed with: {reason}", FIXES["RewardFailed"])
     else:
         yield ok("ledger", f"{num_groups} groups, {sum(number for _, number in failed)} of them failed")
 

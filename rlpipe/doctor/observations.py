@@ -1,4 +1,4 @@
-"""Lines of `rlpipe doctor`: what was looked at, whether it is well, and how to mend it."""
+"""Lines of `rlpipe doctor`: what was checked, the result, and the fix."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Observation:
     subject: str
     status: Status
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def line(self) -> str:
-        mend = f"; {self.mend}" if self.mend else ""
-        return f"{self.status:<9}{self.subject:<13}{self.text}{mend}"
+        fix = f"; {self.fix}" if self.fix else ""
+        return f"{self.status:<9}{self.subject:<13}{self.text}{fix}"
 
 
 def ok(subject: str, text: str) -> Observation:
@@ -37,12 +37,12 @@ def skipped(subject: str, text: str) -> Observation:
     return Observation(subject=subject, status=Status.SKIPPED, text=text)
 
 
-def warning(subject: str, text: str, mend: str = "") -> Observation:
-    return Observation(subject=subject, status=Status.WARNING, text=text, mend=mend)
+def warning(subject: str, text: str, fix: str = "") -> Observation:
+    return Observation(subject=subject, status=Status.WARNING, text=text, fix=fix)
 
 
-def problem(subject: str, text: str, mend: str = "") -> Observation:
-    return Observation(subject=subject, status=Status.PROBLEM, text=text, mend=mend)
+def problem(subject: str, text: str, fix: str = "") -> Observation:
+    return Observation(subject=subject, status=Status.PROBLEM, text=text, fix=fix)
 
 
 Check = Callable[[], Iterable[Observation]]

@@ -25,7 +25,7 @@ from rlpipe.types import NO_VERSION, IntArray, Prompt, Rollout, RolloutGroup
 SUBJECT = "reward calls"
 START_S = 120.0
 """Seconds that the process has to import the rewards."""
-MEND = "mend it, or let it return None for an answer that it can't judge"
+FIX = "fix it, or return None for an answer that it can't judge"
 
 
 def called_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
@@ -53,11 +53,11 @@ def call_rewards(
                 _receive(results, START_S)
                 found = [_receive(results, config.timeout_s) for _ in groups]
             except TimeoutError as error:
-                yield problem(SUBJECT, f"{name}: no value after {error} s (scoring.rewards.{name}.timeout_s)", MEND)
+                yield problem(SUBJECT, f"{name}: no value after {error} s (scoring.rewards.{name}.timeout_s)", FIX)
                 return
             except EOFError:
                 process.join()
-                yield problem(SUBJECT, f"{name} ended its process ({_ending(process.exitcode)})", MEND)
+                yield problem(SUBJECT, f"{name} ended its process ({_ending(process.exitcode)})", FIX)
                 return
             yield _describe(name, config, found)
     finally:
@@ -121,7 +121,7 @@ def _describe(name: str, config: RewardConfig, found: Sequence[GroupScores]) -> 
     if failures:
         text = f"{name} failed on answers to {len(failures)} of the first {len(found)} rows: {failures[0]}"
         stops = len(failures) == len(found) or config.fail == "raise"
-        return (problem if stops else warning)(SUBJECT, text, MEND)
+        return (problem if stops else warning)(SUBJECT, text, FIX)
     columns = zip(*(group.scores[name] for group in found), strict=True)
     empty, repeated = (_range([value for value in values if value is not None]) for values in columns)
     return ok(SUBJECT, f"{name} gives {empty} to an empty answer, {repeated} to one that repeats the question")

@@ -157,30 +157,30 @@ class RunChecks:
     def check_dtype(self) -> Iterator[Observation]:
         """Check that this machine's devices are fast in the types that the config asks for."""
         fast: dict[str, None] = {}
-        for option, dtype, types, mend in self._chosen_types():
+        for option, dtype, types, fix in self._chosen_types():
             if types.is_slow(dtype):
                 can = types.narrow is not None or dtype in types.rates
-                yield (warning if can else problem)("type", f"{option}={dtype}: {types.describe(dtype)}", mend)
+                yield (warning if can else problem)("type", f"{option}={dtype}: {types.describe(dtype)}", fix)
                 return
             fast[f"{option}={dtype}"] = None
         known = f"{', '.join(fast)}, which this machine is fast in"
         yield ok("type", known if fast else f"model.dtype={self.config.model.dtype}")
 
     def _chosen_types(self) -> Iterator[tuple[str, str, DeviceTypes, str]]:
-        """Yield option, dtype, the dtypes of the device if they are known, and the mend, for learner and engines."""
+        """Yield option, dtype, the dtypes of the device if they are known, and the fix, for learner and engines."""
         config = self.config
         learner = ("model.dtype", config.model.dtype, "set model.dtype=auto")
         engine = ("rollout.dtype", config.rollout.dtype, "leave rollout.dtype out") if config.rollout.dtype else learner
         parts = [(learner, config.learner.num_gpus, learner_products)]
         if config.algorithm.kind == "rl":
             parts.append((engine, config.rollout.num_gpus, engine_products))
-        for (option, dtype, mend), num_gpus, products_of in parts:
+        for (option, dtype, fix), num_gpus, products_of in parts:
             if dtype in (AUTO, WIDE):
                 continue
             if num_gpus and torch.cuda.is_available():
-                yield option, dtype, gpu_device_types(torch.device("cuda")), mend
+                yield option, dtype, gpu_device_types(torch.device("cuda")), fix
             elif not num_gpus and not self.is_made_first and (made := products_of(config)) is not None:
-                yield option, dtype, cpu_types(made, dtype), mend
+                yield option, dtype, cpu_types(made, dtype), fix
 
     def check_plan(self) -> Iterator[Observation]:
         """Check that engines, learner and rewards fit into the memory of this machine, by the plan."""

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from rlpipe.common.atomic_io import existing_folder
-from rlpipe.common.scratch import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok

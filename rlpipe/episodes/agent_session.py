@@ -17,7 +17,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
-from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
+from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
@@ -135,7 +135,7 @@ class ChatAnswer:
     continuation: Continuation
     context: IntArray
     """Tokens that the request adds."""
-    drawn: DrawnTurn
+    drawn: SampledTurn
     tools: str
     branching: str | None
     node: Node | None = None
@@ -153,7 +153,7 @@ class _Asked:
 class AgentSession:
     """The graph of one program's conversations; a request after ``seal`` is refused."""
 
-    def __init__(self, *, bridge: Bridge, parser: Parser, draw: Draw, rules: Rules) -> None:
+    def __init__(self, *, bridge: Bridge, parser: Parser, draw: SampleTurn, rules: Rules) -> None:
         self._bridge, self._parser, self._draw, self._rules = bridge, parser, draw, rules
         self.episode = Episode()
         self.is_rewarded = False

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import import_object
-from rlpipe.common.scratch import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.episodes.tools import call_anywhere
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.http import JsonClient, RequestFailed
@@ -51,7 +51,7 @@ HEAD_TIMEOUT_S = 30.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Access:
+class EndpointAccess:
     """Address and key by which a program asks the policy during one episode."""
 
     base_url: str
@@ -60,7 +60,7 @@ class Access:
 
 
 class Agent(Protocol):
-    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+    async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         """Play an episode, and return its reward; raises anything."""
 
 
@@ -72,7 +72,7 @@ class FunctionAgent:
         if not callable(self._function):
             raise ConfigError(f"environment.agent: {path} is not a function")
 
-    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+    async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         reward: Reward = await call_anywhere(self._function, row, access)
         return reward
 
@@ -93,9 +93,9 @@ class CommandAgent:
         self._command = list(command)
         self._folder = ScratchFolder("rlpipe-agent-")
 
-    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+    async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         with tempfile.TemporaryDirectory(dir=self._folder.path, ignore_cleanup_errors=True) as folder:
-            strangers = process_ids()
+            unrelated = process_ids()
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
@@ -113,7 +113,7 @@ class CommandAgent:
                 await _send(process, json.dumps(dict(row), default=str).encode())
                 await _has_ended(process)
             finally:
-                await asyncio.to_thread(_end_all, process.pid, mark, strangers)
+                await asyncio.to_thread(_end_all, process.pid, mark, unrelated)
             with suppress(TimeoutError):  # a process that is missed may hold the pipes open
                 async with asyncio.timeout(END_S):
                     await reading
@@ -136,7 +136,7 @@ def read_reward(output: str) -> Reward:
     return value if is_number or isinstance(value, dict) else None
 
 
-def _variables(access: Access, folder: str) -> dict[str, str]:
+def _variables(access: EndpointAccess, folder: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     own = {"OPENAI_BASE_URL": access.base_url, KEY_VARIABLE: access.api_key, "HOME": folder, "TMPDIR": folder}
     return {**kept, **own, "NO_PROXY": "127.0.0.1,localhost", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -175,12 +175,12 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
         del kept[:-MAX_OUTPUT_BYTES]
 
 
-def _end_all(pid: int, mark: str, strangers: AbstractSet[int]) -> None:
+def _end_all(pid: int, mark: str, unrelated: AbstractSet[int]) -> None:
     """Kill what a command has started: its session, processes with its mark, and their descendants."""
     if not PROC.is_dir():  # the session is all that can be found
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    end_processes(partial(find_survivors, pid, mark, strangers))
+    end_processes(partial(find_survivors, pid, mark, unrelated))
 
 
 class GymAgent:
@@ -196,7 +196,7 @@ class GymAgent:
         self._url, self._name, self._concurrency = url.rstrip("/"), name, concurrency
         self._clients: dict[str, JsonClient] = {}
 
-    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+    async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         named = row.get("agent_ref")
         name = str(named.get("name", self._name)) if isinstance(named, Mapping) else self._name
         if name not in self._clients:
@@ -241,7 +241,7 @@ def read_agents(text: str) -> dict[str, str]:
     return agents
 
 
-def run_request(row: Mapping[str, Any], access: Access) -> dict[str, Any]:
+def run_request(row: Mapping[str, Any], access: EndpointAccess) -> dict[str, Any]:
     """Return the body of a ``/run`` request: the row, whose model requests have the episode's key as ``user``.
 
     A row without ``responses_create_params`` gets them from its column ``prompt``.

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rlpipe.episodes.agent_session import AgentSession, ChatAnswer, ChatQuestion, RequestRefused
 from rlpipe.episodes.agents import KEY_HEADER
-from rlpipe.episodes.openai_forms import (
+from rlpipe.episodes.openai_protocol import (
     MODEL,
     as_chat_request,
     as_completion,
@@ -35,15 +35,15 @@ RETRY_HEADER = "x-stainless-retry-count"
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
-class Forms(NamedTuple):
+class ResponseFormat(NamedTuple):
     """How an answer is written, as the body of a response to a request, and as the events of a stream."""
 
     body: Callable[[ChatAnswer, Mapping[str, Any]], dict[str, Any]]
     events: Callable[[ChatAnswer, Mapping[str, Any]], Iterable[str]]
 
 
-COMPLETIONS = Forms(as_completion, completion_events)
-RESPONSES = Forms(as_response, response_events)
+COMPLETIONS = ResponseFormat(as_completion, completion_events)
+RESPONSES = ResponseFormat(as_response, response_events)
 
 
 class Gateway:
@@ -187,15 +187,15 @@ async def _send(
     session: AgentSession,
     question: ChatQuestion,
     answer: ChatAnswer,
-    forms: Forms,
+    form: ResponseFormat,
 ) -> web.StreamResponse:
     """Send an answer, as one object or as a stream; one that does not arrive is taken back."""
     session.received(question, answer)
     response: web.StreamResponse
     if body.get("stream"):
-        response, texts = web.StreamResponse(headers=STREAM_HEADERS), forms.events(answer, body)
+        response, texts = web.StreamResponse(headers=STREAM_HEADERS), form.events(answer, body)
     else:
-        response, texts = web.Response(text=json.dumps(forms.body(answer, body)), content_type="application/json"), ()
+        response, texts = web.Response(text=json.dumps(form.body(answer, body)), content_type="application/json"), ()
     if not await _is_sent(request, response, texts):
         session.lost(question, answer)
     return response

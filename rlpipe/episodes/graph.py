@@ -200,7 +200,7 @@ class Continuation:
     """Reason why it begins anew."""
 
 
-class Said(NamedTuple):
+class CanonicalMessage(NamedTuple):
     """A message in one form, whatever form it was written in."""
 
     role: str
@@ -211,7 +211,7 @@ class Said(NamedTuple):
     reasoning: str
 
     @classmethod
-    def of(cls, message: Message) -> Said:
+    def of(cls, message: Message) -> CanonicalMessage:
         calls = tuple(
             (str(call.get("id")), str(call["function"]["name"]), canonical(call["function"].get("arguments")))
             for call in message.get("tool_calls") or ()
@@ -219,7 +219,7 @@ class Said(NamedTuple):
         result_of = message.get("tool_call_id") or None
         return cls(str(message.get("role")), text_of(message), calls, result_of, _reasoning(message))
 
-    def is_sent_back_as(self, sent: Said) -> bool:
+    def matches(self, sent: CanonicalMessage) -> bool:
         """Return whether a message that was sent back says the same as this one.
 
         Calls must have the same ids, names and arguments; beside them the text may be missing. Without calls the text
@@ -231,7 +231,7 @@ class Said(NamedTuple):
         return is_text_same and sent.reasoning in ("", self.reasoning)
 
 
-Known = dict[int, list[Said]]
+Known = dict[int, list[CanonicalMessage]]
 """Messages of nodes, by the node's id in memory."""
 
 
@@ -248,7 +248,7 @@ def locate(
     ways that say the same, and no turn that the policy did not draw follows. Among equal ones it is the newest.
     ``known`` keeps the messages of nodes between calls; conversations count whose first node ``begins`` accepts.
     """
-    known, sent = {} if known is None else known, [Said.of(message) for message in messages]
+    known, sent = {} if known is None else known, [CanonicalMessage.of(message) for message in messages]
     following: dict[int | None, list[tuple[int, Node]]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
         following[None if node.parent is None else id(node.parent)].append((number, node))
@@ -258,7 +258,7 @@ def locate(
     while reached:
         start, number, node = reached.pop()
         if id(node) not in known:
-            known[id(node)] = [Said.of(message) for message in node.messages]
+            known[id(node)] = [CanonicalMessage.of(message) for message in node.messages]
         own = known[id(node)]
         stop = start + _num_equal(own, sent[start:])
         shared = max(shared, stop)
@@ -272,10 +272,12 @@ def locate(
     return Continuation(node=None, new=messages, branching=_why(graph, sent, shared))
 
 
-def _why(graph: EpisodeGraph, sent: Sequence[Said], num_shared: int) -> Branching:
+def _why(graph: EpisodeGraph, sent: Sequence[CanonicalMessage], num_shared: int) -> Branching:
     if not graph.nodes:
         return Branching.FIRST
-    openings = [[Said.of(message) for message in node.messages] for node in graph.nodes if node.parent is None]
+    openings = [
+        [CanonicalMessage.of(message) for message in node.messages] for node in graph.nodes if node.parent is None
+    ]
     first = [message for message in sent if message.role != "assistant"][:1]
     if not num_shared and not any(_num_equal(opening, first) for opening in openings):
         return Branching.SUBAGENT
@@ -283,11 +285,11 @@ def _why(graph: EpisodeGraph, sent: Sequence[Said], num_shared: int) -> Branchin
     return Branching.COMPACTED if len(sent) < longest else Branching.REWRITTEN
 
 
-def _num_equal(known: Sequence[Said], sent: Sequence[Said]) -> int:
+def _num_equal(known: Sequence[CanonicalMessage], sent: Sequence[CanonicalMessage]) -> int:
     """Return the length of the common beginning of two conversations."""
     number = 0
     for own, other in zip(known, sent, strict=False):
-        if not own.is_sent_back_as(other):
+        if not own.matches(other):
             break
         number += 1
     return number

@@ -17,14 +17,14 @@ from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
-from rlpipe.episodes.agents import Access
+from rlpipe.episodes.agents import EndpointAccess
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import STARTS, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
-from rlpipe.episodes.session import Deadline, DrawnTurn, Episode, Rules, Session
+from rlpipe.episodes.session import Deadline, Episode, Rules, SampledTurn, Session
 from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
@@ -34,9 +34,9 @@ MIN_SIBLINGS = 2
 """Episodes that a group must have left to be trained; a single one has nothing to be compared with."""
 
 
-class DrawTurn(Protocol):
+class SampleTurnOfGroup(Protocol):
     async def __call__(self, request: GroupRequest, deadline: Deadline, /) -> Rollout:
-        """Draw one answer to the request's prompt, on the engine that its group is assigned to.
+        """Sample one answer to the request's prompt, on the engine that its group is assigned to.
 
         The episode's deadline is stopped while there is no such engine.
         """
@@ -54,7 +54,7 @@ class GroupPlayer:
         parser: Parser,
         max_model_len: int,
         sampling: SamplingConfig,
-        draw: DrawTurn,
+        draw: SampleTurnOfGroup,
     ) -> None:
         self._kind, self._config, self._bridge, self._parser, self._draw = kind, config, bridge, parser, draw
         self._max_model_len, self._sampling = max_model_len, sampling
@@ -117,7 +117,7 @@ class GroupPlayer:
         return group
 
     async def _play_one(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
-        async def draw(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+        async def draw(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
             number = turn * request.group_size + index
             rollout = await self._draw(
                 replace(
@@ -131,7 +131,7 @@ class GroupPlayer:
                 deadline,
             )
             mask = rollout.loss_mask
-            return DrawnTurn(
+            return SampledTurn(
                 token_ids=rollout.token_ids[mask].tolist(),
                 logprobs=rollout.logprobs[mask].tolist(),
                 policy_versions=rollout.policy_versions[mask].tolist(),
@@ -186,7 +186,7 @@ class GroupPlayer:
         key = self._gateway.open(session)
         try:
             async with deadline:
-                reward = await self._kind.agent.run(row, Access(base_url=self._gateway.base_url, api_key=key))
+                reward = await self._kind.agent.run(row, EndpointAccess(base_url=self._gateway.base_url, api_key=key))
                 if reward is not None and not session.is_rewarded:  # else it sent one, and this may be its result
                     session.set_reward(reward)
         except Exception as error:  # noqa: BLE001 - programs raise anything
@@ -204,7 +204,7 @@ class GroupPlayer:
         return session.seal()
 
 
-def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]:
+def open_player(config: Config, draw: SampleTurnOfGroup) -> tuple[GroupPlayer, list[str]]:
     """Return a player of a config's environment, and what the user should know of its limits and the chat template.
 
     Raises ``ConfigError`` if the environment, a tool or the parser can't be used, and ``DataError`` if the model has no

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpipe.common.imports import describe_error
-from rlpipe.common.scratch import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
-from rlpipe.episodes.agents import Access, FunctionAgent, Reward
+from rlpipe.episodes.agents import EndpointAccess, FunctionAgent, Reward
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.kinds import EpisodeKind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
@@ -314,7 +314,7 @@ class IsolatedAgent:
     def __init__(self, isolation: Isolation) -> None:
         self._isolation = isolation
 
-    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+    async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         answer = await self._isolation.ask_once(None, "run", dict(row), access)
         reward: Reward = answer["value"]
         return reward

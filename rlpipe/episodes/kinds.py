@@ -16,7 +16,7 @@ from rlpipe.episodes.verifiers_agent import VerifiersAgent
 from rlpipe.errors import ConfigError
 
 
-class Given(Environment):
+class PromptOnlyEnvironment(Environment):
     """The environment of rows that have the first messages themselves: the policy may call tools, and then answers."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -47,8 +47,10 @@ class EpisodeKind:
 def import_kind(config: EnvironmentConfig) -> EpisodeKind:
     """Import the environment and tools of a config, and make one environment to try; raise ``ConfigError``."""
     if config.agent is not None:
-        return EpisodeKind(make=Given, tools=[], has_reward=True, agent=_open_agent(config.agent, config.concurrency))
-    made: Callable[[], Environment] = Given
+        return EpisodeKind(
+            make=PromptOnlyEnvironment, tools=[], has_reward=True, agent=_open_agent(config.agent, config.concurrency)
+        )
+    made: Callable[[], Environment] = PromptOnlyEnvironment
     own_tools: Sequence[Tool] = ()
     if config.path is not None:
         found = import_object(config.path, what="environment.path", error=ConfigError)

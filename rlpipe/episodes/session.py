@@ -22,7 +22,7 @@ from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class DrawnTurn:
+class SampledTurn:
     """A turn as an engine drew it, with the token that ended it."""
 
     token_ids: Sequence[int]  # [C]
@@ -31,9 +31,11 @@ class DrawnTurn:
     finish_reason: str
 
 
-class Draw(Protocol):
-    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
-        """Draw the turn with this number after the tokens ``[T]``; ``stop`` are further texts that end it."""
+class SampleTurn(Protocol):
+    async def __call__(
+        self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
+    ) -> SampledTurn:
+        """Sample the turn with this number after the tokens ``[T]``; ``stop`` are further texts that end it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -88,7 +90,7 @@ class Episode:
     def turn_rewards(self) -> list[float]:
         return [node.reward for node in self.graph.turns]
 
-    def add_turn(self, parent: Node, parsed: ParsedTurn, drawn: DrawnTurn) -> Node:
+    def add_turn(self, parent: Node, parsed: ParsedTurn, drawn: SampledTurn) -> Node:
         """Add a turn that an engine drew to the graph."""
         return self.graph.draw(
             parent,
@@ -160,7 +162,7 @@ class Session:
         *,
         bridge: Bridge,
         parser: Parser,
-        draw: Draw,
+        draw: SampleTurn,
         rules: Rules,
         deadline: Deadline | None = None,
     ) -> None:

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.formatting import printable
-from rlpipe.episodes.agents import KEY_HEADER, Access, AgentFailed, Reward
-from rlpipe.episodes.openai_forms import MODEL
+from rlpipe.episodes.agents import KEY_HEADER, AgentFailed, EndpointAccess, Reward
+from rlpipe.episodes.openai_protocol import MODEL
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.nemo_gym import row_as_json
 
@@ -64,7 +64,7 @@ class VerifiersAgent:
                 )
         self._address = address
 
-    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+    async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         import msgpack
 
         rollout = ServedRollout(access.base_url)
@@ -87,7 +87,7 @@ class VerifiersAgent:
                 raise AgentFailed(f"verifiers at {self._address}: {failure}") from failure
 
 
-def run_message(row: Mapping[str, Any], access: Access) -> dict[str, Any]:
+def run_message(row: Mapping[str, Any], access: EndpointAccess) -> dict[str, Any]:
     """Return a request to play a row's task, in which the policy is asked at the run's gateway with the episode's key.
 
     The key is a header of that endpoint, so that it does not reach other models that an environment asks. Sampling is

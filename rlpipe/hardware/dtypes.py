@@ -92,17 +92,17 @@ def choose_dtype(
     devices: Sequence[DeviceTypes],
     *,
     option: str = "model.dtype",
-    mend: str = f"{AUTO} chooses {WIDE}",
+    fix: str = f"{AUTO} chooses {WIDE}",
     begun: str | None = None,
 ) -> DtypeChoice:
     """Choose one dtype for all ``devices``: the one asked for, or for ``auto`` bfloat16 if it is best on all of them.
 
-    ``begun`` is the dtype of a resumed run so far; ``auto`` keeps it. ``mend`` says what to do about a slow one.
+    ``begun`` is the dtype of a resumed run so far; ``auto`` keeps it. ``fix`` says what to do about a slow one.
     """
     assert devices, "somebody computes"
     if asked != AUTO:
         slow = next((entry for entry in devices if entry.is_slow(asked)), None)
-        line = None if slow is None else f"{option}={asked} is slow here: {slow.cost(asked)}; {mend}"
+        line = None if slow is None else f"{option}={asked} is slow here: {slow.cost(asked)}; {fix}"
         return DtypeChoice(dtype=asked, line=line)
     against = next((entry for entry in devices if entry.auto == WIDE), None)
     decisive = devices[0] if against is None else against

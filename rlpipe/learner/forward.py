@@ -144,8 +144,8 @@ def logit_cap(model: PreTrainedModel) -> float | None:
 Result = TypeVar("Result")
 
 
-class TokenScorer(nn.Module):
-    """The model with the fused lm_head in place of its own, in one module, so that it can be sharded as a whole.
+class LogprobModel(nn.Module):
+    """The causal model with a fused lm_head, as one module that can be sharded as a whole.
 
     ``compute_dtype`` is the dtype of matrix products; parameters in a wider one are cast by autocast. ``drifts`` are
     the weights whose scale was found to be off when they were loaded.
@@ -357,7 +357,7 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} has no list of its {count} layers, so their hidden states can't be read")
 
 
-def drop_unread(scorer: TokenScorer, deepest: int) -> None:
+def drop_unread(scorer: LogprobModel, deepest: int) -> None:
     """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states."""
     scorer.causal_model.set_output_embeddings(nn.Identity())
     layers = find_layers(scorer.causal_model)

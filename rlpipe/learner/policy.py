@@ -28,7 +28,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner import row_plan
 from rlpipe.learner.adapter_layers import fuse_lora, normalize_weight_scales
 from rlpipe.learner.adapter_patches import LiveMerge
-from rlpipe.learner.forward import TokenScorer, check_adapter, drop_unread
+from rlpipe.learner.forward import LogprobModel, check_adapter, drop_unread
 from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding, SingleRank
 from rlpipe.learner.vision import Vision
@@ -55,7 +55,7 @@ class Policy:
     """The model being trained; ``model`` is transformers' or PEFT's, and must not be called for its own logits."""
 
     def __init__(
-        self, scorer: TokenScorer, config: ModelConfig, device: torch.device, sharding: Sharding | None = None
+        self, scorer: LogprobModel, config: ModelConfig, device: torch.device, sharding: Sharding | None = None
     ) -> None:
         self.scorer = scorer
         self.config = config
@@ -197,7 +197,7 @@ def outline_policy(model: ModelConfig) -> Policy:
     model = with_dtype(model, torch.device("cpu"))
     with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         base = hollow_model(describe_policy(model), images=model.images, trust_remote_code=model.trust_remote_code)
-    scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
+    scorer = LogprobModel(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
     scorer.model = _add_adapter(base, model.adapter, seed=0)
     return Policy(scorer, model, torch.device("cpu"))
 
@@ -215,21 +215,21 @@ def pads_sequences(model: ModelConfig) -> bool:
     return row_plan.find_layout(causal, model.attention) is AttentionLayout.APART
 
 
-def load_copy(model: ModelConfig, algorithm: AlgorithmConfig, device: torch.device | str) -> TokenScorer:
+def load_copy(model: ModelConfig, algorithm: AlgorithmConfig, device: torch.device | str) -> LogprobModel:
     """Load a copy of the initial model for a reference: what the algorithm reads of it, without gradients."""
     scorer = load_scorer(model, device, frozen=not algorithm.reference.sync_steps)
     return _as_copy(scorer, algorithm)
 
 
-def outline_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> TokenScorer:
+def outline_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> LogprobModel:
     """Make what ``load_copy`` loads, without its weights; ``described`` is transformers' config of the model."""
     causal = outline_model(deepcopy(described), images=model.images, trust_remote_code=model.trust_remote_code)
     dtype: torch.dtype = getattr(torch, model.dtype)
     cast(nn.Module, causal).to(torch.float32 if algorithm.reference.sync_steps else dtype)
-    return _as_copy(TokenScorer(causal, compute_dtype=dtype, layout=AttentionLayout.SHARED), algorithm)
+    return _as_copy(LogprobModel(causal, compute_dtype=dtype, layout=AttentionLayout.SHARED), algorithm)
 
 
-def _as_copy(scorer: TokenScorer, algorithm: AlgorithmConfig) -> TokenScorer:
+def _as_copy(scorer: LogprobModel, algorithm: AlgorithmConfig) -> LogprobModel:
     if not reads_logprobs(algorithm):
         drop_unread(scorer, max(layer_indices(algorithm.ebft.features.layers, scorer.num_layers)))
     scorer.requires_grad_(False).eval()
@@ -263,7 +263,7 @@ def make_sharding(learner: LearnerConfig, device: torch.device, model: ModelConf
 
 def load_scorer(
     config: ModelConfig, device: torch.device | str, *, frozen: bool = False, head: str = LM_HEAD, seed: int = 0
-) -> TokenScorer:
+) -> LogprobModel:
     """Load the model without adapter on ``device``, in float32 if trained as a whole, else in ``config.dtype``.
 
     A reward head that the model lacks is drawn from ``seed``.
@@ -277,7 +277,7 @@ def load_scorer(
     layout = row_plan.find_layout(model, config.attention)
     if layout is AttentionLayout.SHARED:
         row_plan.use_packed_attention(model)
-    return TokenScorer(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
+    return LogprobModel(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from rlpipe.learner.critic import Critic
 from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, Preferences, RewardPairs
-from rlpipe.learner.step_credit import StepCredit
+from rlpipe.learner.step_advantages import StepAdvantages
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
@@ -67,7 +67,7 @@ class Learner:
         self.reference = make_reference(policy, algorithm)
         self._objective = self._make_objective(temperature, max_completion_tokens, seed)
         self.critic = Critic(policy, algorithm.critic) if algorithm.has_critic else None
-        self._credit = self._make_credit(temperature) if algorithm.credits_in_learner else None
+        self._credit = self._make_credit(temperature) if algorithm.learner_computes_advantages else None
         self._note_small_updates()
 
     def _note_small_updates(self) -> None:
@@ -103,8 +103,8 @@ class Learner:
             max_completion_tokens=max_completion_tokens,
         )
 
-    def _make_credit(self, temperature: float) -> StepCredit:
-        return StepCredit(
+    def _make_credit(self, temperature: float) -> StepAdvantages:
+        return StepAdvantages(
             self.policy,
             self._config,
             self._algorithm,

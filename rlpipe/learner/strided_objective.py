@@ -25,7 +25,7 @@ from rlpipe.algorithms.strided import StridedRow, plan_row
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, FeatureConfig, StridedConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.kernels.strided_mask import StridedMask
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, to_device
@@ -115,7 +115,7 @@ class StridedLogprobs(NamedTuple):
 
 
 def score_blocks(
-    scorer: TokenScorer,
+    scorer: LogprobModel,
     inputs: StridedInputs,
     drawn: Tensor,
     *,
@@ -141,7 +141,7 @@ def score_blocks(
 
 
 def draw_blocks(
-    scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, *, config: StridedConfig, chunk_tokens: int
+    scorer: LogprobModel, inputs: StridedInputs, uniforms: Tensor, *, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     """Sample the tokens of all blocks ``[g, C]`` from the policy, one step of all columns at a time.
 
@@ -154,7 +154,7 @@ def draw_blocks(
 
 @torch.no_grad()
 def _draw_blocks(
-    scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, config: StridedConfig, chunk_tokens: int
+    scorer: LogprobModel, inputs: StridedInputs, uniforms: Tensor, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     plan = inputs.plan
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.root_config import Config, longest_conversation, most_drawn_tokens
+from rlpipe.configs.schema.root_config import Config, longest_conversation, max_sampled_tokens
 from rlpipe.data.packing import pack_fullest
 from rlpipe.types import MicroBatch, Rollout
 
 if TYPE_CHECKING:  # the driver, which reads the workload, needs no model
     from torch import Tensor
 
-    from rlpipe.learner.forward import TokenScorer
+    from rlpipe.learner.forward import LogprobModel
     from rlpipe.learner.row_plan import Row
 
 
@@ -44,7 +44,7 @@ class Workload:
     copied_for: AlgorithmConfig | None = None
     """The algorithm that reads a frozen copy of the model beside the policy; None if there is no copy."""
 
-    def loss_of(self, scorer: TokenScorer, row: Row, chunk_tokens: int) -> Tensor:
+    def loss_of(self, scorer: LogprobModel, row: Row, chunk_tokens: int) -> Tensor:
         """Compute a loss of the same cost as the run's, with the logits of ``chunk_tokens`` tokens at a time."""
         if self.head != LM_HEAD:
             return scorer.head_outputs(row).sum()
@@ -171,5 +171,5 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
 def _are_drawn(config: Config, behind_prompt: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which tokens the policy draws: evenly as many as it may, the last one among them."""
     numbers, total = np.cumsum(behind_prompt), int(behind_prompt.sum())
-    drawn = numbers * most_drawn_tokens(config) // max(total, 1)
+    drawn = numbers * max_sampled_tokens(config) // max(total, 1)
     return np.diff(drawn, prepend=0) > 0

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema.root_config import Config, longest_conversation, most_drawn_tokens
+from rlpipe.configs.schema.root_config import Config, longest_conversation, max_sampled_tokens
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.plan.model_shape import ModelShape
@@ -107,7 +107,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     check_device(config, device)
     kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
     prompt = config.data.max_prompt_tokens
-    length, drawn = longest_conversation(config), most_drawn_tokens(config)
+    length, drawn = longest_conversation(config), max_sampled_tokens(config)
     sequences = _max_sequences(config, kind)
     serving = choose_serving(config, kind)
     has_slots = kind == "vllm" and serving.kind == "lora"

@@ -17,7 +17,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.forward import TokenScorer, find_layers
+from rlpipe.learner.forward import LogprobModel, find_layers
 from rlpipe.learner.policy import outline_copy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows, misses_tower
@@ -205,7 +205,7 @@ class LearnerCase:
         return read_work(self.config, self.outline.scorer.layout)
 
     @cached_property
-    def copy(self) -> TokenScorer | None:
+    def copy(self) -> LogprobModel | None:
         """Outline of a frozen copy; None with an adapter, whose base model is the reference."""
         if not needs_copy(self.config.model, self.config.algorithm):
             return None

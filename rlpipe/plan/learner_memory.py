@@ -21,7 +21,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Device
 from rlpipe.learner import row_plan
 from rlpipe.learner.adapter_layers import fuse_lora
-from rlpipe.learner.forward import TokenScorer, output_head
+from rlpipe.learner.forward import LogprobModel, output_head
 from rlpipe.learner.policy import lora_config
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.strategies.chunked import GIB
@@ -117,7 +117,7 @@ NF4_SCALES = 256
 class Outline:
     """A policy without weights; ``nf4`` has the elements of each 4-bit parameter, by its name in ``scorer``."""
 
-    scorer: TokenScorer
+    scorer: LogprobModel
     nf4: Mapping[str, int]
     units: Sequence[Unit]
     kinds: Mapping[int, Hashable]
@@ -172,7 +172,7 @@ def outline_policy(
     layout = _set_attention(causal, model.attention)
     quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
     nf4 = [parameter for name, parameter in causal.named_parameters() if name in quantized]
-    scorer = TokenScorer(causal, compute_dtype=compute_dtype, layout=layout)
+    scorer = LogprobModel(causal, compute_dtype=compute_dtype, layout=layout)
     if frozen:
         scorer.requires_grad_(False)
     elif not whole:
@@ -341,7 +341,7 @@ def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) ->
 
 
 def plain_memory(
-    outline: Outline, stages: Sequence[StageProfile], shared_bytes: int, config: Config, copy: TokenScorer | None
+    outline: Outline, stages: Sequence[StageProfile], shared_bytes: int, config: Config, copy: LogprobModel | None
 ) -> LearnerMemory:
     """Return the memory of a rank without chunked offload, for any strategy; ``copy`` is that of the reference."""
     activations = activation_bytes(stages, shared_bytes, config)
@@ -359,7 +359,7 @@ def weight_bytes(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _single(outline: Outline, config: Config, copy: TokenScorer | None) -> LearnerMemory:
+def _single(outline: Outline, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     weights, moments = outline.stored_bytes(), moment_bytes(outline.trained, config.learner.optimizer)
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
     return LearnerMemory(
@@ -373,7 +373,7 @@ def _single(outline: Outline, config: Config, copy: TokenScorer | None) -> Learn
     )
 
 
-def _fsdp2(outline: Outline, config: Config, copy: TokenScorer | None) -> LearnerMemory:
+def _fsdp2(outline: Outline, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     """Return the memory with FSDP2.
 
     Gradients of a whole model are reduced after each backward pass; those of an adapter once per update, and are
@@ -406,7 +406,7 @@ def _fsdp2(outline: Outline, config: Config, copy: TokenScorer | None) -> Learne
     )
 
 
-def _zero3(outline: Outline, config: Config, copy: TokenScorer | None) -> LearnerMemory:
+def _zero3(outline: Outline, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     """Return the memory with ZeRO-3; trained weights are in the compute dtype and, for the optimizer, in float32."""
     num_ranks, own = config.learner.num_ranks, config.learner.zero3
     dtype = torch.bfloat16 if outline.scorer.compute_dtype is torch.bfloat16 else torch.float32
@@ -447,7 +447,7 @@ class Gathered:
     """Unsharded gradients of a whole model: of the output layer, and of the unit being reduced, also in float32."""
 
 
-def gathered_root(copy: TokenScorer, config: Config) -> int:
+def gathered_root(copy: LogprobModel, config: Config) -> int:
     """Return the bytes of a copy's weights in no unit of FSDP2, which stay gathered in its forward pass."""
     units = find_fsdp_units(copy, copy.causal_model, config.learner.fsdp)
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}

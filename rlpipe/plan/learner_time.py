@@ -105,7 +105,7 @@ def _logprob_passes(algorithm: AlgorithmConfig, num_updates: int) -> float:
         return 0 if algorithm.preference.takes_pairs else 1
     if algorithm.samples_pairs:
         return 0
-    if algorithm.credits_in_learner:
+    if algorithm.learner_computes_advantages:
         return 1 + algorithm.has_critic * (1 + 1 / algorithm.num_epochs_per_step)
     return (num_updates - 1) / num_updates if algorithm.kind == "rl" else 0
 
@@ -124,7 +124,7 @@ def _reference_passes(algorithm: AlgorithmConfig) -> float:
         return int(algorithm.preference.needs_reference)
     if algorithm.kind != "rl":
         return 0
-    in_reward = algorithm.credits_in_learner and algorithm.reward_kl.coef > 0
+    in_reward = algorithm.learner_computes_advantages and algorithm.reward_kl.coef > 0
     of_kl = 1 if algorithm.loss.beta > 0 else in_reward / algorithm.num_epochs_per_step
     return of_kl + int(reads_features(algorithm))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from rlpipe.common.scratch import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.preload.client import DEFAULT_STAGE, FOLDER, STAGE
 from rlpipe.rollout.engine import resolve_engine
@@ -122,4 +122,4 @@ def stages_of(config: Config) -> list[str]:
 
 def engine_stage(config: Config) -> str:
     """Return the stage to fork engines from; the transformers engine needs the same imports as a learner."""
-    return "engine" if resolve_engine(config.rollout.engine) == "vllm" else "learner"
+    return "engine" if resolve_engine(config.rollout) == "vllm" else "learner"

@@ -58,7 +58,7 @@ def assemble_step(
     """
     whole = [*_without_replaced(groups, len(replayed), algorithm, reward_weights), *replayed]
     trained = [replace(group, rollouts=group.sampled) for group in whole]
-    in_learner = algorithm.credits_in_learner
+    in_learner = algorithm.learner_computes_advantages
     skip_zero_advantage = skip_zero_advantage and not in_learner
     baselines = _greedy_rewards(whole, reward_weights) if algorithm.samples_greedy else []
     rewards = set_advantages(trained, algorithm, reward_weights, baselines)
@@ -238,7 +238,7 @@ def set_advantages(
         groups=groups,
     )
     estimated: Sequence[FloatArray | list[FloatArray]]
-    if algorithm.credits_in_learner:
+    if algorithm.learner_computes_advantages:
         estimated = [np.zeros(len(rewards), np.float32) for rewards in found.rewards]
     else:
         estimated = estimate_advantages(found.rewards, inputs)

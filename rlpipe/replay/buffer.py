@@ -27,7 +27,7 @@ class GroupTicket:
     attempt: int = 0
     """Number of groups without reward variance that it replaces."""
     reroll: int = 0
-    """Number of times that its prompt has been put back."""
+    """Number of times that its prompt was rerolled."""
 
 
 class ReplayBuffer:

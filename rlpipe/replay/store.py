@@ -14,7 +14,7 @@ from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.replay.assemble import assemble_step, has_signal
 from rlpipe.replay.buffer import GroupTicket, ReplayBuffer
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState, Ledger, StepGroups
-from rlpipe.replay.reuse import ReplayCache
+from rlpipe.replay.replay_cache import ReplayCache
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.scorer import GroupScores, apply_scores
 from rlpipe.types import RolloutGroup, ServedRecord, TrainBatch
@@ -22,20 +22,20 @@ from rlpipe.types import RolloutGroup, ServedRecord, TrainBatch
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """Result of handing in groups."""
+    """Groups that a call discarded or queued for a reroll."""
 
     discarded: dict[int, str] = field(default_factory=dict)
     """Reasons for discarding groups, by group id; each discarded group leaves its place to another."""
     attempts: list[int] = field(default_factory=list)
     """Next attempt numbers, one for each discarded group without reward variance."""
     zero_reward: list[GroupTicket] = field(default_factory=list)
-    """Groups that earned nothing, whose prompts may be put back."""
+    """Groups whose rewards were all zero; their prompts may be rerolled."""
 
     def add_discarded(self, group: GroupTicket, reason: str) -> None:
         self.discarded[group.group_id] = reason
         if reason.startswith(NO_VARIANCE):
             self.attempts.append(group.attempt + 1)
-        elif group.reroll:  # the prompt of the group that earned nothing is still to be put back
+        elif group.reroll:  # the prompt whose rewards were all zero is still to be rerolled
             self.zero_reward.append(replace(group, reroll=group.reroll - 1))
 
     @property
@@ -135,9 +135,9 @@ class ReplayStore:
 
     # Groups -------------------------------------------------------------------------------------------------------
 
-    def admit(self, groups: Sequence[GroupTicket], place: Cursor, passed: Sequence[SkipRecord] = ()) -> None:
+    def admit(self, groups: Sequence[GroupTicket], place: Cursor, skipped: Sequence[SkipRecord] = ()) -> None:
         """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
-        self.ledger.admit(groups, place, passed)
+        self.ledger.admit(groups, place, skipped)
         self._buffer.admit([group for group in groups if group.group_id not in self._entries])
         self._entries.update((group.group_id, group) for group in groups)
 
@@ -281,7 +281,7 @@ class ReplayStore:
         return has_signal(group, self._algorithm, self._weights)
 
     def _zero_reward(self) -> list[GroupTicket]:
-        """Return the ledger's groups that earned nothing and whose prompts have not been put back."""
+        """Return the ledger's groups whose rewards were all zero and whose prompts have not been rerolled."""
         return [] if self._replay.reroll_after is None else self.ledger.zero_reward(self._replay.reroll_below)
 
     def _has_zero_reward(self, group: RolloutGroup) -> bool:
@@ -311,7 +311,7 @@ class ReplayStore:
         return batches
 
     def _group_metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Return how many groups are of prompts put back, are refills, or were scored while others were generated."""
+        """Return how many groups are rerolls, are refills, or were scored while others were generated."""
         attempts, rerolls, generated_at, scored_at = zip(
             *self.ledger.origins(group.group_id for group in groups), strict=True
         )

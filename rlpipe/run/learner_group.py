@@ -66,7 +66,7 @@ def _fit_until_over(config: Config, setup: LearnerSetup, is_over: Event, started
             return
         get_remote(
             setup.batches.learner_died.remote(cause),
-            "the death of the learner group to be recorded",
+            "the batch actor to record the learner group's death",
             within=config.cluster.call_timeout_s,
             option="cluster.call_timeout_s",
         )

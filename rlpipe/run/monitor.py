@@ -248,13 +248,13 @@ class RunMonitor:
         """Forward reports and messages until cancelled; raise the error with which a rank has ended the run."""
         while True:
             call: Any = self._batches.wait_updates.remote(self._last_step, self._last_event, POLL_S)
-            news: RunUpdates = await self.ask(call, "updates of the run", more_s=POLL_S)
-            for event in news.events:
+            updates: RunUpdates = await self.ask(call, "report updates", more_s=POLL_S)
+            for event in updates.events:
                 self._last_event = event.number
                 self._message(event.message)
                 if self._events is not None:
                     self._events.append(self._last_step + 1, [asdict(event)])
-            for report in news.reports:
+            for report in updates.reports:
                 self._last_step = report.step
                 self._report(report)
                 if report.last:
@@ -274,7 +274,7 @@ class RunMonitor:
             await asyncio.sleep(min(POLL_S, limit / 4))
             if self._stops:
                 await self.stop_learner()  # again, because the actor may be a new process
-            state = await self.ask(self._batches.describe.remote(), "the state of the run")
+            state = await self.ask(self._batches.describe.remote(), "describe its state")
             if self.ended.is_set():
                 state["learner_group"] = "has reported its last step, but Ray Train has not ended it"
             idle_s = time.monotonic() - max(started, self._evaluated_at)
@@ -286,7 +286,9 @@ class RunMonitor:
     async def record_parts(self, output: Path, describe: Callable[[], Iterable[PartState]] = tuple) -> None:
         """Write the states of the ranks, and of the parts that ``describe`` returns, to the output until cancelled."""
         while True:
-            beats: dict[int, tuple[float, int]] = await self.ask(self._batches.heartbeats.remote(), "the heartbeats")
+            beats: dict[int, tuple[float, int]] = await self.ask(
+                self._batches.heartbeats.remote(), "return the heartbeats"
+            )
             ranks = [
                 PartState(
                     kind="rank",
@@ -303,11 +305,11 @@ class RunMonitor:
     async def stop_learner(self) -> None:
         """Make the learner write a checkpoint and end after its current step."""
         self._stops = True
-        await self.ask(self._batches.stop.remote(), "the learner to be stopped")
+        await self.ask(self._batches.stop.remote(), "stop the learner")
 
     async def ask(self, call: Any, what: str, *, more_s: float = 0.0) -> Any:
         """Return the actor's answer; raise ``WaitTimeout`` after ``cluster.call_timeout_s`` plus ``more_s`` seconds."""
         limit = self._cluster.call_timeout_s + more_s
         return await await_remote(
-            call, f"{what} from the {self._name} actor", within=limit, option="cluster.call_timeout_s"
+            call, f"the {self._name} actor to {what}", within=limit, option="cluster.call_timeout_s"
         )

@@ -128,7 +128,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
             if error.errno not in DISK_FULL:
                 raise
             raise RunError(
-                f"{run.output} can't be written: {error}; {config.again} continues once there is space"
+                f"{run.output} can't be written: {error}; {config.resume_command} continues once there is space"
             ) from None
     files = {"policy": run.output / "policy"}
     for name, plot in (("reward.png", plot_rewards), ("loss.png", plot_losses)):
@@ -161,7 +161,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     check_adapter_targets(run)
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
-    engine = resolve_engine(config.rollout.engine)
+    engine = resolve_engine(config.rollout)
     needs = [*workers.generation_needs(config, run.rewards), *workers.learner_needs(config)]
     engines = workers.engine_needs(config)
     policy_needs = [*([] if config.rollout.dtype else engines), *workers.learner_needs(config)]
@@ -198,7 +198,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 num_steps_logged=num_steps_logged(run.output / METRICS_FILE, start.step),
             )
             reporter.found = keep_findings(replay, controller.stop)
-            with stop_on_signals(controller.stop, config.again):
+            with stop_on_signals(controller.stop, config.resume_command):
                 await controller.run(partial(start_learner, config, setup))
 
         _run(run_controller())
@@ -226,7 +226,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
         setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:
-            follower = RunMonitor(
+            monitor = RunMonitor(
                 "dataset",
                 batches,
                 config.cluster,
@@ -239,20 +239,20 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
             async def stop(reason: RunError) -> None:
                 stopped.append(reason)
-                reporter.message(f"ending with a checkpoint after this step: {reason}")
-                await follower.stop_learner()
+                reporter.message(f"stopping after this step, with a checkpoint: {reason}")
+                await monitor.stop_learner()
 
             reporter.found = keep_findings(batches, stop)
             async with asyncio.TaskGroup() as tasks:
-                watching = [follower.follow(), follower.watch(), follower.record_parts(run.output)]
-                watching.append(watch_hosts(reporter.message, config.again))
+                watching = [monitor.follow(), monitor.watch(), monitor.record_parts(run.output)]
+                watching.append(watch_hosts(reporter.message, config.resume_command))
                 endless = [tasks.create_task(watch) for watch in watching]
-                with stop_on_signals(stop, config.again):
+                with stop_on_signals(stop, config.resume_command):
                     await start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
                         with suppress(TimeoutError):  # ranks that resumed after the last step report none
                             async with asyncio.timeout(config.cluster.call_timeout_s):
-                                await follower.ended.wait()
+                                await monitor.ended.wait()
                 for task in endless:
                     task.cancel()
             if stopped:
@@ -270,7 +270,7 @@ def keep_findings(batches: ActorHandle, stop: Callable[[RunError], Awaitable[Non
         batches.note.remote("health", finding.rule, finding.message)  # the terminal shows events
         if finding.stops:
             reason = Unhealthy(
-                f"health.{finding.rule}.stop is reached; raise it or set null to go on from the checkpoint"
+                f"health.{finding.rule}.stop was reached; change it, or set it to null, to continue from the checkpoint"
             )
             stopping.append(asyncio.ensure_future(stop(reason)))
 

@@ -245,7 +245,7 @@ def check_adapter_targets(run: Run) -> None:
     """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't apply beside the base."""
     adapter = run.config.model.adapter
     if (
-        choose_serving(run.config, resolve_engine(run.config.rollout.engine)).kind != "lora"
+        choose_serving(run.config, resolve_engine(run.config.rollout)).kind != "lora"
         or adapter.target_modules != "all-linear"
     ):
         return
@@ -420,14 +420,14 @@ def engine_type_lines(run: Run, engines: Sequence[Need], ask: Ask) -> list[str]:
     if asked in (None, WIDE):
         return []
     devices = [device for need in {need.products: need for need in engines}.values() for device in ask(need, asked)]
-    line = choose_dtype(asked, devices, option="rollout.dtype", mend="null is model.dtype").line
+    line = choose_dtype(asked, devices, option="rollout.dtype", fix="null is model.dtype").line
     return [] if line is None else [line]
 
 
 def resolve_serving(run: Run) -> tuple[Run, list[str]]:
     """Return the run with ``weights.serve=auto`` replaced, and a line about the choice for the user."""
     asked = replace(run.config, model=run.model)
-    settled, chosen = settle_serving(asked, resolve_engine(run.config.rollout.engine))
+    settled, chosen = settle_serving(asked, resolve_engine(run.config.rollout))
     lines = [str(chosen)] if run.config.weights.serve == "auto" and run.model.adapter.kind != "none" else []
     return replace(run, config=replace(run.config, weights=settled.weights)), lines
 

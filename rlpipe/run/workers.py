@@ -60,11 +60,17 @@ class Workers:
     pools: Sequence[ScoringPool]
     episodes: EpisodePool | None = None
     """Processes that play episodes, or None."""
+    engines_share_gpus: bool = False
+    """Whether an engine may share a GPU with others. vLLM measures the free memory of its GPU while it starts, so that
+    engines then start one after another, and before the pools."""
 
     async def start(self, timeout_s: float) -> None:
         """Load the models of all engines and pools, and wait until they are ready; raise as ``until_ready``."""
-        async with asyncio.TaskGroup() as tasks:
+        if self.engines_share_gpus:
             for name in self.engines:
+                await self._start_engine(name, timeout_s)
+        async with asyncio.TaskGroup() as tasks:
+            for name in [] if self.engines_share_gpus else self.engines:
                 tasks.create_task(self._start_engine(name, timeout_s))
             tasks.create_task(self._start_pools())
             if self.episodes is not None:
@@ -266,7 +272,13 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
             return ref
 
         episodes = start_episodes(run, players, places, engines) if players else None
-        yield Workers(engines=engines, start_engine=start_engine, pools=pools, episodes=episodes)
+        yield Workers(
+            engines=engines,
+            start_engine=start_engine,
+            pools=pools,
+            episodes=episodes,
+            engines_share_gpus=config.rollout.num_gpus % 1 > 0,
+        )
 
 
 def start_episodes(

@@ -1,4 +1,4 @@
-"""Processes of this machine: their state, memory and descendants, how to end them, and a keeper for a dead one."""
+"""Processes of this machine: their state, memory and descendants, how to end them, and a reaper for orphans."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[i
     return found
 
 
-class Family:
+class ProcessTree:
     """The descendants of this process, for frequent looks on a machine with many processes.
 
     A process that was none in two looks is not read again; a living one could only be taken for it if its id were used
@@ -289,7 +289,7 @@ class MemoryLimit:
 
 
 def start_reaper() -> None:
-    """Start a keeper that ends all descendants of this process after this process has ended in any way, on Linux.
+    """Start a reaper that kills all descendants of this process once it has ended in any way, on Linux.
 
     It finds them by their process group, which becomes that of this process alone, and by ``CHILD_MARK`` in their
     environment. A process that leaves the group and drops that variable is missed.
@@ -300,12 +300,12 @@ def start_reaper() -> None:
     _run_module("rlpipe.scoring.processes", [str(os.getpid()), os.environ[CHILD_MARK]]).wait()
 
 
-def find_survivors(group: int, mark: str, strangers: AbstractSet[int] = frozenset()) -> set[int]:
+def find_survivors(group: int, mark: str, unrelated: AbstractSet[int] = frozenset()) -> set[int]:
     """Return the ids of the group's processes, of those with the mark, and of their descendants, except this one.
 
-    ``strangers`` are ids of others, which are not looked at.
+    ``unrelated`` are ids of others, which are not looked at.
     """
-    processes = read_processes(process_ids() - strangers)
+    processes = read_processes(process_ids() - unrelated)
     roots = {pid for pid, process in processes.items() if process.group == group} | marked(mark, processes)
     return (roots | descendants(roots, processes)) - {os.getpid()}
 
@@ -313,7 +313,7 @@ def find_survivors(group: int, mark: str, strangers: AbstractSet[int] = frozense
 def reap() -> None:
     group, token = int(sys.argv[1]), sys.argv[2]
     kept = read_process(group)
-    # Ray kills a worker's own children first, so the keeper must not be one. A pipe would not report the worker's end,
+    # Ray kills a worker's own children first, so the reaper must not be one. A pipe would not report the worker's end,
     # because children that it forks hold the other end open.
     if os.fork() != 0:
         os._exit(0)

@@ -14,7 +14,8 @@ from numpy.random import SeedSequence
 
 from rlpipe.replay.buffer import Admission, GroupTicket, ReplayBuffer
 from rlpipe.rollout.routing import Router
-from rlpipe.simulation.parts import (
+from rlpipe.simulation.setup import Draws, Setup
+from rlpipe.simulation.simulated_actors import (
     Clock,
     EngineLevels,
     Level,
@@ -24,7 +25,6 @@ from rlpipe.simulation.parts import (
     SimulatedPool,
     SimulatedWeights,
 )
-from rlpipe.simulation.setup import Draws, Setup
 from rlpipe.types import GroupRequest, Prompt
 
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt="", task={})

@@ -1,4 +1,4 @@
-"""Watches the metrics of a run by rules, and tells once when one of them trips, and when it is over."""
+"""Watches a run's metrics by rules, and reports once when a rule trips and once when it has recovered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.tracking.health_rules import RULES, HealthRule, RunHistory, is_evaluation
 
-WELL_STEPS = 5
+RECOVERY_STEPS = 5
 """Steps, or evaluations, in a row within the limits after which a rule that tripped counts as over."""
 
 
@@ -25,9 +25,9 @@ class HealthFinding:
 
 @dataclass
 class _State:
-    is_ill: bool = False
+    is_tripped: bool = False
     stops: bool = False
-    num_well: int = 0
+    num_ok: int = 0
 
 
 class HealthWatch:
@@ -47,7 +47,7 @@ class HealthWatch:
     def tripped(self) -> list[str]:
         """Names of the rules that are tripped now, without those that no longer apply, as the task is solved."""
         applying = [rule.name for rule in self._rules if rule.measure(self._history) is not None]
-        return [name for name in applying if self._states[name].is_ill]
+        return [name for name in applying if self._states[name].is_tripped]
 
     def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
         """Add the metrics of a step or an evaluation, and return what has changed with them."""
@@ -58,25 +58,25 @@ class HealthWatch:
     def _check(self, rule: HealthRule) -> Iterator[HealthFinding]:
         value, state = rule.measure(self._history), self._states[rule.name]
         if value is None:
-            yield from self._count_well(rule, f"{rule.name} is over: it no longer applies")
+            yield from self._count_recovery(rule, f"{rule.name} no longer applies")
             return
         limits, warn = self._config.health.get(rule.name), rule.limit(self._config)
         if limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
-            state.is_ill = state.stops = True
+            state.is_tripped = state.stops = True
             reason = f"{rule.describe(value)}; health.{rule.name}.stop is {limits.stop:g}"
             yield HealthFinding(rule=rule.name, message=reason, stops=True)
         elif rule.is_beyond(value, warn):
-            state.num_well = 0
-            if not state.is_ill:
-                state.is_ill = True
+            state.num_ok = 0
+            if not state.is_tripped:
+                state.is_tripped = True
                 yield HealthFinding(rule=rule.name, message=f"warning ({rule.name}): {rule.describe(value)}")
         else:
-            yield from self._count_well(rule, f"{rule.name} is over: {value:.3g}, within {warn:.3g}")
+            yield from self._count_recovery(rule, f"{rule.name} has recovered: {value:.3g} (warns from {warn:.3g})")
 
-    def _count_well(self, rule: HealthRule, message: str) -> Iterator[HealthFinding]:
+    def _count_recovery(self, rule: HealthRule, message: str) -> Iterator[HealthFinding]:
         """Count a step at which a rule is well; yield that it is over, if it was tripped, after some of them."""
         state = self._states[rule.name]
-        state.num_well = state.num_well + 1 if state.is_ill else 0
-        if state.num_well == WELL_STEPS:
-            state.is_ill, state.num_well = False, 0
+        state.num_ok = state.num_ok + 1 if state.is_tripped else 0
+        if state.num_ok == RECOVERY_STEPS:
+            state.is_tripped, state.num_ok = False, 0
             yield HealthFinding(rule=rule.name, message=message)

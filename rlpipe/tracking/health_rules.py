@@ -103,7 +103,7 @@ Measure = Callable[[RunHistory], float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class HealthRule:
-    """A number that is computed after each step, and the value from which on the run is ill."""
+    """A number that is computed after each step, and the limit from which it is unhealthy."""
 
     name: str
     measure: Measure
@@ -112,11 +112,11 @@ class HealthRule:
     of_evaluations: bool = False
     """Whether it is checked after evaluations, not after steps."""
     is_above: bool = True
-    """Whether values above the limit are the ill ones; else those below."""
-    says: str
-    """A description of the illness, in which ``{value}`` stands for the measured number."""
+    """Whether values above the limit, not below it, are unhealthy."""
+    message: str
+    """A description of the problem, in which ``{value}`` stands for the measured number."""
     causes: str
-    mend: str
+    fix: str
 
     def limit(self, config: Config) -> float:
         """Return the value from which on the rule warns in a run with this config."""
@@ -129,7 +129,7 @@ class HealthRule:
         return value >= limit if self.is_above else value <= limit
 
     def describe(self, value: float) -> str:
-        return f"{self.says.format(value=value)}. Likely: {self.causes}. Try: {self.mend}"
+        return f"{self.message.format(value=value)}. Likely: {self.causes}. Try: {self.fix}"
 
 
 def typical(name: str, steps: int = RECENT) -> Measure:
@@ -254,9 +254,9 @@ RULES = (
         name="equal_rewards",
         measure=equal_rewards,
         warn=0.9,
-        says="all rewards are equal in {value:.0%} of the groups, so they teach nothing",
+        message="all rewards are equal in {value:.0%} of the groups, so they give no learning signal",
         causes="prompts that are too hard or too easy, a reward with too few values, or a policy without variety",
-        mend="easier or harder prompts, partial credit in the reward, a larger algorithm.group_size, a higher "
+        fix="easier or harder prompts, partial credit in the reward, a larger algorithm.group_size, a higher "
         "rollout.sampling.temperature, or replay.refill_attempts",
     ),
     HealthRule(
@@ -264,18 +264,18 @@ RULES = (
         measure=size_of_reward,
         warn=0.01,
         is_above=False,
-        says="nearly no completion of the last 20 steps was rewarded (mean {value:.2g})",
+        message="nearly no completion of the last 20 steps was rewarded (mean {value:.2g})",
         causes="a reward that does not recognize the answers, or a task that is too hard for this model",
-        mend="read completions.jsonl, test the reward on them, show the format in the prompt, or start from a model "
+        fix="read completions.jsonl, test the reward on them, show the format in the prompt, or start from a model "
         "that is right sometimes",
     ),
     HealthRule(
         name="reward_falls",
         measure=lost_reward,
         warn=0.5,
-        says="{value:.0%} of the reward that was gained is lost again",
+        message="{value:.0%} of the reward that was gained is lost again",
         causes="a learning rate that is too high, a single huge update, or rollouts that are too old",
-        mend="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
+        fix="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
         "lower replay.max_staleness",
     ),
     HealthRule(
@@ -283,58 +283,58 @@ RULES = (
         measure=typical("entropy", 5),
         warn=0.01,
         is_above=False,
-        says="the policy has nearly no variety left (entropy {value:.2g} nats)",
+        message="the policy has nearly no variety left (entropy {value:.2g} nats)",
         causes="a learning rate that is too high, too many steps, or a temperature below 1",
-        mend="a lower learner.optimizer.lr, algorithm.loss.clip_high=0.28, algorithm.loss.entropy_coef, or "
+        fix="a lower learner.optimizer.lr, algorithm.loss.clip_high=0.28, algorithm.loss.entropy_coef, or "
         "algorithm.loss.beta",
     ),
     HealthRule(
         name="entropy_high",
         measure=lambda run: run.growth("entropy", floor=0.5),
         warn=2.5,
-        says="the policy becomes random: its entropy is {value:.1f} times that of the first steps",
+        message="the policy becomes random: its entropy is {value:.1f} times that of the first steps",
         causes="a learning rate that is too high, an entropy bonus, or engine log-probs that differ from the learner's",
-        mend="a lower learner.optimizer.lr, a lower algorithm.loss.entropy_coef, or algorithm.loss.beta",
+        fix="a lower learner.optimizer.lr, a lower algorithm.loss.entropy_coef, or algorithm.loss.beta",
     ),
     HealthRule(
         name="gradient_norm",
         measure=typical("grad_norm", 5),
         warn=lambda config: 10.0 if config.algorithm.kind in ("rl", "ebft_strided") else 100.0,
-        says="gradients are large (norm {value:.3g} before clipping)",
+        message="gradients are large (norm {value:.3g} before clipping)",
         causes="a learning rate that is too high, rewards of a large scale, or damaged rows",
-        mend="a lower learner.optimizer.lr, a longer learner.schedule.warmup_steps, or a lower learner.max_grad_norm",
+        fix="a lower learner.optimizer.lr, a longer learner.schedule.warmup_steps, or a lower learner.max_grad_norm",
     ),
     HealthRule(
         name="skipped_updates",
         measure=lambda run: run.increase("bad_steps"),
         warn=2,
-        says="{value:.0f} of the last 10 steps had an update that was skipped, as its loss or gradient was not finite",
-        causes="float16, an overflow in the model, or a reward or an own loss that returns huge numbers",
-        mend="model.dtype=bfloat16 or float32, and a lower learner.optimizer.lr",
+        message="{value:.0f} of the last 10 steps skipped an update, as its loss or gradient was not finite",
+        causes="float16, an overflow in the model, or a reward or custom loss that returns huge numbers",
+        fix="model.dtype=bfloat16 or float32, and a lower learner.optimizer.lr",
     ),
     HealthRule(
         name="clipping",
         measure=typical("clip_ratio/region_mean"),
         warn=0.3,
-        says="{value:.0%} of the tokens are clipped, so the policy moves far within a step",
+        message="{value:.0%} of the tokens are clipped, so the policy moves far within a step",
         causes="too many updates on the same rollouts, or a learning rate that is too high",
-        mend="a lower algorithm.num_minibatches or algorithm.num_epochs_per_step, or a lower learner.optimizer.lr",
+        fix="a lower algorithm.num_minibatches or algorithm.num_epochs_per_step, or a lower learner.optimizer.lr",
     ),
     HealthRule(
         name="kl",
         measure=kl_of_tokens,
         warn=2.0,
-        says="the policy is far from the reference (KL {value:.2g} per token)",
+        message="the policy is far from the reference (KL {value:.2g} per token)",
         causes="a learning rate that is too high, or a KL penalty that is too weak",
-        mend="a higher algorithm.loss.beta, or a lower learner.optimizer.lr",
+        fix="a higher algorithm.loss.beta, or a lower learner.optimizer.lr",
     ),
     HealthRule(
         name="logprob_difference",
         measure=typical("sampling/logp_difference/mean", 5),
         warn=lambda config: 0.3 if is_asynchronous(config) else 0.1,
-        says="engine and learner disagree: their log-probs of a token differ by {value:.2g} on average",
+        message="engine and learner disagree: their log-probs of a token differ by {value:.2g} on average",
         causes="an engine in another precision, rollouts that are too old, or many updates per step",
-        mend="model.dtype=float32 for a comparison, a lower replay.max_staleness, or "
+        fix="model.dtype=float32 for a comparison, a lower replay.max_staleness, or "
         "algorithm.correction.mode=token_truncate",
     ),
     HealthRule(
@@ -342,116 +342,116 @@ RULES = (
         measure=typical("sampling/effective_ratio", 5),
         warn=0.5,
         is_above=False,
-        says="few tokens count: their importance weights leave {value:.0%} of them effective",
+        message="few tokens count: their importance weights leave {value:.0%} of them effective",
         causes="rollouts that are too old, or an engine whose distribution differs from the learner's",
-        mend="a lower replay.max_staleness, a lower learner.optimizer.lr, or algorithm.correction.off_policy_threshold",
+        fix="a lower replay.max_staleness, a lower learner.optimizer.lr, or algorithm.correction.off_policy_threshold",
     ),
     HealthRule(
         name="missing_logprobs",
         measure=typical("sampling/missing_ratio", 5),
         warn=0.01,
-        says="the engine reports no log-prob for {value:.0%} of the tokens, which have no correction",
+        message="the engine reports no log-prob for {value:.0%} of the tokens, which have no correction",
         causes="a sampling option that cuts the distribution, or a fault of the engine",
-        mend="rollout.sampling without top_k, min_p and extra arguments, or another version of vLLM",
+        fix="rollout.sampling without top_k, min_p and extra arguments, or another version of vLLM",
     ),
     HealthRule(
         name="truncated",
         measure=typical("completions/clipped_ratio"),
         warn=0.8,
-        says="{value:.0%} of the completions are cut off at the limit, before their answer",
+        message="{value:.0%} of the completions are cut off at the limit, before their answer",
         causes="rollout.sampling.max_tokens is too low, or the policy no longer ends its answers",
-        mend="a higher rollout.sampling.max_tokens, a chat template whose end the model knows, or a penalty for length",
+        fix="a higher rollout.sampling.max_tokens, a chat template whose end the model knows, or a penalty for length",
     ),
     HealthRule(
         name="length_drift",
         measure=length_drift,
         warn=2.0,
-        says="completions are {value:.1f} times as long as at first, and the reward rises and falls with their length",
-        causes="a reward that can be earned by writing more, unless the task needs longer answers",
-        mend="read the longest completions, and add a penalty for length, or use algorithm=dr_grpo",
+        message="completions are {value:.1f} times as long as at first, and the reward follows their length",
+        causes="a reward that grows with length, unless the task needs longer answers",
+        fix="read the longest completions, and add a penalty for length, or use algorithm=dr_grpo",
     ),
     HealthRule(
         name="held_out_falls",
         measure=held_out_falls,
         of_evaluations=True,
         warn=0.08,
-        says="held-out prompts get worse, by {value:.2f}, while the training reward does not",
-        causes="a reward that is earned without solving the task, or memorized prompts",
-        mend="read completions with high rewards, stricter rewards, more prompts, or an earlier checkpoint",
+        message="held-out prompts get worse, by {value:.2f}, while the training reward does not",
+        causes="reward hacking, or memorized prompts",
+        fix="read completions with high rewards, stricter rewards, more prompts, or an earlier checkpoint",
     ),
     HealthRule(
         name="overfitting",
         measure=overfitting,
         of_evaluations=True,
         warn=0.1,
-        says="the held-out loss is {value:.0%} above its lowest, while the training loss does not rise",
+        message="the held-out loss is {value:.0%} above its lowest, while the training loss does not rise",
         causes="too many passes over too few rows",
-        mend="fewer steps (algorithm.num_steps), an earlier checkpoint, a lower learner.optimizer.lr, or more rows",
+        fix="fewer steps (algorithm.num_steps), an earlier checkpoint, a lower learner.optimizer.lr, or more rows",
     ),
     HealthRule(
         name="wrong_preferences",
         measure=unpreferred,
         warn=0.5,
         is_above=False,
-        says="the chosen completion is preferred in only {value:.0%} of the pairs",
+        message="the chosen completion is preferred in only {value:.0%} of the pairs",
         causes="columns of chosen and rejected that are swapped, noisy labels, or a learning rate that is too low",
-        mend="rlpipe data preview, a higher learner.optimizer.lr, or a lower algorithm.preference.beta",
+        fix="rlpipe data preview, a higher learner.optimizer.lr, or a lower algorithm.preference.beta",
     ),
     HealthRule(
         name="failed_groups",
         measure=failed_groups,
         warn=0.2,
-        says="{value:.0%} of the groups of the last 10 steps failed",
+        message="{value:.0%} of the groups of the last 10 steps failed",
         causes="a reward or an environment that raises errors or exceeds its timeout",
-        mend="rlpipe inspect RUN --state DISCARDED, which shows the reasons",
+        fix="rlpipe inspect RUN --state DISCARDED, which shows the reasons",
     ),
     HealthRule(
         name="staleness",
         measure=used_staleness,
         warn=0.95,
-        says="rollouts are as old as allowed ({value:.0%} of replay.max_staleness), and the learner never waits",
+        message="rollouts are as old as allowed ({value:.0%} of replay.max_staleness), and the learner never waits",
         causes="more engines than the learner needs",
-        mend="a lower replay.max_staleness, which costs no time then, or fewer engines",
+        fix="a lower replay.max_staleness, which costs no time then, or fewer engines",
     ),
     HealthRule(
         name="learner_waits",
         measure=learner_waits,
         warn=0.8,
-        says="the learner waits for rollouts {value:.0%} of the time",
+        message="the learner waits for rollouts {value:.0%} of the time",
         causes="too few or slow engines, or slow rewards",
-        mend="more engines (rollout.num_engines) or scorers (scoring.num_processes); rlpipe simulate --from RUN",
+        fix="more engines (rollout.num_engines) or scorers (scoring.num_processes); rlpipe simulate --from RUN",
     ),
     HealthRule(
         name="engines_wait",
         measure=learner_trains,
         warn=0.9,
-        says="the learner trains {value:.0%} of the time, so engines wait for it",
+        message="the learner trains {value:.0%} of the time, so engines wait for it",
         causes="too few learner ranks, or small micro batches",
-        mend="more ranks (learner.num_ranks), a higher learner.max_tokens_per_microbatch, or fewer engines",
+        fix="more ranks (learner.num_ranks), a higher learner.max_tokens_per_microbatch, or fewer engines",
     ),
     HealthRule(
         name="ebft_alignment",
         measure=typical("ebft/alignment", 20),
         warn=0.1,
         is_above=False,
-        says="features of samples and ground truths have little in common (cosine {value:.2g})",
+        message="features of samples and ground truths have little in common (cosine {value:.2g})",
         causes="layers that carry no useful features, or samples that are far from the texts",
-        mend="other algorithm.ebft.features.layers, or a policy that was trained on such texts before",
+        fix="other algorithm.ebft.features.layers, or a policy that was trained on such texts before",
     ),
     HealthRule(
         name="ebft_diversity",
         measure=typical("ebft/diversity"),
         warn=1.0,
-        says="samples of a prompt are nearly the same (their features' similarity is {value:.2g})",
+        message="samples of a prompt are nearly the same (their features' similarity is {value:.2g})",
         causes="a policy that has collapsed onto one answer",
-        mend="a higher algorithm.ebft.diversity_coef, or a higher rollout.sampling.temperature",
+        fix="a higher algorithm.ebft.diversity_coef, or a higher rollout.sampling.temperature",
     ),
     HealthRule(
         name="ebft_cfm",
         measure=typical("ebft/cfm_loss"),
         warn=100.0,
-        says="the distance of features from those of the ground truth is large (CFM loss {value:.3g})",
+        message="the distance of features from those of the ground truth is large (CFM loss {value:.3g})",
         causes="an unstable run, or features without a scale",
-        mend="a lower learner.optimizer.lr, or features that are whitened",
+        fix="a lower learner.optimizer.lr, or features that are whitened",
     ),
 )

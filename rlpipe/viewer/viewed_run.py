@@ -192,7 +192,7 @@ class ViewedRun:
             try:
                 lines = [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
             except InputError as error:
-                lines = [{"subject": "run", "status": "skipped", "text": str(error), "mend": ""}]
+                lines = [{"subject": "run", "status": "skipped", "text": str(error), "fix": ""}]
             self._diagnosis = (seen, time.monotonic(), lines)
         return lines
 

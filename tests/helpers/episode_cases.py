@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.session import Deadline, DrawnTurn
+from rlpipe.episodes.session import Deadline, SampledTurn
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.rollout.engine import Sample, build_rollout
 from rlpipe.rollout.multi_turn import SEED_STEP
@@ -49,12 +49,12 @@ class ScriptedPolicy:
         self._template, self._said, self._cut = template, said, cut
         self.contexts: list[IntArray] = []
 
-    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
+    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> SampledTurn:
         self.contexts.append(token_ids)
         own = self._template.token_ids(self._said[turn]).tolist()[:max_tokens]
         is_cut = turn in self._cut
         own += [] if is_cut else [self._template.tokenizer.eos_token_id]
-        return DrawnTurn(
+        return SampledTurn(
             token_ids=own,
             logprobs=[-0.5] * len(own),
             policy_versions=[turn] * len(own),

@@ -16,7 +16,7 @@ from rlpipe.data.packing import pack_step
 from rlpipe.learner.objectives import LearnerInputs, PolicyGradient
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
-from rlpipe.learner.step_credit import StepCredit
+from rlpipe.learner.step_advantages import StepAdvantages
 from rlpipe.learner.workload import Workload, head_of, needs_copy
 from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import NO_VERSION, MicroBatch, Rollout, StepRewards, TrainBatch
@@ -164,7 +164,7 @@ def assign_credit(
         max_completion_tokens=16,
     )
     updates = [objective.prepare(mini_batch) for mini_batch in batch.mini_batches]
-    credit = StepCredit(
+    credit = StepAdvantages(
         policy,
         config,
         algorithm,

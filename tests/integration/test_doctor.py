@@ -18,7 +18,7 @@ RAISING = f"scoring.rewards.digits.path={REWARDS_FILE}:always_raises"
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], str]:
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    return {(line["subject"], line["status"]): f"{line['text']}; {line['mend']}" for line in found}
+    return {(line["subject"], line["status"]): f"{line['text']}; {line['fix']}" for line in found}
 
 
 def test_one_step_is_tried_and_leaves_nothing(

@@ -107,7 +107,7 @@ FROZEN: dict[str, tuple[str, list[str], type[RlpipeError], str]] = {
         "replay",
         ["cluster.call_timeout_s=8"],
         WaitTimeout,
-        r"waited .* seconds \(cluster.call_timeout_s\) for .* from the replay actor; it has not answered",
+        r"waited .* seconds \(cluster.call_timeout_s\) for the replay actor to .*; it has not answered",
     ),
     "weights": (
         "weights",

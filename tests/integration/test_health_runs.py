@@ -19,7 +19,7 @@ def test_a_run_is_stopped_with_a_checkpoint_and_goes_on(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stopping = make_config(tiny_policy, prompts_file, tmp_path, *RUN, "health.truncated.stop=0.3")
-    with pytest.raises(Unhealthy, match=r"health\.truncated\.stop is reached"):
+    with pytest.raises(Unhealthy, match=r"health\.truncated\.stop was reached"):
         rlpipe.train(stopping)
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     assert checkpoint.name in ("step_000010", "step_000011", "step_000012")
@@ -36,7 +36,7 @@ def test_a_run_is_stopped_with_a_checkpoint_and_goes_on(
 @pytest.mark.slow
 def test_a_supervised_run_is_stopped_too(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
     options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", tmp_path / "run", "health.gradient_norm.stop=0")
-    with pytest.raises(Unhealthy, match=r"health\.gradient_norm\.stop is reached"):
+    with pytest.raises(Unhealthy, match=r"health\.gradient_norm\.stop was reached"):
         rlpipe.train(rlpipe.load_config(options))
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 60

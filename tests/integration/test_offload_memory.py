@@ -38,7 +38,7 @@ from transformers import (
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.chunked import full_rows
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
@@ -252,7 +252,7 @@ def learner_case(name: str, adapter: str, num_tokens: int = 1024) -> Case:
             return outline_policy(DESCRIBED[name](), config).scorer
 
     def loss_of(model: nn.Module) -> Tensor:
-        assert isinstance(model, TokenScorer)
+        assert isinstance(model, LogprobModel)
         with unset_fake_temporarily():
             row = full_rows(model, num_tokens)[0]
         assert bool(row.images) == has_vision(model.causal_model)
@@ -384,7 +384,7 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
             sizes=[case.chunk_bytes],
             queues=Streams(copies_in=InlineStream(), copies_out=stream, worker=worker),
         )
-        if isinstance(model, TokenScorer):
+        if isinstance(model, LogprobModel):
             model.announce = offloaded.read
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         on_device = on_host = 0
@@ -429,7 +429,7 @@ def test_the_predicted_peaks_are_the_measured_ones(name: str) -> None:
     layout = make_layout(inventory.tensors, sizes=[case.chunk_bytes])
 
     def loss_of(trace: Trace) -> Tensor:
-        if isinstance(model, TokenScorer):
+        if isinstance(model, LogprobModel):
             model.announce = trace.read
         return case.loss_of(model)
 

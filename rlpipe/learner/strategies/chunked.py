@@ -16,7 +16,7 @@ from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ModelError
 from rlpipe.hardware.calibration import own_device
 from rlpipe.hardware.device import Device
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.row_plan import Row, plan_row
 from rlpipe.learner.strategies.sharding import RankGroup, Reduce, SingleRank, Updates
 from rlpipe.learner.vision import Vision
@@ -42,7 +42,7 @@ UNPLANNED_TOWER = (
 CPU = torch.device("cpu")
 
 
-def full_rows(scorer: TokenScorer, num_tokens: int) -> list[Row]:
+def full_rows(scorer: LogprobModel, num_tokens: int) -> list[Row]:
     """Return rows of one sequence that fills a micro batch; all tokens but the first are loss tokens.
 
     They are to be tried in order until one can be traced: of a model with a vision tower the first is full of images,
@@ -63,7 +63,7 @@ def full_rows(scorer: TokenScorer, num_tokens: int) -> list[Row]:
     return [*_with_images(scorer, micro_batch), text]
 
 
-def _with_images(scorer: TokenScorer, micro_batch: MicroBatch) -> list[Row]:
+def _with_images(scorer: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
     """Return the row with as many images as fit into it, each after a token of text; none if none fits."""
     model, num_tokens = scorer.causal_model, len(micro_batch.token_ids)
     image_token = feature_token_id(model.config) if has_vision(model) else None
@@ -83,7 +83,7 @@ def _with_images(scorer: TokenScorer, micro_batch: MicroBatch) -> list[Row]:
         return []
 
 
-def misses_tower(scorer: TokenScorer, row: Row) -> bool:
+def misses_tower(scorer: LogprobModel, row: Row) -> bool:
     """Return whether the model has a trained vision tower that does not run in the row's pass."""
     model = scorer.causal_model
     if row.images or not has_vision(model):
@@ -134,7 +134,7 @@ class Chunked:
     loads_on_cpu = True
 
     def __init__(
-        self, learner: LearnerConfig, device: torch.device, workload: Workload, copy: TokenScorer | None = None
+        self, learner: LearnerConfig, device: torch.device, workload: Workload, copy: LogprobModel | None = None
     ) -> None:
         """Prepare to spread models; ``copy`` is the outline of a frozen copy that will be spread after the policy."""
         self._group = RankGroup(device) if learner.strategy == "fsdp2" else SingleRank()
@@ -145,7 +145,7 @@ class Chunked:
         self.decision: Decision | None = None
         self.notes: list[str] = []
 
-    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
         precision = precision_of(self._config, scorer.compute_dtype)
         if trained:
             decision = self.decision = self._decide(scorer, precision)
@@ -168,7 +168,7 @@ class Chunked:
         scorer.announce = offloaded.read
         self._offloaded.append(offloaded)
 
-    def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
+    def _decide(self, scorer: LogprobModel, precision: Precision) -> Decision:
         hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
         free = capacity(self._config, self.device, replaced=scorer)
         if self._copy is not None:
@@ -182,7 +182,7 @@ class Chunked:
 
         return agree(free, decide)
 
-    def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
+    def _search(self, scorer: LogprobModel, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
         *others, last = full_rows(scorer, self._learner.max_tokens_per_microbatch)
         for row in others:
             with suppress(CannotBeTraced):
@@ -192,7 +192,7 @@ class Chunked:
         return self._plan(scorer, last, precision, hardware, free)
 
     def _plan(
-        self, scorer: TokenScorer, row: Row, precision: Precision, hardware: Device | None, free: Capacity
+        self, scorer: LogprobModel, row: Row, precision: Precision, hardware: Device | None, free: Capacity
     ) -> Decision:
         def loss_of(trace: Trace) -> Tensor:
             scorer.announce = trace.read
@@ -233,7 +233,7 @@ class Chunked:
             read({name: whole})
             self._owner(parameter).assign(parameter, whole)
 
-    def end_inference(self, scorer: TokenScorer) -> None:
+    def end_inference(self, scorer: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlpipe.configs.schema.learner_config import FsdpConfig, OptimizerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.adapter_layers import FusedLora
-from rlpipe.learner.forward import TokenScorer, output_head
+from rlpipe.learner.forward import LogprobModel, output_head
 from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.learner.strategies.sharding import RankGroup, Updates
 from rlpipe.weights.dcp import Read
@@ -131,9 +131,9 @@ class Fsdp2(RankGroup):
         self._config, self._on_cpu = config, on_cpu
         self._reduce_every_backward = reduce_every_backward
         self._mesh = init_device_mesh(device.type, (self.num_ranks,))
-        self._trained: TokenScorer | None = None
+        self._trained: LogprobModel | None = None
 
-    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
         """Shard the model of ``scorer`` in place, and move it to the device."""
         narrow = scorer.compute_dtype is not torch.float32
         precision = MixedPrecisionPolicy(
@@ -176,7 +176,7 @@ class Fsdp2(RankGroup):
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         read(self.state(parameters))
 
-    def end_inference(self, scorer: TokenScorer) -> None:
+    def end_inference(self, scorer: LogprobModel) -> None:
         # The root keeps its parameters gathered for a backward pass, but the optimizer needs them sharded.
         assert isinstance(scorer, FSDPModule)
         scorer.reshard()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.weights.dcp import Read
 
@@ -57,7 +57,7 @@ class Sharding(Protocol):
     notes: list[str]
     """Messages to the user about how models were sharded."""
 
-    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
         """Shard a model over the ranks, in place, and move it to their devices."""
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
@@ -69,7 +69,7 @@ class Sharding(Protocol):
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         """Load parameters of a model from a checkpoint."""
 
-    def end_inference(self, scorer: TokenScorer) -> None:
+    def end_inference(self, scorer: LogprobModel) -> None:
         """End a series of forward passes that no backward pass follows."""
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
@@ -121,7 +121,7 @@ class SingleRank:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
         pass
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
@@ -133,7 +133,7 @@ class SingleRank:
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         read(self.state(parameters))
 
-    def end_inference(self, scorer: TokenScorer) -> None:
+    def end_inference(self, scorer: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig, Zero3Config
 from rlpipe.learner.adapter_layers import FusedLora
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.operator_builds import free_abandoned_builds
 from rlpipe.learner.strategies.optimizer import MOMENTS, STEPS, make_optimizer, read_moments, write_moments
 from rlpipe.learner.strategies.sharding import RankGroup, Updates
@@ -36,12 +36,12 @@ class Zero3(RankGroup):
     def __init__(self, config: Zero3Config, device: torch.device) -> None:
         super().__init__(device)
         self._config = config
-        self._trained: TokenScorer | None = None
+        self._trained: LogprobModel | None = None
         self._engines: list[Any] = []
         free_abandoned_builds()
         deepspeed.init_distributed(dist_init_required=False)
 
-    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
         """Shard a model that is not trained; ``make_updates`` shards the trained one once it has an optimizer."""
         if trained:
             self._trained = scorer
@@ -64,7 +64,7 @@ class Zero3(RankGroup):
         engine, *_ = deepspeed.initialize(model=self._trained, optimizer=optimizer, config=settings)
         return Zero3Updates(engine, parameters, self)
 
-    def _spread(self, scorer: TokenScorer, settings: dict[str, Any]) -> None:
+    def _spread(self, scorer: LogprobModel, settings: dict[str, Any]) -> None:
         """Shard a model one parameter at a time; DeepSpeed's engine would first move all of them to the device."""
         deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
         for layer in scorer.modules():
@@ -106,7 +106,7 @@ class Zero3(RankGroup):
             read({name: whole})
             self.local(parameter).copy_(_part(whole, parameter, self.rank, self.num_ranks))
 
-    def end_inference(self, scorer: TokenScorer) -> None:
+    def end_inference(self, scorer: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:

@@ -27,7 +27,7 @@ epochs(epoch, length) AS (
     SELECT 0, iif(run.epoch > 0, num_rows, position) FROM run
     UNION ALL SELECT epochs.epoch + 1, iif(run.epoch > epochs.epoch + 1, num_rows, position) FROM epochs, run
     WHERE epochs.epoch < run.epoch AND epochs.epoch < (SELECT count(*) + {MAX_MISSING} FROM entries)),
-put_back(epoch, position, prompt_id, group_id, reroll) AS (
+rerolled(epoch, position, prompt_id, group_id, reroll) AS (
     SELECT epoch, position, prompt_id, group_id, reroll FROM groups WHERE reroll = 0 OR state != 'DISCARDED'
     OR step IS NOT NULL OR coalesce(reason, '') LIKE '{NO_VARIANCE}%'),
 reached(epoch, beyond) AS (SELECT epoch, max(position) + 1 FROM entries GROUP BY epoch),
@@ -62,7 +62,7 @@ CHECKS = (
             WHERE coalesce(beyond, 0) < length)""",
     ),
     Check(
-        "no position has two",
+        "no position has two groups or skipped rows",
         """SELECT 'epoch ' || epoch || ', position ' || position || ': '
             || group_concat(coalesce('group ' || group_id, 'a skipped row'), ', ')
             FROM entries GROUP BY epoch, position HAVING count(*) > 1""",
@@ -80,10 +80,10 @@ CHECKS = (
             GROUP BY entries.epoch, prompt_id HAVING count(*) > 1 AND min(entries.position) < max(entries.position)""",
     ),
     Check(
-        "prompts that were put back are numbered 1, 2, ... after their first group; one whose group failed is put back "
+        "rerolled prompts are numbered 1, 2, ... after their first group; one whose group failed is rerolled "
         "with the same number",
         """SELECT 'epoch ' || epoch || ', position ' || position || ': groups ' || group_concat(group_id, ', ')
-            FROM put_back WHERE (epoch, position) IN (SELECT epoch, position FROM put_back WHERE reroll != 0)
+            FROM rerolled WHERE (epoch, position) IN (SELECT epoch, position FROM rerolled WHERE reroll != 0)
             GROUP BY epoch, position
             HAVING min(reroll) != 0 OR max(reroll) != count(*) - 1 OR count(DISTINCT reroll) != count(*)
             OR min(prompt_id) != max(prompt_id)""",
@@ -199,8 +199,8 @@ class Audit:
     """Number of times that a step was trained, for steps trained again on the same groups after a crash."""
     prompts: dict[str, int]
     """Number of prompts by the state of their first group; rows that can't be used count as ``skipped``."""
-    put_back: dict[str, int]
-    """Number of groups of prompts that were put back, by state."""
+    rerolled: dict[str, int]
+    """Number of groups of rerolled prompts, by state."""
     discarded: dict[str, int]
     """Number of groups by the reason why they were not trained."""
     skipped: dict[str, int]
@@ -227,7 +227,7 @@ def audit(ledger: Ledger) -> Audit:
         checkpoint_step=ledger.checkpoint_step,
         repeated_steps=dict(ledger.rows("SELECT step, times FROM steps WHERE times > 1 AND NOT last ORDER BY step")),
         prompts=_prompts(ledger),
-        put_back=_counts(ledger, "SELECT state, count(*) FROM groups WHERE reroll > 0 GROUP BY state"),
+        rerolled=_counts(ledger, "SELECT state, count(*) FROM groups WHERE reroll > 0 GROUP BY state"),
         discarded=_counts(ledger, "SELECT reason, count(*) FROM groups WHERE state = 'DISCARDED' GROUP BY reason"),
         skipped=_counts(
             ledger, "SELECT substr(reason, 1, instr(reason || ':', ':') - 1), count(*) FROM skipped GROUP BY 1"
@@ -313,8 +313,8 @@ def describe(result: Audit) -> Iterator[str]:
         yield f"{again:,} {steps} trained again after a crash, {times:,} repetitions in all: {listed}"
     yield ""
     yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was admitted yet'}"
-    if result.put_back:
-        yield f"put back   {sum(result.put_back.values()):,}: {_sums(result.put_back)}"
+    if result.rerolled:
+        yield f"rerolled   {sum(result.rerolled.values()):,}: {_sums(result.rerolled)}"
     if result.replayed:
         yield f"replayed   {result.replayed:,}"
     for title, counts in (("discarded", result.discarded), ("skipped", result.skipped), ("events", result.events)):

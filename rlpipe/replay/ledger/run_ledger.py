@@ -78,8 +78,8 @@ class Ledger(Database):
 
     # Changes ------------------------------------------------------------------------------------------------------
 
-    def admit(self, groups: Iterable[GroupTicket], place: Cursor, passed: Iterable[SkipRecord] = ()) -> None:
-        """Record groups whose prompts are taken, the source's ``place`` after them, and skipped rows (``passed``)."""
+    def admit(self, groups: Iterable[GroupTicket], place: Cursor, skipped: Iterable[SkipRecord] = ()) -> None:
+        """Record groups whose prompts are taken, the source's ``place`` after them, and ``skipped`` rows."""
         now = time.time()
         with self._transaction():
             self._connection.executemany(
@@ -92,7 +92,7 @@ class Ledger(Database):
             )
             self._connection.executemany(
                 "INSERT OR IGNORE INTO skipped VALUES (?, ?, ?, ?)",
-                [(row.at.epoch, row.at.position, row.prompt_id, row.reason) for row in passed],
+                [(row.at.epoch, row.at.position, row.prompt_id, row.reason) for row in skipped],
             )
             if self.place < place:  # calls may be repeated, and arrive in any order
                 self._set(place=[place.epoch, place.position])
@@ -365,7 +365,7 @@ class Ledger(Database):
         )
 
     def zero_reward(self, at_most: float) -> list[GroupTicket]:
-        """Return groups in which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
+        """Return groups without a reward above ``at_most`` whose prompts have not been rerolled."""
         return self._admitted(
             "(state NOT IN ('DISCARDED') OR reason LIKE ?) AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups"
             " AS later WHERE later.epoch = groups.epoch AND later.position = groups.position"

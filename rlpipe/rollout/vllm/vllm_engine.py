@@ -32,7 +32,7 @@ from rlpipe.rollout.engine import (
     without_base,
     without_image,
 )
-from rlpipe.rollout.vllm.vllm_options import describe_refusal, engine_args, sampling_args
+from rlpipe.rollout.vllm.vllm_options import check_replaceable, describe_refusal, engine_args, sampling_args
 from rlpipe.rollout.vllm.vllm_transfer import rendezvous_arguments
 from rlpipe.types import (
     Buckets,
@@ -108,6 +108,7 @@ class VllmEngine:
         self._num_tokens, self._busy_s = 0, 0.0
 
         self._llm = _open_llm(engine_args(model, rollout, weights, max_prompt_tokens), rollout)
+        check_replaceable(self._kind, self._llm.vllm_config.model_config.hf_text_config)
         client: Any = self._llm.engine_core
         self._core = client.engine_core
         self._image_id = feature_token_id(self._llm.vllm_config.model_config.hf_config)

@@ -14,6 +14,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.configs.serving import published_kind
 from rlpipe.errors import ConfigError, did_you_mean
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_slots, slot_rank
+from rlpipe.types import WeightsKind
 
 # vLLM reads these when it is imported.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -63,6 +64,9 @@ def engine_args(
         args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
+    if rollout.tensor_parallel_size > 1:
+        # By default, vLLM would place its workers into the bundle in which the engine's actor holds the GPUs itself.
+        args["distributed_executor_backend"] = "mp"
     kind = published_kind(model, weights)
     if kind == "lora":
         args |= {"enable_lora": True, "max_loras": num_slots(weights), "max_lora_rank": slot_rank(model.adapter.r)}
@@ -72,6 +76,18 @@ def engine_args(
     if weights.transport == "nccl":
         args["weight_transfer_config"] = {"backend": backend()}
     return args | dict(rollout.engine_args)
+
+
+def check_replaceable(kind: WeightsKind, text_config: Any) -> None:
+    """Raise ``ConfigError`` if the engine would go on with other weights than those that are published.
+
+    vLLM computes further matrices from those of multi-head latent attention when it loads a model, and only then.
+    """
+    if kind is not WeightsKind.LORA and getattr(text_config, "kv_lora_rank", None):
+        raise ConfigError(
+            "vllm can't replace the weights of multi-head latent attention while it serves: set rollout.engine=hf, or "
+            "train a LoRA adapter that vllm serves as it is (weights.serve=adapter)"
+        )
 
 
 def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:

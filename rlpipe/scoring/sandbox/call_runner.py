@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from rlpipe.common.scratch import remove_folder
-from rlpipe.scoring.processes import GIB, PROC, Family, descendants, end_processes, list_processes
+from rlpipe.common.temporary_folders import remove_folder
+from rlpipe.scoring.processes import GIB, PROC, ProcessTree, descendants, end_processes, list_processes
 from rlpipe.scoring.sandbox.sandbox_child import Limits, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
 
@@ -85,7 +85,7 @@ class CallRunner:
         answer = bytearray()
         started = time.monotonic()
         base_bytes = memory_bytes(os.getpid())
-        checked, family = started, Family()
+        checked, family = started, ProcessTree()
         with DefaultSelector() as selector:
             for source in (read_end, self._wake, self._connection.fileno()):
                 selector.register(source, EVENT_READ)

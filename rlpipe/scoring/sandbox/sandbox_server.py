@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlpipe.common.scratch import remove_folder
+from rlpipe.common.temporary_folders import remove_folder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit, lift_memory_limit

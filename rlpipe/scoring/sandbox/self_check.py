@@ -103,7 +103,9 @@ def check_sandbox() -> Mapping[str, bool]:
     sandbox = Sandbox({NAME: REWARD})
     try:
         if not _works(sandbox, ""):
-            raise RunError("an honest program does not work in the sandbox: its Python can't read what it needs")
+            raise RunError(
+                "even a harmless program fails in the sandbox: its Python can't read the files that it needs"
+            )
         with bystanders() as targets:
             attempts = list_attempts(*targets)
             came_to_end = [_works(sandbox, attempt.program) for attempt in attempts]

@@ -119,7 +119,7 @@ export async function overviewView(body, context) {
     try {
       const lines = await context.ask("diagnosis");
       fill(health, make("h3", {}, "Doctor", make("small", {}, "what `rlpipe doctor` says about this run")), lines.map((line) => make("div", { class: "finding" },
-        pill(line.status, STATE_KINDS[line.status] ?? ""), make("b", {}, line.subject), make("span", {}, line.text, line.mend && make("em", {}, ` ${line.mend}`)))));
+        pill(line.status, STATE_KINDS[line.status] ?? ""), make("b", {}, line.subject), make("span", {}, line.text, line.fix && make("em", {}, ` ${line.fix}`)))));
     } catch (error) { fill(health, make("h3", {}, "Doctor"), notice(error.message)); }
   }
 

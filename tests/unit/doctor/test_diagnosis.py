@@ -65,7 +65,7 @@ def diagnosis(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[tuple[st
     """Return what is said, by subject and status."""
     assert main(["doctor", "--json", str(folder)]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return {(line["subject"], line["status"]): f"{line['text']}; {line['mend']}" for line in found}
+    return {(line["subject"], line["status"]): f"{line['text']}; {line['fix']}" for line in found}
 
 
 DEATHS: dict[str, tuple[BaseException, str]] = {
@@ -87,7 +87,7 @@ DEATHS: dict[str, tuple[BaseException, str]] = {
     ),
     "the head is lost": (HeadLost("Ray's head has not answered for 45 s"), r"HeadLost: .*; start the cluster again"),
     "weights differ": (WeightsMismatch("engine rollout-0 serves another digest"), r"WeightsMismatch: .*same versions"),
-    "a health rule": (Unhealthy("health.kl.stop is reached"), r"Unhealthy: health\.kl\.stop .*docs/health\.md"),
+    "a health rule": (Unhealthy("health.kl.stop was reached"), r"Unhealthy: health\.kl\.stop .*docs/health\.md"),
     "a full disk": (
         RunError("outputs/run can't be written: [Errno 28] No space left on device; the same command continues"),
         r"RunError: .*No space left on device.*; free space on that disk",

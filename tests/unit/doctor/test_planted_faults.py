@@ -1,4 +1,4 @@
-"""`rlpipe doctor` before a run: each fault that is planted is found, in one line that says how to mend it."""
+"""`rlpipe doctor` before a run: each fault that is planted is found, in one line that says how to fix it."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_a_planted_fault_is_found(
         with lock:
             code, found = check(capsys, options)
     lines = [
-        f"{line['text']}; {line['mend']}" for line in found if (line["subject"], line["status"]) == (subject, status)
+        f"{line['text']}; {line['fix']}" for line in found if (line["subject"], line["status"]) == (subject, status)
     ]
     assert any(re.search(says, line) for line in lines), found
     assert code == (1 if any(line["status"] == "PROBLEM" for line in found) else 0)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.episodes.agents import Access, AgentFailed, CommandAgent
+from rlpipe.episodes.agents import AgentFailed, CommandAgent, EndpointAccess
 from rlpipe.scoring.processes import read_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is left is found in /proc")
 
-ACCESS = Access(base_url="http://127.0.0.1:9/v1", api_key="key-of-this-episode")
+ACCESS = EndpointAccess(base_url="http://127.0.0.1:9/v1", api_key="key-of-this-episode")
 DEATH_S = 10.0
 LEAVE = """
 import os, sys, time
@@ -83,10 +83,10 @@ def test_a_command_that_reads_no_row_and_writes_without_end_is_read_to_its_last_
 def test_daemons_of_commands_end_with_a_killed_process(tmp_path: Path) -> None:
     program = f"""
 import asyncio, sys
-from rlpipe.episodes.agents import Access, CommandAgent
+from rlpipe.episodes.agents import EndpointAccess, CommandAgent
 from rlpipe.scoring.processes import start_reaper
 start_reaper()
-access = Access(base_url="http://127.0.0.1:9/v1", api_key="another")
+access = EndpointAccess(base_url="http://127.0.0.1:9/v1", api_key="another")
 asyncio.run(CommandAgent({command(tmp_path / "pid", HANG)!r}).run({{}}, access))
 """
     with subprocess.Popen(

@@ -19,7 +19,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.parsing import parse_hermes
-from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
+from rlpipe.episodes.session import Episode, Rules, SampledTurn, Session
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine
@@ -78,10 +78,10 @@ class Turns:
 
     def __init__(self, engine: Engine, published: Any) -> None:
         self._engine, self._published = engine, published
-        self._waiting: dict[int, asyncio.Future[DrawnTurn]] = {}
+        self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
         self._num_drawn = 0
 
-    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
+    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> SampledTurn:
         own = self._num_drawn
         self._num_drawn += 1
         prompt = Prompt(prompt_id=own, epoch=0, token_ids=token_ids, prompt="", task={})
@@ -102,7 +102,7 @@ class Turns:
                 (rollout,) = group.rollouts
                 drawn = rollout.loss_mask
                 self._waiting.pop(group.group_id).set_result(
-                    DrawnTurn(
+                    SampledTurn(
                         token_ids=rollout.token_ids[drawn].tolist(),
                         logprobs=rollout.logprobs[drawn].tolist(),
                         policy_versions=rollout.policy_versions[drawn].tolist(),

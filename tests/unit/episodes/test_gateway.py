@@ -20,7 +20,7 @@ from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.bridge import Bridge, turn_ends
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import MAX_CALLS, parse_hermes
-from rlpipe.episodes.session import DrawnTurn, Episode, Rules
+from rlpipe.episodes.session import Episode, Rules, SampledTurn
 from rlpipe.errors import ConfigError
 from rlpipe.types import IntArray, RolloutStatus
 
@@ -58,13 +58,13 @@ class Scene:
     async def __aexit__(self, *_: object) -> None:
         await self.gateway.stop()
 
-    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
         self.contexts.append(token_ids)
         self.limits.append(max_tokens)
         self.stops.append(stop)
         await asyncio.sleep(self.pause_s)
         own = [*self.template.token_ids(self.said[turn]).tolist(), self.template.tokenizer.eos_token_id]
-        return DrawnTurn(
+        return SampledTurn(
             token_ids=own, logprobs=[-0.5] * len(own), policy_versions=[turn] * len(own), finish_reason="stop"
         )
 
@@ -321,7 +321,9 @@ def test_a_retry_among_equal_questions_gets_the_turn_that_was_given_up() -> None
 
 def test_a_question_that_failed_once_is_answered_when_it_is_asked_again() -> None:
     class Failing(Scene):
-        async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+        async def draw(
+            self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
+        ) -> SampledTurn:
             if not turn:
                 raise ValueError("an odd text")
             return await super().draw(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)

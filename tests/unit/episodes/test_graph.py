@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.episodes.graph import Branch, Branching, Continuation, EpisodeGraph, Node, Said, locate
+from rlpipe.episodes.graph import Branch, Branching, CanonicalMessage, Continuation, EpisodeGraph, Node, locate
 from rlpipe.types import NO_TURN, NO_VERSION, ChatMessages
 
 STEPS = st.lists(
@@ -192,7 +192,7 @@ TALK = [{"role": "system", "content": "s"}, user("q"), called(), result("r"), sa
     ],
 )
 def test_what_clients_change_says_the_same(known: dict[str, Any], sent: dict[str, Any]) -> None:
-    assert Said.of(known).is_sent_back_as(Said.of(sent))
+    assert CanonicalMessage.of(known).matches(CanonicalMessage.of(sent))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_clients_change_says_the_same(known: dict[str, Any], sent: dict[str
     ],
 )
 def test_what_says_something_else_is_not_taken_for_it(known: dict[str, Any], sent: dict[str, Any]) -> None:
-    assert not Said.of(known).is_sent_back_as(Said.of(sent))
+    assert not CanonicalMessage.of(known).matches(CanonicalMessage.of(sent))
 
 
 def test_a_conversation_goes_on_behind_its_last_turn() -> None:

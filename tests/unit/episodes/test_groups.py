@@ -22,7 +22,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.agents import Access, read_reward
+from rlpipe.episodes.agents import EndpointAccess, read_reward
 from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, prove, turn_ends
 from rlpipe.episodes.builtin_tools import McpServer
 from rlpipe.episodes.groups import GroupPlayer, open_player, refused_messages
@@ -143,7 +143,7 @@ print(float(int(text) == row["number"]))
 """
 
 
-def solve(row: dict[str, Any], episode: Access) -> float:
+def solve(row: dict[str, Any], episode: EndpointAccess) -> float:
     """Play as the command does, in a thread."""
     client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     messages: list[Any] = [{"role": "user", "content": "1-32?"}]
@@ -181,7 +181,7 @@ def test_a_program_that_meets_a_limit_is_truncated() -> None:
     assert [rollout.num_loss_tokens for rollout in group] == [6, 6]
 
 
-def meet_a_limit_beside_another_conversation(row: dict[str, Any], episode: Access) -> None:
+def meet_a_limit_beside_another_conversation(row: dict[str, Any], episode: EndpointAccess) -> None:
     """Raise the error of a conversation that is too long after another one went on, as parallel ones do."""
     client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     try:
@@ -196,7 +196,7 @@ def test_a_program_that_meets_a_limit_in_one_of_its_conversations_is_truncated()
     assert [(rollout.status, rollout.finish_reason) for rollout in group] == [(RolloutStatus.TRUNCATED, "length")] * 2
 
 
-def fail_after_making_room(row: dict[str, Any], episode: Access) -> None:
+def fail_after_making_room(row: dict[str, Any], episode: EndpointAccess) -> None:
     """Go on after a conversation that was too long, and fail for another reason."""
     with suppress(openai.BadRequestError):
         meet_a_limit_beside_another_conversation(row, episode)
@@ -208,7 +208,7 @@ def test_a_program_that_fails_after_it_has_made_room_has_failed() -> None:
     assert "KeyError: 'a fault of the program'" in (group.failure or "")
 
 
-def give_up_on_long_games(row: dict[str, Any], episode: Access) -> float:
+def give_up_on_long_games(row: dict[str, Any], episode: EndpointAccess) -> float:
     """Return the reward, which a client's error after too many turns prevents."""
     return solve(row, episode)
 
@@ -238,7 +238,7 @@ def test_a_reward_that_was_sent_is_not_replaced_by_the_last_line(tmp_path: Path)
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.5, 0.5]
 
 
-def rewrite(row: dict[str, Any], episode: Access) -> float:
+def rewrite(row: dict[str, Any], episode: EndpointAccess) -> float:
     """Ask twice; the second conversation has the first answer in other words."""
     client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     messages: list[Any] = [{"role": "user", "content": "1-32?"}]
@@ -381,7 +381,7 @@ def test_a_method_that_hangs_as_a_tool_truncates_its_episode(tmp_path: Path) -> 
     assert group.rollouts[0].num_loss_tokens > 0, "its turn is trained"
 
 
-def ask_once(row: dict[str, Any], episode: Access) -> None:
+def ask_once(row: dict[str, Any], episode: EndpointAccess) -> None:
     client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
 

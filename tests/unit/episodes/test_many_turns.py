@@ -16,7 +16,7 @@ from test_groups import TEMPLATES, agent_kind, player_of, request_of
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.agents import Access
+from rlpipe.episodes.agents import EndpointAccess
 from rlpipe.episodes.session import Deadline
 from rlpipe.rollout.engine import Sample, build_rollout
 from rlpipe.rollout.multi_turn import SEED_STEP
@@ -33,7 +33,7 @@ TOOL = {
 }
 
 
-async def talk(row: dict[str, Any], episode: Access) -> float:
+async def talk(row: dict[str, Any], episode: EndpointAccess) -> float:
     """Play as a program does that sends back what its client has made of each answer."""
     messages: list[Any] = [{"role": "user", "content": "Look around."}]
     async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:

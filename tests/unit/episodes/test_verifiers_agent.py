@@ -17,7 +17,7 @@ from test_groups import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes import verifiers_agent
-from rlpipe.episodes.agents import Access, AgentFailed
+from rlpipe.episodes.agents import AgentFailed, EndpointAccess
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.verifiers_agent import ServedRollout
 from rlpipe.errors import ConfigError
@@ -26,7 +26,7 @@ from rlpipe.types import RolloutGroup, RolloutStatus
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 ROW = {"prompt": "6 * 7?", "answer": 42, "column": "of something else"}
 URL = "http://127.0.0.1:1/v1"
-ACCESS = Access(base_url=URL, api_key="key")
+ACCESS = EndpointAccess(base_url=URL, api_key="key")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner import policy, row_plan
-from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.strided_objective import StridedInputs, draw_blocks, plan_strided, score_blocks
 from rlpipe.learner.workload import Workload
@@ -51,7 +51,7 @@ def family(name: str) -> Path:
 
 
 @cache
-def scorer_of(name: str, attention: str = "sdpa") -> TokenScorer:
+def scorer_of(name: str, attention: str = "sdpa") -> LogprobModel:
     scorer = load_scorer(make_model_config(family(name), adapter="none", attention=attention), "cpu")
     scorer.take_masks(attention, CPU)
     return scorer.eval()
@@ -74,7 +74,7 @@ def make_inputs(lengths: tuple[int, ...], sizes: tuple[int, int, int], num_sampl
 
 
 def draw(
-    scorer: TokenScorer, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0, top_p: float = 1.0
+    scorer: LogprobModel, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0, top_p: float = 1.0
 ) -> Tensor:
     uniforms = torch.rand(inputs.plan.num_steps, inputs.plan.num_columns, generator=torch.Generator().manual_seed(seed))
     config = StridedConfig(temperature=temperature, top_p=top_p)
@@ -102,7 +102,7 @@ def logprobs_alone(name: str, inputs: StridedInputs, drawn: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logprobs_packed(scorer: TokenScorer, inputs: StridedInputs, drawn: Tensor) -> Tensor:
+def logprobs_packed(scorer: LogprobModel, inputs: StridedInputs, drawn: Tensor) -> Tensor:
     return score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).drawn.view_as(drawn)
 
 

@@ -43,7 +43,7 @@ def test_a_finished_run_adds_up(tmp_path: Path) -> None:
     assert [finding.claim for finding in sums.findings] == CLAIMS
     assert (sums.finished, sums.num_steps, sums.checkpoint_step, sums.repeated_steps) == (True, 6, 6, {})
     assert sums.prompts == {"TRAINED": 10, "DISCARDED": 6, "skipped": 3}
-    assert sums.put_back == {"TRAINED": 2}
+    assert sums.rerolled == {"TRAINED": 2}
     assert sums.discarded == {"no reward variance (attempt 1)": 3, COMPARED: 2, "the engine refused it": 1}
     assert sums.skipped == {"too_long": 3}
     assert (sums.replayed, sums.events) == (1, {})

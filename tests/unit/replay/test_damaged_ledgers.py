@@ -15,7 +15,7 @@ from replay_cases import open_store
 
 from rlpipe import cli
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import AccountsDiffer, ConfigError, RlpipeError
+from rlpipe.errors import AuditFailed, ConfigError, RlpipeError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.simulation.setup import GivenTimes, read_setup, read_times
@@ -102,7 +102,7 @@ def check(folder: Path) -> list[int]:
 def exit_code(path: Path, call: Callable[[], None]) -> int:
     try:
         call()
-    except AccountsDiffer:
+    except AuditFailed:
         return 3
     except RlpipeError as caught:
         error = caught

@@ -372,7 +372,7 @@ class Schedule(RuleBasedStateMachine):
         )
         assert positions in ([(0, 0, None)], [(self.position, self.position, self.position - 1)])
         not_failed = (
-            f"(state != 'DISCARDED' OR reason LIKE '{NO_VARIANCE}%')"  # a prompt whose group failed is put back
+            f"(state != 'DISCARDED' OR reason LIKE '{NO_VARIANCE}%')"  # a prompt whose group failed is rerolled
         )
         assert not self.ledger.rows(
             f"SELECT 1 FROM groups WHERE {not_failed} GROUP BY position, reroll HAVING count(*) > 1"

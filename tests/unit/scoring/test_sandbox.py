@@ -15,7 +15,7 @@ from typing import Any
 import isolation_cases
 import pytest
 
-from rlpipe.common.scratch import remove_folder
+from rlpipe.common.temporary_folders import remove_folder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import descendants, list_processes, marked

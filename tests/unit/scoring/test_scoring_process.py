@@ -80,7 +80,7 @@ def test_a_family_is_found_again_without_reading_of_strangers(monkeypatch: pytes
         return read_process(pid)
 
     monkeypatch.setattr(processes, "read_process", note)
-    family = processes.Family()
+    family = processes.ProcessTree()
     before = family.find()
     with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

@@ -60,4 +60,4 @@ def test_what_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["sandbox"]) == 1
     output = capsys.readouterr()
     assert "FAILED  open a socket to a local service" in output.out
-    assert output.err == "rlpipe: error: the sandbox did not hold: a program could open a socket to a local service\n"
+    assert output.err == "rlpipe: error: the sandbox is not secure: a program could open a socket to a local service\n"

@@ -13,7 +13,6 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import DataError, InputError
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.simulation.parts import Clock, EngineLevels, Level, SimulatedEngine, SimulatedGroup
 from rlpipe.simulation.setup import (
     Distribution,
     Draws,
@@ -24,6 +23,7 @@ from rlpipe.simulation.setup import (
     read_times,
     work_seconds,
 )
+from rlpipe.simulation.simulated_actors import Clock, EngineLevels, Level, SimulatedEngine, SimulatedGroup
 from rlpipe.simulation.simulator import PROMPT
 
 START = 1.8e9

@@ -17,7 +17,7 @@ from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
 from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
-from rlpipe.tracking.health import WELL_STEPS, HealthFinding, HealthWatch
+from rlpipe.tracking.health import RECOVERY_STEPS, HealthFinding, HealthWatch
 from rlpipe.tracking.health_rules import RULES, HealthRule
 
 Row = Mapping[str, float | None]
@@ -144,8 +144,8 @@ def test_a_rule_is_over_once_its_values_are_well_for_some_steps() -> None:
     (start, _), (end, over), *others = found_in(make_config(), rows)
     assert not others
     assert start == 20 + 2, "the median of five steps"
-    assert end == 80 + 2 + WELL_STEPS - 1
-    assert re.fullmatch(r"gradient_norm is over: \d\.\d+, within 10", over.message)
+    assert end == 80 + 2 + RECOVERY_STEPS - 1
+    assert re.fullmatch(r"gradient_norm has recovered: \d\.\d+ \(warns from 10\)", over.message)
 
 
 def evaluated(values: Iterable[float], name: str, change: Change = lambda step: {}) -> list[Row]:
@@ -196,8 +196,8 @@ def test_a_rule_that_no_longer_applies_is_over() -> None:
     watch.update({"eval/accuracy": 0.99})
     assert watch.tripped == [], "no step may follow the evaluation that shows that the task is solved"
     equal = {**well(NUM_STEPS), "frac_reward_zero_std": 1.0}
-    found = [finding.message for _ in range(2 * WELL_STEPS) for finding in watch.update(equal)]
-    assert found == ["equal_rewards is over: it no longer applies"]
+    found = [finding.message for _ in range(2 * RECOVERY_STEPS) for finding in watch.update(equal)]
+    assert found == ["equal_rewards no longer applies"]
     watch.update({"eval/accuracy": 0.5})
     assert [finding.rule for finding in watch.update(equal)] == ["equal_rewards"]
 

@@ -19,7 +19,7 @@ from rlpipe.configs.foreign.foreign_file import read_foreign
 from rlpipe.configs.foreign.foreign_run import ForeignRun, Setting
 from rlpipe.configs.foreign.foreign_values import ForeignValues
 from rlpipe.configs.foreign.setting_names import COLUMNS, table_of
-from rlpipe.configs.foreign.setting_rules import PartOf, Rule
+from rlpipe.configs.foreign.setting_rules import Rule, UsedBy
 from rlpipe.configs.foreign.translation import translate, translate_setting, write
 from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
@@ -642,7 +642,7 @@ def test_no_value_is_too_odd_for_a_rule(system: str) -> None:
             for value in ODD:
                 run = ForeignRun(system=system, method=method, settings=[Setting(name=name, value=value)])
                 made = translate_setting(ForeignValues(run), run.settings[0])
-                assert isinstance(made, dict | str | PartOf), (name, value)
+                assert isinstance(made, dict | str | UsedBy), (name, value)
                 assert made, (name, value)
 
 

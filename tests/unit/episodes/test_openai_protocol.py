@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_gateway import CALL, LOOK, Scene, play
 
 from rlpipe.episodes.agent_session import ChatQuestion, RequestRefused
-from rlpipe.episodes.openai_forms import as_chat_request
+from rlpipe.episodes.openai_protocol import as_chat_request
 
 TOOL = {"type": "function", **LOOK["function"], "strict": False}  # type: ignore[dict-item]
 THOUGHT = "<think>\nhm\n</think>\n\nNorth."

@@ -27,7 +27,7 @@ from rlpipe.types import FloatArray, StepRewards
 Tokens = NDArray[np.float64]
 
 
-class StepCredit:
+class StepAdvantages:
     """Advantages of the rollouts of a step, which may be on any rank; all ranks must make the same calls."""
 
     def __init__(

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.common.scratch import ScratchFolder, remove_abandoned
+from rlpipe.common.temporary_folders import ScratchFolder, remove_abandoned
 
 PREFIX = "rlpipe-own-"
 CHILD = f"""
 import pathlib, sys
-from rlpipe.common.scratch import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder
 folder = ScratchFolder({PREFIX!r})
 (pathlib.Path(folder.path) / "file").touch()
 print(folder.path, flush=True)
