@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError, WeightsMismatch
@@ -36,6 +38,11 @@ from rlpipe.weights.buckets import (
     pair_adapter,
     unpack,
 )
+
+if parent_process() is not None and current_platform.is_cpu():
+    # This is a process of an engine that is split over several. As in other engines, whose process sets it itself,
+    # packed weights could neither be replaced in place nor read back.
+    setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010
 
 _EXPERTS = ".experts."
 _LOAD_BYTES = 2**26
