@@ -395,7 +395,7 @@ class WeightsKind(StrEnum):
     """The contents of a version, and the way in which engines serve them."""
 
     LORA = "lora"
-    """An adapter, which is served beside the base."""
+    """An adapter, which is served on top of the base."""
     MERGED = "merged"
     """An adapter, which engines fold into the base's weights; its digest is that of the weights that result."""
     FULL = "full"

@@ -28,7 +28,7 @@ class AdapterConfig(Freezable):
     use_dora: bool = option(False, "Train direction and magnitude of each weight separately (DoRA).")
     merge: bool | None = option(
         None,
-        "Send engines whole models with the adapter merged; null: only if they can neither apply nor fold the adapter.",
+        "Send engines whole models with the adapter merged; null: only if they can neither apply nor merge the adapter.",
     )
 
 
@@ -78,7 +78,7 @@ class ModelConfig(Freezable):
 
 
 def serves_adapter(model: ModelConfig) -> bool:
-    """Return whether engines serve the adapter beside the base model; if not, they are given whole models."""
+    """Return whether engines serve the adapter on top of the base model; if not, they are given whole models."""
     adapter = model.adapter
     merges = needs_merging(model) if adapter.merge is None else adapter.merge
     return adapter.kind != "none" and not merges

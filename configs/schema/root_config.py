@@ -63,7 +63,7 @@ class WeightsConfig(Freezable):
     )
     serve: str = option(
         "auto",
-        "Engines apply the adapter beside the base, or fold each version into their weights; auto: what suits the run.",
+        "Engines apply the adapter at run time, or merge each version into their weights; auto: what suits the run.",
         choices=("auto", "adapter", "merged"),
     )
     on_update: str = option(

@@ -209,7 +209,7 @@ def sample_seed(seed: int, sample_index: int = 0) -> int:
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_RANK = _RANKS[-1]
-"""Largest rank of an adapter that vLLM applies beside a base."""
+"""Largest rank of an adapter that vLLM applies on top of a base."""
 _RUNNING_VERSIONS = 3
 """Most versions served at the same time, when each sequence stays on the version it began with."""
 
@@ -219,7 +219,7 @@ def slot_rank(rank: int) -> int:
     fitting = [size for size in _RANKS if size >= rank]
     if not fitting:
         raise ConfigError(
-            f"model.adapter.r={rank} is more than vllm serves beside a base: set at most {MAX_RANK}, "
+            f"model.adapter.r={rank} is more than vllm serves on top of a base: set at most {MAX_RANK}, "
             "weights.serve=merged, or with qlora model.adapter.merge=true"
         )
     return fitting[0]

@@ -1,4 +1,4 @@
-"""The choice of what engines serve: an adapter beside the base, weights with the adapter in them, or whole models."""
+"""The choice of what engines serve: an adapter on top of the base, weights with it merged, or whole models."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Serving:
 
 
 _TEXTS = {
-    "lora": "engines apply the adapter beside the base (weights.serve=adapter)",
-    "merged": "engines fold each version's adapter into their weights (weights.serve=merged)",
+    "lora": "engines apply the adapter at run time (weights.serve=adapter)",
+    "merged": "engines merge each version's adapter into their weights (weights.serve=merged)",
     "full": "engines are sent whole models",
 }
 
@@ -65,8 +65,8 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
     tokens, least = _tokens_per_version(config), _least_tokens(config.model.path, adapter)
     few = f"about {tokens:,.0f} tokens per version and engine"
     if tokens > least:
-        return Serving(kind="merged", reason=f"{few}, and folding pays from {least:,.0f}")
-    return Serving(kind="lora", reason=f"{few}, and folding only pays from {least:,.0f}")
+        return Serving(kind="merged", reason=f"{few}, and merging pays from {least:,.0f}")
+    return Serving(kind="lora", reason=f"{few}, and merging only pays from {least:,.0f}")
 
 
 def _why_whole(config: Config) -> str | None:
@@ -88,14 +88,14 @@ def _why_whole(config: Config) -> str | None:
 
 
 def _why_not_beside(config: Config, engine: Literal["vllm", "hf"]) -> str | None:
-    """Return why engines can't apply the adapter beside the base, or None if they can."""
+    """Return why engines can't apply the adapter on top of the base, or None if they can."""
     adapter = config.model.adapter
     if needs_merging(config.model):
-        return f"they can't apply {_feature(adapter)} beside the base"
+        return f"they can't apply {_feature(adapter)} on top of the base"
     if adapter.kind != "lora":
         return None
     if engine == "vllm" and adapter.r > MAX_RANK:
-        return f"vllm applies ranks of up to {MAX_RANK} beside a base, and model.adapter.r={adapter.r}"
+        return f"vllm applies ranks of up to {MAX_RANK} on top of a base, and model.adapter.r={adapter.r}"
     if adapter.target_modules == "all-linear" and (num_experts := read_num_experts(config.model.path)) > 1:
         return f"all-linear includes the router and {num_experts} experts"
     return None

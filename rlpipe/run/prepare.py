@@ -242,7 +242,7 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
 
 
 def check_adapter_targets(run: Run) -> None:
-    """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't apply beside the base."""
+    """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't apply on top of the base."""
     adapter = run.config.model.adapter
     if (
         choose_serving(run.config, resolve_engine(run.config.rollout)).kind != "lora"

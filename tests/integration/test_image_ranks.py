@@ -79,7 +79,7 @@ def test_two_ranks_train_as_one(ranks: Ranks, model_folder: Path, strategy: str,
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_chunked_offload_trains_as_without(model_folder: Path, adapter: str, tmp_path: Path) -> None:
+def test_chunked_offload_gives_the_same_weights_as_no_offload(model_folder: Path, adapter: str, tmp_path: Path) -> None:
     for strategy in ("single", "chunked"):
         train(model_folder, strategy, 1, adapter, tmp_path)
     (_, expected), (_, parameters) = (torch.load(tmp_path / f"{name}0.pt") for name in ("single", "chunked"))

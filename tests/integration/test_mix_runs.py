@@ -31,7 +31,7 @@ def trained_rows(output: Path) -> list[tuple[int, int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_mix_goes_on_where_it_was(local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str) -> None:
+def test_a_mix_resumes_at_its_cursor(local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str) -> None:
     small, large = write(tmp_path / "small.jsonl", "", 3), write(tmp_path / "large.jsonl", "1", 40)
     mix = [
         f"algorithm={algorithm}",

@@ -193,7 +193,7 @@ def test_completions_of_rows_that_have_changed_are_not_scored_against_the_new_on
     changed = ledger_of(output).rows("SELECT prompt_id, reason FROM groups WHERE state = 'DISCARDED'")
     assert sorted(prompt_id for prompt_id, reason in changed if reason == ROW_CHANGED) == [1, 3]
     assert cli.main(["audit", str(output)]) == 0
-    said = {row["prompt"] for row in read_jsonl(output / "completions.jsonl")}
+    said = {row["prompt"][-1]["content"] for row in read_jsonl(output / "completions.jsonl")}
     assert not said & {"1+1=", "3+1="}
     assert said >= set(kept)
 

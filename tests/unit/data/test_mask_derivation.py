@@ -114,10 +114,10 @@ def test_what_stands_behind_the_end_of_the_last_turn_does_not_count(end: str, ex
 
 
 @pytest.mark.parametrize(
-    ("options", "is_told"),
+    ("options", "is_reported"),
     [({}, True), ({"roles_to_train": ["assistant", "user"]}, True), ({"roles_to_train": ["user"]}, False)],
 )
-def test_turns_without_an_end_are_told(options: dict, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_turns_without_an_end_are_reported(options: dict, is_reported: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Check a template that ends only user turns, with which a policy would not learn to stop."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
@@ -129,8 +129,8 @@ def test_turns_without_an_end_are_told(options: dict, is_told: bool, caplog: pyt
         rules = resolve_mask(ChatTemplate(tokenizer, data), data)
     (line,) = caplog.messages
     told = "; turns of assistant have no end marker of their own, so their end is not learned"
-    assert line.endswith(told) == is_told
-    assert ("their end is not learned" in line) == is_told
+    assert line.endswith(told) == is_reported
+    assert ("their end is not learned" in line) == is_reported
     text = "<|user|>hi<|end|><|assistant|>yo<|user|>a<|end|><|assistant|>b"
     mask = rules.mark(np.array(tokenizer(text, add_special_tokens=False)["input_ids"]))
     assert mask.any()

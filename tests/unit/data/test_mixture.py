@@ -16,7 +16,7 @@ def draws(mixture: Mixture, first: int, count: int) -> list[tuple[int, int]]:
 
 @settings(deadline=None)
 @given(weights=weights, position=st.integers(0, 2000))
-def test_a_jump_leads_to_where_a_walk_does(weights: list[float], position: int) -> None:
+def test_seeking_equals_drawing_one_by_one(weights: list[float], position: int) -> None:
     walked = draws(Mixture(weights), 0, position + 5)
     assert draws(Mixture(weights), position, 5) == walked[position:]
     counts = Counter(source for source, _ in walked[:position])

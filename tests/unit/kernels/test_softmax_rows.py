@@ -105,7 +105,7 @@ def test_an_ignored_row_has_zeros_whatever_its_logits_are(use_triton: bool, dtyp
 
 
 @BOTH
-def test_what_is_no_number_stays_so(use_triton: bool) -> None:
+def test_nan_logits_give_nan(use_triton: bool) -> None:
     logits, targets, how = randn(3, 37, seed=0).float(), make_targets(3, 37), LogitChange()
     logits[1, 5] = math.nan
     stats = row_stats(logits, targets, how, use_triton=use_triton)

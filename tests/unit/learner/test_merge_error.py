@@ -89,7 +89,9 @@ def test_both_gaps_are_those_of_whole_models_and_the_smaller_one_is_taken(
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_is_told_is_taken_though_it_is_farther(base: Path, adapter: Path, text: Path, tmp_path: Path) -> None:
+def test_an_explicit_base_precision_overrides_the_closer_one(
+    base: Path, adapter: Path, text: Path, tmp_path: Path
+) -> None:
     request = MergeRequest(
         base=str(base), adapter=str(adapter), output=tmp_path / "merged", text=text, base_precision="full"
     )

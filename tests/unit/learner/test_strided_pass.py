@@ -117,7 +117,7 @@ def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - LINEAR))
-def test_so_they_do_for_the_families_that_people_train(name: str, attention: str) -> None:
+def test_packed_logprobs_equal_separate_ones_for_common_families(name: str, attention: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
     drawn = draw(scorer_of(name, attention), inputs)
     packed, alone = logprobs_packed(scorer_of(name, attention), inputs, drawn), logprobs_alone(name, inputs, drawn)
@@ -128,7 +128,7 @@ def test_so_they_do_for_the_families_that_people_train(name: str, attention: str
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_so_they_do_under_flex_attention_which_gpus_take(name: str) -> None:
+def test_packed_logprobs_equal_separate_ones_with_flex_attention(name: str) -> None:
     scorer = load_scorer(make_model_config(family(name), adapter="none"), "cpu").eval()
     scorer.take_masks("sdpa", CPU)
     scorer.causal_model.set_attn_implementation("flex_attention")

@@ -145,7 +145,7 @@ def test_replicas_share_the_work_and_those_of_one_gpu_have_it_in_turns() -> None
 
 
 @pytest.mark.slow
-def test_who_may_be_on_its_gpu_leaves_less() -> None:
+def test_neighbours_on_the_gpu_reduce_a_scorers_memory() -> None:
     alone = plan(config_of("reward_model", OWN_GPU))
     assert (alone.room_bytes, alone.neighbours) == (int(SHARE_USED * H100.memory_bytes), [])
     beside = plan(config_of("reward_model"), beside=(ENGINE,))

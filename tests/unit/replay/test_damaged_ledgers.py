@@ -148,7 +148,9 @@ READ, FINDINGS, REFUSED = [0] * 6, [0] * 5 + [3], [2] * 6
         ("DROP INDEX groups_by_place", READ, None),
     ],
 )
-def test_a_problem_is_named(runs: Path, tmp_path: Path, statement: str, codes: list[int], problem: str | None) -> None:
+def test_each_kind_of_ledger_damage_is_reported(
+    runs: Path, tmp_path: Path, statement: str, codes: list[int], problem: str | None
+) -> None:
     folder = tmp_path / "begun"
     shutil.copytree(runs / "begun", folder)
     change(folder / NAME, statement)

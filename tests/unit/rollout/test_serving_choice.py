@@ -32,11 +32,11 @@ def make(model: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "kind", "reason"),
     [
-        (["rollout.sampling.max_tokens=4"], "lora", "folding only pays from"),
-        (LONG, "merged", "folding pays from"),
+        (["rollout.sampling.max_tokens=4"], "lora", "merging only pays from"),
+        (LONG, "merged", "merging pays from"),
         ([*LONG, "rollout.num_gpus=1"], "lora", "the default on GPUs"),
         ([*LONG, "replay.max_staleness=1"], "lora", "running sequences keep their version"),
-        ([*LONG, "replay.max_staleness=1", "weights.on_update=inflight"], "merged", "folding pays from"),
+        ([*LONG, "replay.max_staleness=1", "weights.on_update=inflight"], "merged", "merging pays from"),
         (
             [*LONG, "+scoring.rewards.j.path=a:b", "scoring.rewards.j.kwargs={engine: base}"],
             "lora",

@@ -140,7 +140,7 @@ def test_adapted_experts_are_refused_where_engines_serve_the_adapter(
         (
             ["model.adapter.use_dora=true"],
             "merged",
-            "(weights.serve=merged): they can't apply use_dora beside the base",
+            "(weights.serve=merged): they can't apply use_dora on top of the base",
         ),
         (["replay.max_staleness=1"], "adapter", "(weights.serve=adapter): running sequences keep their version"),
         (["model.adapter.merge=true"], "auto", "engines are sent whole models: model.adapter.merge=true"),
