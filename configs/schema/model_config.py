@@ -28,7 +28,7 @@ class AdapterConfig(Freezable):
     use_dora: bool = option(False, "Train direction and magnitude of each weight separately (DoRA).")
     merge: bool | None = option(
         None,
-        "Send engines whole models with the adapter merged; null: only if they can neither apply nor merge the adapter.",
+        "Send engines whole models with the adapter merged; null: only if they can serve no adapter.",
     )
 
 
