@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,7 @@ class Controller:
         self._pool.dispatch(requests)
         if generated:
             groups = await self._ask(self._replay.unscored.remote(list(generated)), "return the groups without scores")
-            await self._discard_changed(groups, generated)
-            groups = [group for group in groups if group.group_id in generated]
+            groups = await self._without_changed(groups, generated)
             for group in groups:
                 prompt = generated[group.group_id]
                 if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
@@ -231,15 +230,15 @@ class Controller:
             ids = {index: group.group_id for index, group in enumerate(groups)}
             tasks.create_task(self._scoring.score(ray.put(groups), ids))
 
-    async def _discard_changed(self, groups: Sequence[RolloutGroup], prompts: dict[int, Prompt]) -> None:
-        """Discard groups whose row of the data is another one now, and remove them from ``prompts``, by group id."""
-        changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
+    async def _without_changed(
+        self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]
+    ) -> list[RolloutGroup]:
+        """Discard groups whose row of the data is another one now, and return the others; prompts are by group id."""
+        changed = {own.group_id: ROW_CHANGED for own in groups if not answers(own, prompts[own.group_id])}
         if changed:
             call: Any = self._replay.discard.remote(changed)
-            outcome = await self._ask(call, f"discard {len(changed)} groups")
-            for group_id in changed:
-                del prompts[group_id]
-            await self._settle(outcome)
+            await self._settle(await self._ask(call, f"discard {len(changed)} groups"))
+        return [group for group in groups if group.group_id not in changed]
 
     async def _start_groups(self) -> None:
         """Admit groups up to the capacity: first the rerolls that are due, then new prompts."""

@@ -108,7 +108,7 @@ def open_output(run: Run) -> Iterator[None]:
     Raises ``ConfigError`` if it can't be written, or if another run writes there.
     """
     with hold_output(run.output):
-        with _naming(run.output):
+        with naming_output(run.output):
             write_whole(run.output / "config.yaml", to_yaml(run.config))
             mark_output(run.output)
         yield
@@ -117,7 +117,7 @@ def open_output(run: Run) -> Iterator[None]:
 @contextmanager
 def hold_output(output: Path) -> Iterator[None]:
     """Create a run's folder, and lock it within the block; raise ``ConfigError`` if another run holds it."""
-    with _naming(output):
+    with naming_output(output):
         output.mkdir(parents=True, exist_ok=True)
     with held(output) as alone:
         if not alone:
@@ -126,7 +126,7 @@ def hold_output(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _naming(output: Path) -> Iterator[None]:
+def naming_output(output: Path) -> Iterator[None]:
     """Turn an ``OSError`` into a ``ConfigError`` that names the output."""
     try:
         yield
@@ -296,7 +296,7 @@ def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePo
     output = Path(config.output).absolute()
     folder = output / "checkpoints"
     start = read_resume_point(config)
-    with _naming(output), hold_output(output) if folder.is_dir() and not holds_output else nullcontext():
+    with naming_output(output), hold_output(output) if folder.is_dir() and not holds_output else nullcontext():
         aside = set_damaged_aside(folder, newer_than=start.step)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
     messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]

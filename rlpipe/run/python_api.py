@@ -17,7 +17,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.run import pipeline
-from rlpipe.run.prepare import RewardLike, hold_output
+from rlpipe.run.prepare import RewardLike, hold_output, naming_output
 
 
 @runtime_checkable
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:
     """Write the rows; raise ``ConfigError`` if the run in ``output`` was begun with others, or is going on."""
-    with hold_output(output):
+    with hold_output(output), naming_output(output):
         temporary = writing_path(path)
         try:
             if isinstance(rows, list):

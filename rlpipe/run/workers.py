@@ -66,11 +66,11 @@ class Workers:
 
     async def start(self, timeout_s: float) -> None:
         """Load the models of all engines and pools, and wait until they are ready; raise as ``until_ready``."""
-        if self.engines_share_gpus:
-            for name in self.engines:
-                await self._start_engine(name, timeout_s)
+        in_turn, together = (self.engines, ()) if self.engines_share_gpus else ((), self.engines)
+        for name in in_turn:
+            await self._start_engine(name, timeout_s)
         async with asyncio.TaskGroup() as tasks:
-            for name in [] if self.engines_share_gpus else self.engines:
+            for name in together:
                 tasks.create_task(self._start_engine(name, timeout_s))
             tasks.create_task(self._start_pools())
             if self.episodes is not None:

@@ -111,6 +111,10 @@ def test_rows_and_places_that_can_not_be_written_are_named(base: dict[str, Any],
     mixed = pandas.DataFrame({"prompt": ["a", 1]})
     with pytest.raises(DataError, match=r"^dataset: these rows can't be stored as Parquet \("):
         make_config([base], mixed, 1)
+    full = pandas.DataFrame(ROWS)
+    full.to_parquet = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    with pytest.raises(ConfigError, match=r"^output=.*/run can't be written \(.*No space left on device"):
+        make_config([base], full, 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^output=.*/file/run can't be written \("):
         make_config([{**base, "output": str(tmp_path / "file" / "run")}], ROWS, 1)
