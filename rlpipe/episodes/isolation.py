@@ -11,7 +11,6 @@ import os
 import pickle
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -93,10 +92,10 @@ class Isolation:
         with theirs, their_control:
             fds, host = [their_control.fileno(), theirs.fileno()], self._host
             try:
-                socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
+                host.fork(tool, fds)
             except OSError:  # the host has died, of what a user's code did at its import or of a lack of memory
                 await asyncio.to_thread(self._replace, host)
-                socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
+                self._host.fork(tool, fds)
         return ObjectLink(ours, control, loop)
 
     async def ask_once(self, tool: str | None, name: str, *arguments: Any) -> dict[str, Any]:
@@ -122,25 +121,24 @@ class Isolation:
 
     def close(self) -> None:
         """End the host, and with it all processes that it has forked."""
-        self._starts.close()
-        self._host.kill()
-        self._host.wait()
-        self._scratch.close()
+        self._host.close()
 
-    def _replace(self, host: subprocess.Popen[bytes]) -> None:
+    def _replace(self, host: _IsolatedHost) -> None:
         """Start another host in place of a dead one, unless another thread has."""
         with self._restarts:
             if self._host is host:
-                self.close()
+                host.close()
                 self._start()
 
     def _start(self) -> None:
+        """Start a host; nothing sees it before it has imported its modules."""
         for _ in range(STARTS):
-            found = self._start_host()
+            host = _IsolatedHost(self._config)
+            found = host.start()
             if "schemas" in found:
-                self._schemas: list[dict[str, Any]] = found["schemas"]
+                self._host, self._schemas = host, found["schemas"]
                 return
-            self.close()
+            host.close()
             if found:
                 break
         isolation = f"environment.isolation={self._config.isolation}"
@@ -149,21 +147,38 @@ class Isolation:
         silent = f"its process died at {STARTS} starts; its output says why"
         raise ConfigError(f"{isolation}: {found.get('wrong', silent)}")
 
-    def _start_host(self) -> dict[str, Any]:
-        """Start a host, and return what it says of its start; nothing if it died."""
-        self._scratch = ScratchFolder("rlpipe-episodes-")
-        self._host, self._starts = run_server("rlpipe.episodes.isolated_host", kind=socket.SOCK_SEQPACKET)
-        setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self._scratch.path)
-        self._starts.settimeout(START_TIMEOUT_S)
+
+class _IsolatedHost:
+    """The process that has imported an environment and tools, and forks one for each episode or call."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self.scratch = ScratchFolder("rlpipe-episodes-")
+        self.process, self._socket = run_server("rlpipe.episodes.isolated_host", kind=socket.SOCK_SEQPACKET)
+
+    def start(self) -> dict[str, Any]:
+        """Wait for the import, and return what the host says of it; nothing if it died."""
+        setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self.scratch.path)
+        self._socket.settimeout(START_TIMEOUT_S)
         try:
-            self._starts.send(pickle.dumps(setup))
-            found: dict[str, Any] = json.loads(self._starts.recv(MAX_SETUP_BYTES) or b"{}")
+            self._socket.send(pickle.dumps(setup))
+            found: dict[str, Any] = json.loads(self._socket.recv(MAX_SETUP_BYTES) or b"{}")
         except TimeoutError:
             found = {"wrong": f"it took longer than {START_TIMEOUT_S:g} seconds to import"}
         except OSError:
             found = {}
-        self._starts.settimeout(None)
+        self._socket.settimeout(None)
         return found
+
+    def fork(self, tool: str | None, fds: Sequence[int]) -> None:
+        """Have a process forked for a tool or the environment; raise ``OSError`` if the host has died."""
+        socket.send_fds(self._socket, [json.dumps(tool).encode()], fds)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+        self.scratch.close()
 
 
 class ObjectLink:

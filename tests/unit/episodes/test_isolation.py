@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import textwrap
 import time
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
+from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.isolation import Ended, Isolation, Raised, isolate
 from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.tools import Environment, Step, Toolbox, ToolCall
@@ -316,22 +318,32 @@ def test_what_cannot_be_isolated_is_named(file: Path) -> None:
         Isolation(config)
 
 
-def test_while_a_dead_host_is_replaced_others_go_on(file: Path) -> None:
+def test_while_a_dead_host_is_replaced_others_go_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EnvironmentConfig(path=f"{file}:Counter", tools=[f"{file}:double"], timeout_s=20)
     kind = isolate(import_kind(config), config)
     isolation = kind.make.__self__  # type: ignore[attr-defined]
 
+    def slow_setup(**setup: Any) -> HostSetup:
+        time.sleep(0.3)  # on a busy machine other episodes begin before the new process has its setup
+        return HostSetup(**setup)
+
+    monkeypatch.setattr("rlpipe.episodes.isolation.HostSetup", slow_setup)
+
     async def play() -> None:
-        folder = isolation._scratch.path
-        isolation._host.kill()
-        isolation._host.wait()
-        replaced = asyncio.gather(*(kind.make().reset({"word": "go"}, 3) for _ in range(3)))  # type: ignore[arg-type]
+        folder = isolation._host.scratch.path
+        isolation._host.process.kill()
+        isolation._host.process.wait()
+        resets = [asyncio.ensure_future(kind.make().reset({"word": "go"}, 3))]  # type: ignore[arg-type]
         longest, before = 0.0, time.monotonic()
-        while not replaced.done():
+        for tick in itertools.count():
+            if resets[0].done():
+                break
+            if tick % 50 == 0:  # others begin at any moment of the replacement
+                resets.append(asyncio.ensure_future(kind.make().reset({"word": "go"}, 3)))  # type: ignore[arg-type]
             await asyncio.sleep(0.001)
             longest, before = max(longest, time.monotonic() - before), time.monotonic()
-        assert [first[0]["content"].split()[0] for first in await replaced] == ["go"] * 3
-        assert longest < 0.1, "the loop was held up while the process imported its modules"
+        assert {first[0]["content"].split()[0] for first in await asyncio.gather(*resets)} == {"go"}
+        assert longest < 0.5, "the loop was held up while the process imported its modules"
         assert not Path(folder).exists()
 
     asyncio.run(play())
