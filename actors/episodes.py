@@ -53,7 +53,7 @@ class EpisodeActor:
         start_reaper()  # of programs, servers of tools, and what environments start
         threads = THREADS_PER_EPISODE * setup.config.environment.concurrency
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="episode"))
-        player, messages = open_player(setup.config, self._client.draw)
+        player, messages = open_player(setup.config, self._client.sample)
         await player.start()
         self._player = player
         self._started.set()
@@ -71,7 +71,7 @@ class EpisodeActor:
         self._client.assign([request.group_id for request in requests], engine)
 
     async def move(self, group_ids: Sequence[int], engine: str) -> None:
-        """Continue the groups that are not over yet with another engine, on which open turns are drawn again."""
+        """Continue the groups that are not over yet with another engine, on which open turns are sampled again."""
         self._client.assign([group_id for group_id in group_ids if group_id in self._playing], engine)
 
     async def _play(self, request: GroupRequest) -> None:

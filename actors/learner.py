@@ -302,7 +302,7 @@ class LearnerLoop:
         self._life = 0
         self._saved_step = -1
         self._num_notes = 0
-        threading.Thread(target=self._send_heartbeats, name="signs-of-life", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         torch.set_num_threads(num_threads(setup.learner))
         torch.manual_seed(setup.seed)
         device = _device()

@@ -66,15 +66,15 @@ class RolloutActor:
         """Return finished groups with their receipts, as soon as there is one; none after ``timeout_s``."""
         return with_receipts(self._engine.collect(timeout_s, max_groups), self._name)
 
-    def draw(self, client: str, requests: Sequence[GroupRequest]) -> None:
-        """Begin to draw turns, which ``drawn`` returns to the same client."""
+    def submit_turns(self, client: str, requests: Sequence[GroupRequest]) -> None:
+        """Begin to sample turns, which ``poll_turns`` returns to the same client."""
         self._engine.submit(requests, client)
 
     def cancel(self, client: str, group_ids: Sequence[int]) -> None:
         """Drop turns whose episodes are over."""
         self._engine.cancel(client, group_ids)
 
-    def drawn(self, client: str, timeout_s: float) -> list[RolloutGroup]:
+    def poll_turns(self, client: str, timeout_s: float) -> list[RolloutGroup]:
         """Return a client's finished turns as soon as there are some; none after ``timeout_s``."""
         return self._engine.collect(timeout_s, MAX_TURNS, client)
 

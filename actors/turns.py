@@ -1,4 +1,4 @@
-"""Turns that a process of episodes draws on the run's engines."""
+"""Turns that a process of episodes samples on the run's engines."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Turn:
 
 
 class TurnClient:
-    """Draws turns on the engine that their group is assigned to; for one event loop.
+    """Samples turns on the engine that their group is assigned to; for one event loop.
 
     The turns of one pass of the loop go to an engine in one call, and so do its answers. The driver assigns the groups
-    of an engine that dies to another, by ``assign``; their open turns are then drawn there.
+    of an engine that dies to another, by ``assign``; their open turns are then sampled there.
     """
 
     def __init__(self, name: str, engines: Mapping[str, ActorHandle]) -> None:
@@ -66,10 +66,10 @@ class TurnClient:
         """Forget a group that is over."""
         self._assigned.pop(group_id, None)
 
-    async def draw(self, request: GroupRequest, deadline: Deadline) -> Rollout:
+    async def sample(self, request: GroupRequest, deadline: Deadline) -> Rollout:
         """Return one answer; raise ``EngineFailed`` if the engine can't sample the request.
 
-        If it is cancelled, the engine stops to draw it. The deadline stands still from the death or the silence of an
+        If it is cancelled, the engine stops to sample it. The deadline stands still from the death or the silence of an
         engine until the group is assigned to another, or the engine answers again.
         """
         number, self._next_id = self._next_id, self._next_id + 1
@@ -104,7 +104,7 @@ class TurnClient:
     def _flush(self, engine: str) -> None:
         numbers, self._unsent[engine] = self._unsent[engine], []
         requests = [self._turns[number].request for number in dict.fromkeys(numbers) if number in self._turns]
-        self._begin(self._submit(engine, "draw", requests))
+        self._begin(self._submit(engine, "submit_turns", requests))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         sending = asyncio.create_task(work)
@@ -124,7 +124,7 @@ class TurnClient:
     async def _poll(self, engine: str) -> None:
         """Take an engine's answers for as long as turns are open."""
         while self._turns:
-            answer = asyncio.ensure_future(self._call(engine, "drawn", POLL_S))
+            answer = asyncio.ensure_future(self._call(engine, "poll_turns", POLL_S))
             try:
                 if not (await asyncio.wait([answer], timeout=POLL_S + SILENCE_S))[0]:
                     self._stop(engine)

@@ -1,4 +1,4 @@
-"""Speed of episodes through Ray, against a bare loop over vLLM that draws the same turns, and two further figures.
+"""Speed of episodes through Ray, against a bare loop over vLLM that samples the same turns, and two further figures.
 
 ``environment`` and ``http`` are shares of the bare loop's rate, for episodes of an environment and of a program that
 uses OpenAI's client. ``gateway_ms`` is the gateway's CPU time for a request. ``schedule`` is the ideal time of episodes
@@ -162,7 +162,7 @@ class Through:
 
 
 def turns_of(groups: Sequence[RolloutGroup]) -> list[list[tuple[list[int], int]]]:
-    """Return the prompt and the number of drawn tokens of each turn of each episode."""
+    """Return the prompt and the number of sampled tokens of each turn of each episode."""
     episodes = []
     for rollout in (rollout for group in groups for rollout in group):
         assert rollout.turns is not None
@@ -188,7 +188,7 @@ def run_bare(file: Path) -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(**args))
     options = {**sampling_args(config.rollout.sampling), "ignore_eos": True}
 
-    def draw(chosen: Sequence[list[tuple[list[int], int]]]) -> float:
+    def sample(chosen: Sequence[list[tuple[list[int], int]]]) -> float:
         waiting, open_turns = list(enumerate(chosen)), 0
         began = time.perf_counter()
 
@@ -209,8 +209,8 @@ def run_bare(file: Path) -> None:
                     open_turns -= 1
         return time.perf_counter() - began
 
-    draw(episodes[:16])
-    print(json.dumps(draw(episodes)))
+    sample(episodes[:16])
+    print(json.dumps(sample(episodes)))
     engine.engine_core.shutdown()
 
 
@@ -249,7 +249,7 @@ async def measure_gateway(num_episodes: int) -> float:
     gateway = Gateway()
     await gateway.start()
     keys = [
-        gateway.open(AgentSession(bridge=bridge, parser=parse_text, draw=instant, rules=rules))
+        gateway.open(AgentSession(bridge=bridge, parser=parse_text, sample=instant, rules=rules))
         for _ in range(num_episodes)
     ]
     command = [sys.executable, "-m", "benchmarks.episodes", "--client", gateway.base_url]
@@ -282,10 +282,10 @@ async def run_client(base_url: str) -> None:
 async def measure_memory(num_episodes: int, *options: str) -> float:
     """Return the growth of this process's memory while it plays episodes, over its size after the first of them."""
 
-    async def draw(request: GroupRequest, _: Deadline) -> Rollout:
+    async def sample(request: GroupRequest, _: Deadline) -> Rollout:
         return build_rollout(request, 0, FIXED_TURN)
 
-    player, _ = open_player(make_config("environment.isolation=thread", *options), draw)
+    player, _ = open_player(make_config("environment.isolation=thread", *options), sample)
     await player.start()
     process, settled, waves = psutil.Process(), 0, num_episodes // CONCURRENCY
     for wave in range(waves):
@@ -302,11 +302,11 @@ async def measure_schedule(num_episodes: int) -> float:
     waits = np.clip(random.lognormal(0.0, 1.0, (num_episodes, NUM_TURNS)), 0, 10) * TURN_S
     config = make_config("environment.path=benchmarks.episodes:Talk")
 
-    async def draw(request: GroupRequest, _: Deadline) -> Rollout:
+    async def sample(request: GroupRequest, _: Deadline) -> Rollout:
         await asyncio.sleep(TURN_S)
         return build_rollout(request, 0, FIXED_TURN)
 
-    player, _ = open_player(config, draw)
+    player, _ = open_player(config, sample)
     await player.start()
     await asyncio.gather(*map(player.play, make_requests(config, CONCURRENCY, [{} for _ in range(CONCURRENCY)])))
     requests = make_requests(config, num_episodes, [{"waits": own} for own in waits.tolist()])

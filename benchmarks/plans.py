@@ -177,7 +177,7 @@ def memory_of_row(plan: LearnerCase) -> int:
         assert plan.memory is not None
         return plan.memory.device.total
     trace = plan.drafts.trace(plan.config, plan.work.row)
-    return plain_memory(plan.outline, trace.profiles(), trace.shared_bytes, plan.config, plan.copy).device.total
+    return plain_memory(plan.policy, trace.profiles(), trace.shared_bytes, plan.config, plan.copy).device.total
 
 
 def make_model(name: str) -> Path:

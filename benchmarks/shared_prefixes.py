@@ -42,7 +42,7 @@ class Episode:
 
     def add(self, *parts: tuple[np.ndarray, bool]) -> None:
         tokens = np.concatenate([part for part, _ in parts])
-        mask = np.concatenate([np.full(len(part), is_drawn) for part, is_drawn in parts])
+        mask = np.concatenate([np.full(len(part), is_sampled) for part, is_sampled in parts])
         self.sequences.append((tokens, mask))
 
     def rollout(self, group: int, sample: int) -> Rollout:
@@ -69,7 +69,9 @@ def compacted(episode: Episode, prompt: np.ndarray) -> None:
     """Add a history that is replaced twice by its first turn and a summary."""
     first = (episode.text(120), True)
     for segment in range(3):
-        turns = [(episode.text(length), is_drawn) for _ in range(5) for length, is_drawn in ((80, False), (120, True))]
+        turns = [
+            (episode.text(length), is_sampled) for _ in range(5) for length, is_sampled in ((80, False), (120, True))
+        ]
         kept = [(first[0], segment == 0)] + ([(episode.text(150), False)] if segment else [])
         episode.add((prompt, False), *kept, *turns)
 

@@ -88,8 +88,8 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.advantage.name: {advantage.name} does not work on blocks of raw text; set rloo"
     elif by_batch or (advantage.name in ("grpo", "pass_at_k") and advantage.scale == "batch"):
         yield (
-            f"algorithm.advantage: {advantage.name} normalizes over the step's batch, but blocks are drawn and trained "
-            "in micro batches; set name=rloo"
+            f"algorithm.advantage: {advantage.name} normalizes over the step's batch, but blocks are sampled and "
+            "trained in micro batches; set name=rloo"
         )
     elif size < 2 and advantage.name not in ("rloo", "group_norm", "reinforce"):
         yield (

@@ -23,9 +23,9 @@ BoolArray = NDArray[np.bool_]
 ByteArray = NDArray[np.uint8]
 
 NO_VERSION = -1
-"""Policy version of tokens that no policy drew (prompts, tool results)."""
+"""Policy version of tokens that no policy sampled (prompts, tool results)."""
 NO_TURN = -1
-"""Turn of tokens that the policy did not draw."""
+"""Turn of tokens that the policy did not sample."""
 NO_GROUP = -1
 """Group id of a sequence that only pads a micro batch."""
 
@@ -39,19 +39,19 @@ ChatMessages = list[dict[str, Any]]
 class PlacedImage:
     """Image within a token sequence."""
 
-    place: int
+    start: int
     """Index of the first of the tokens that stand for the image."""
     num_tokens: int
     content: bytes
     """Bytes of the encoded image (PNG, JPEG and so on)."""
 
     def moved(self, distance: int) -> PlacedImage:
-        """Return the image with its place moved by ``distance`` tokens."""
-        return replace(self, place=self.place + distance)
+        """Return the image moved by ``distance`` tokens."""
+        return replace(self, start=self.start + distance)
 
 
 Images = tuple[PlacedImage, ...]
-"""Images of one sequence, ordered by place."""
+"""Images of one sequence, in their order."""
 
 
 class RolloutStatus(StrEnum):
@@ -64,7 +64,7 @@ class RolloutStatus(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Truth:
+class GroundTruth:
     """Ground truth of a row: the tokens that follow its prompt."""
 
     token_ids: IntArray  # [T], from the assistant's first token on
@@ -92,7 +92,7 @@ class Prompt:
     """Limit on the completion's tokens, in addition to the run's; None: the run's limit only."""
     turns: Sequence[IntArray] = ()
     """Tokens between the policy's turns: those after its first turn, its second turn, and so on."""
-    truth: Truth | None = None
+    truth: GroundTruth | None = None
     """Ground truth completion, if a reward or loss compares with it."""
     images: Images = ()
     folded_ids: IntArray | None = None  # [F]
@@ -132,7 +132,7 @@ class EpisodeTrace:
     reward: float | None
     """The environment's reward; None if only reward functions score the episode."""
     turn_rewards: Sequence[float]
-    """Rewards of the policy's turns, in the order in which they were drawn."""
+    """Rewards of the policy's turns, in the order in which they were sampled."""
     end: str
     """Reason of its end, such as ``done`` or ``max_turns``."""
     branches: Sequence[Rollout] = ()
@@ -141,7 +141,7 @@ class EpisodeTrace:
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    """Token sequence in which ``loss_mask`` marks the tokens that the policy drew.
+    """Token sequence in which ``loss_mask`` marks the tokens that the policy sampled.
 
     The arrays have equal length T. ``logprobs`` are those of the sampling policy, 0 where unmasked;
     ``policy_versions`` is ``NO_VERSION`` where unmasked. Raises ``ValueError`` if the lengths differ, or if the first
@@ -164,7 +164,7 @@ class Rollout:
     finish_reason: str = "stop"
     images: Images = ()
     turns: IntArray | None = None  # [T]
-    """Numbers of the turns that drew the tokens, from 0, ``NO_TURN`` where unmasked; None without an episode."""
+    """Numbers of the turns that sampled the tokens, from 0, ``NO_TURN`` where unmasked; None without an episode."""
     episode: EpisodeTrace | None = None
     """The rest of an episode; None in a rollout of one turn, and in a further branch."""
     rejected: Rollout | None = None
@@ -200,24 +200,24 @@ class Rollout:
 
     @property
     def completion_ids(self) -> IntArray:
-        """Tokens after the prompt, from the first drawn one to the end."""
-        drawn = np.flatnonzero(self.loss_mask)
-        return self.token_ids[drawn[0] :] if len(drawn) else self.token_ids[:0]
+        """Tokens after the prompt, from the first sampled one to the end."""
+        sampled = np.flatnonzero(self.loss_mask)
+        return self.token_ids[sampled[0] :] if len(sampled) else self.token_ids[:0]
 
     @property
     def oldest_version(self) -> int:
-        """Oldest policy version that drew one of its tokens, or ``NO_VERSION`` if none was drawn."""
-        drawn = self.policy_versions[self.loss_mask]
-        return int(drawn.min()) if len(drawn) else NO_VERSION
+        """Oldest policy version that sampled one of its tokens, or ``NO_VERSION`` if none was sampled."""
+        sampled = self.policy_versions[self.loss_mask]
+        return int(sampled.min()) if len(sampled) else NO_VERSION
 
     @property
     def newest_version(self) -> int:
-        """Newest policy version that drew one of its tokens, or ``NO_VERSION`` if none was drawn."""
+        """Newest policy version that sampled one of its tokens, or ``NO_VERSION`` if none was sampled."""
         return int(self.policy_versions[self.loss_mask].max(initial=NO_VERSION))
 
     @property
     def num_tokens_by_version(self) -> dict[int, int]:
-        """Number of drawn tokens by the policy version that drew them."""
+        """Number of sampled tokens by the policy version that sampled them."""
         versions, counts = np.unique(self.policy_versions[self.loss_mask], return_counts=True)
         return dict(zip(versions.tolist(), counts.tolist(), strict=True))
 
@@ -375,7 +375,7 @@ class GroupRequest:
     temperature: float
     seed: int
     min_version: int = 0
-    """Oldest policy version that may draw its tokens."""
+    """Oldest policy version that may sample its tokens."""
     sampling: SamplingConfig | None = None
     """Sampling options other than temperature and length; None: the run's."""
     use_adapter: bool = True
@@ -403,7 +403,7 @@ class WeightsKind(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class TensorOutline:
+class TensorSpec:
     """Name, type and shape of a tensor that is sent."""
 
     name: str
@@ -418,7 +418,7 @@ class Transfer:
 
     address: str
     port: int
-    outlines: Sequence[TensorOutline]
+    specs: Sequence[TensorSpec]
     """Tensors that are sent, in this order."""
     buffer_bytes: int
     """Size of each of the two buffers that NCCL sends from."""
@@ -458,6 +458,6 @@ class EngineHealth:
     digest: str
     outstanding_groups: int
     num_tokens: int
-    """Completion tokens drawn since it started."""
+    """Completion tokens sampled since it started."""
     busy_s: float
     """Seconds in which it had something to generate."""

@@ -207,7 +207,7 @@ class EnvironmentConfig(Freezable):
     )
     history: str = option(
         "keep",
-        "Earlier turns in the policy's context: as it drew them (keep), or as the chat template renders them again, "
+        "Earlier turns in the policy's context: as it sampled them (keep), or as the chat template renders them again, "
         "such as without their thoughts (template).",
         choices=("keep", "template"),
     )

@@ -186,6 +186,6 @@ def longest_conversation(config: Config) -> int:
 
 
 def max_sampled_tokens(config: Config) -> int:
-    """Return the limit on the tokens that the policy draws for a completion, or in all turns of an episode."""
+    """Return the limit on the tokens that the policy samples for a completion, or in all turns of an episode."""
     turns = config.environment.max_turns if config.environment.is_used else 1
     return min(longest_conversation(config) - config.data.max_prompt_tokens, turns * config.rollout.sampling.max_tokens)

@@ -1,4 +1,4 @@
-"""Corrections for tokens drawn from another distribution than the learner's: an older policy, or an engine's rounding.
+"""Corrections for tokens sampled from another distribution than the learner's: an older policy's, or an engine's.
 
 Shapes: N packed tokens of a micro batch, which contains only whole sequences.
 

@@ -36,7 +36,7 @@ class LossInputs:
     max_completion_tokens: int
     """Longest completion that the run allows (aggregate: constant)."""
     advantages: Tensor | None = None  # [N]
-    sampling_logprobs: Tensor | None = None  # [N], of the policy that drew the tokens
+    sampling_logprobs: Tensor | None = None  # [N], of the policy that sampled the tokens
     old_logprobs: Tensor | None = None  # [N], of the policy before the update; None: it is the present one
     ref_logprobs: Tensor | None = None  # [N]
     entropy: Tensor | None = None  # [N], with gradient if entropy_coef is above 0

@@ -30,7 +30,7 @@ class SurrogateInputs:
 
     logprobs: Tensor  # [N], with gradient
     old_logprobs: Tensor  # [N], of the policy at the start of the step
-    sampling_logprobs: Tensor  # [N], of the policy that drew the tokens; the old ones where they are not known
+    sampling_logprobs: Tensor  # [N], of the policy that sampled the tokens; the old ones where they are not known
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool, True for loss tokens
     sequence_ids: Tensor  # [N] int64, from 0
@@ -237,7 +237,7 @@ def clip_cov(inputs: SurrogateInputs) -> SurrogateOutput:
     """Return the loss of clip, 0 for some tokens of high covariance between a and l (Clip-Cov, arXiv:2505.22617).
 
     Of the micro batch's tokens that clip leaves alone and whose covariance is between covariance.low and high, a share
-    of covariance.share of all loss tokens is drawn, at least one; the draw is the same for the same number of them.
+    of covariance.share of all loss tokens is sampled, at least one; the sample is the same for the same number of them.
     """
     config, output = inputs.config.covariance, clip(inputs)
     ratio, advantages = importance_ratio(inputs), inputs.advantages
@@ -291,7 +291,7 @@ def dro(inputs: SurrogateInputs) -> SurrogateOutput:
 
 @register_surrogate("m2po")
 def m2po(inputs: SurrogateInputs) -> SurrogateOutput:
-    """Return -ρ a without the tokens that moved furthest since they were drawn (M2PO, arXiv:2510.01161).
+    """Return -ρ a without the tokens that moved furthest since they were sampled (M2PO, arXiv:2510.01161).
 
     Tokens of the micro batch are dropped by (l - b)², the largest first, until the mean over the others is below
     m2_threshold; one is always kept.

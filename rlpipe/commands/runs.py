@@ -125,7 +125,7 @@ def add_episode(commands: Commands) -> None:
 
 
 def run_episode(arguments: argparse.Namespace) -> None:
-    from rlpipe.commands.played_episode import play_episode
+    from rlpipe.commands.episode import play_episode
     from rlpipe.configs.compose import load_config
     from rlpipe.data.row_view import print_rows
 

@@ -63,7 +63,7 @@ class Completion:
     finish_reason: str
     num_tokens: int
     logprob: float
-    """Sum of the tokens' log-probs under the distribution that they were drawn from."""
+    """Sum of the tokens' log-probs under the distribution that they were sampled from."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 5
+FORMAT = 6
 """Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""
@@ -216,10 +216,10 @@ NAME, NOTES = b"name", b"notes"
 class PreparedRow(dict[str, Any]):
     """A prepared row with the columns of ``SCHEMA``."""
 
-    def prompt(self, place: RowLocation) -> Prompt:
+    def prompt(self, at: RowLocation) -> Prompt:
         """Return the prompt for an RL run; raise ``UnusableRow`` if the row was skipped."""
         _raise_if_skipped(self["kind"], self["reason"])
-        return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=self["token_ids"], **self._values)
+        return Prompt(prompt_id=at.row, epoch=at.epoch, token_ids=self["token_ids"], **self._values)
 
     def sequence(self) -> RenderedRow:
         """Return the row's sequence before it is cut; raise ``UnusableRow`` if the row was skipped."""
@@ -236,16 +236,14 @@ class PreparedRow(dict[str, Any]):
         rejected = replace(first, encoded=encoded, loss_mask=self["rejected_loss_mask"], is_good=False)
         return replace(first, rejected=rejected)
 
-    def sequence_prompt(self, place: RowLocation) -> Prompt:
+    def sequence_prompt(self, at: RowLocation) -> Prompt:
         """Return the prompt of a sequence, only its tokens and images, to compare with held-out prompts.
 
         Raises ``UnusableRow`` if the prompt could not be rendered.
         """
         _raise_if_skipped(self["prompt_kind"], self["prompt_reason"])
         images = self._values["prompt_images"]
-        return Prompt(
-            prompt_id=place.row, epoch=place.epoch, token_ids=self["prompt_ids"], prompt="", task={}, images=images
-        )
+        return Prompt(prompt_id=at.row, epoch=at.epoch, token_ids=self["prompt_ids"], prompt="", task={}, images=images)
 
     @cached_property
     def _values(self) -> Any:

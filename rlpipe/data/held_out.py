@@ -53,7 +53,7 @@ class Renderers(Generic[Item]):
     """Count the chunks of a row's text, each of which is trained; None if rows are not cut into chunks."""
 
     def excluding(self, keep_out: KeepOut | None) -> Render[Item]:
-        return lambda row, place: self.trained(row, place, keep_out)
+        return lambda row, at: self.trained(row, at, keep_out)
 
 
 class Split(Generic[Item]):

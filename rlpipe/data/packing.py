@@ -112,7 +112,7 @@ def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
     found = []
     for rollout, other in _with_others(rollouts):
         end, start = int(np.argmax(rollout.loss_mask)), int(np.argmax(other.loss_mask))
-        stop = min((image.place for image in other.images if image.place >= start), default=None)
+        stop = min((image.start for image in other.images if image.start >= start), default=None)
         mask = np.concatenate([np.zeros(end, np.bool_), other.loss_mask[start:stop]])[:max_tokens]
         token_ids = np.concatenate([rollout.token_ids[:end], other.token_ids[start:stop]])[:max_tokens]
         found.append(
@@ -123,7 +123,7 @@ def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
                 logprobs=np.zeros(len(mask), np.float32),
                 policy_versions=np.full(len(mask), NO_VERSION, np.int32),
                 advantages=mask.astype(np.float32),
-                images=tuple(image for image in rollout.images if image.place < end),
+                images=tuple(image for image in rollout.images if image.start < end),
             )
         )
     return found
@@ -420,7 +420,7 @@ def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
             image.moved(int(offset - starts[index]))
             for index, offset in zip(sequences, offsets[:-1], strict=True)
             for image in micro_batch.images
-            if starts[index] <= image.place < starts[index + 1]
+            if starts[index] <= image.start < starts[index + 1]
         ),
     )
 

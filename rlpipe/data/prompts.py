@@ -19,7 +19,7 @@ from rlpipe.data.held_out import KeepOut, Renderers, Split
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.data.render.pairs import PreferenceRenderer, RewardRenderer, StepRenderer
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
+from rlpipe.data.render.row_renderer import GroundTruthRenderer, PromptRenderer, SequenceRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow
 from rlpipe.data.sources.row_source import Cursor, RowSource
 from rlpipe.errors import ConfigError
@@ -57,16 +57,16 @@ def open_prompts(
     def renderers_of(data: DataConfig) -> Renderers[Prompt]:
         renderer: PromptRenderer | RawRowRenderer
         renderer = RawRowRenderer() if as_rows else PromptRenderer(tokenizer, data, processor)
-        truth = None if ebft is None else TruthRenderer(tokenizer, data, ebft)
+        truth = None if ebft is None else GroundTruthRenderer(tokenizer, data, ebft)
 
-        def render(row: Row, place: RowLocation) -> Prompt:
+        def render(row: Row, at: RowLocation) -> Prompt:
             if isinstance(row, PreparedRow):
-                return row.prompt(place)
-            prompt = renderer.render(row, place)
+                return row.prompt(at)
+            prompt = renderer.render(row, at)
             return prompt if truth is None else truth.prepare(prompt)
 
-        def render_trained(row: Row, place: RowLocation, keep_out: KeepOut | None) -> Prompt:
-            prompt = render(row, place)
+        def render_trained(row: Row, at: RowLocation, keep_out: KeepOut | None) -> Prompt:
+            prompt = render(row, at)
             if max_truth_tokens is not None and (length := len(prompt.with_truth()[0])) > max_truth_tokens:
                 limit = f"learner.max_tokens_per_microbatch={max_truth_tokens}"
                 reason = f"{length} tokens with its ground truth, more than {limit}"
@@ -88,8 +88,8 @@ class RawRowRenderer:
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Accept any columns."""
 
-    def render(self, row: Row, place: RowLocation) -> Prompt:
-        return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=np.zeros(0, np.int32), prompt=[], task={**row})
+    def render(self, row: Row, at: RowLocation) -> Prompt:
+        return Prompt(prompt_id=at.row, epoch=at.epoch, token_ids=np.zeros(0, np.int32), prompt=[], task={**row})
 
 
 def open_sft_rows(
@@ -118,19 +118,19 @@ def open_sft_rows(
             tokenizer, data, max_tokens=max_tokens, processor=processor, preference=preference, pads_pairs=pads_pairs
         )
 
-        def render(row: Row, place: RowLocation) -> Prompt:
-            return row.sequence_prompt(place) if isinstance(row, PreparedRow) else renderer.prompt(row, place)
+        def render(row: Row, at: RowLocation) -> Prompt:
+            return row.sequence_prompt(at) if isinstance(row, PreparedRow) else renderer.prompt(row, at)
 
-        def render_trained(row: Row, place: RowLocation, keep_out: KeepOut | None) -> Rollout:
+        def render_trained(row: Row, at: RowLocation, keep_out: KeepOut | None) -> Rollout:
             if keep_out is not None:
                 try:
-                    prompt = render(row, place)
+                    prompt = render(row, at)
                 except UnusableRow:
                     pass  # a row without a prompt equals no held-out one, and may still make a sequence
                 else:
                     keep_out(prompt)
-            whole = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, place)
-            return renderer.fit(whole, place)
+            whole = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, at)
+            return renderer.fit(whole, at)
 
         def count_chunks(row: Row) -> int:
             assert isinstance(renderer, SequenceRenderer), "only texts are cut into chunks"

@@ -92,8 +92,8 @@ def keyed_sequences(micro_batch: MicroBatch) -> Iterator[tuple[bytes, slice]]:
         digest.update(micro_batch.token_ids[start:stop].astype(np.int32).tobytes())
         digest.update(mask.tobytes())
         for image in micro_batch.images:
-            if start <= image.place < stop:
-                digest.update(f"{image.place - start} {image.num_tokens} {len(image.content)} ".encode())
+            if start <= image.start < stop:
+                digest.update(f"{image.start - start} {image.num_tokens} {len(image.content)} ".encode())
                 digest.update(image.content)
         yield digest.digest(), slice(start, stop)
 

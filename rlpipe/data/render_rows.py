@@ -43,7 +43,7 @@ from rlpipe.data.cached_rows import (
 from rlpipe.data.prompts import AnyRenderer, compared, preference_of, processor_of, sequence_renderer
 from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import PromptRenderer, TruthRenderer
+from rlpipe.data.render.row_renderer import GroundTruthRenderer, PromptRenderer
 from rlpipe.data.row import RowLocation, Rows, UnusableRow, dump_values
 from rlpipe.data.sources.open_rows import (
     held_out_data,
@@ -136,17 +136,17 @@ class _Prompts:
     ) -> None:
         self.renderer = PromptRenderer(tokenizer, data, processor)
         self.settings: Settings = prompt_settings(ebft)
-        self._truth = None if ebft is None else TruthRenderer(tokenizer, data, ebft)
+        self._truth = None if ebft is None else GroundTruthRenderer(tokenizer, data, ebft)
 
     def render(self, rows: Rows, index: int) -> Record:
-        place = RowLocation(row=index, epoch=0, location=rows.location(index))
+        at = RowLocation(row=index, epoch=0, location=rows.location(index))
         try:
-            prompt = self.renderer.render(rows[index], place)
+            prompt = self.renderer.render(rows[index], at)
             if self._truth is not None:
                 prompt = self._truth.prepare(prompt)
         except UnusableRow as problem:
             return {"kind": problem.kind.value, "reason": problem.reason}
-        values = dump_values({name: getattr(prompt, name) for name in PROMPT_VALUES}, place.location)
+        values = dump_values({name: getattr(prompt, name) for name in PROMPT_VALUES}, at.location)
         return {"token_ids": prompt.token_ids, "values": values}
 
 
@@ -158,7 +158,7 @@ class _Sequences:
         self.settings = settings
 
     def render(self, rows: Rows, index: int) -> Record:
-        place = RowLocation(row=index, epoch=0, location=rows.location(index))
+        at = RowLocation(row=index, epoch=0, location=rows.location(index))
         record: Record = {}
         values: dict[str, Any] = {"task": None, "images": (), "rejected_images": (), "prompt_images": ()}
         try:
@@ -167,7 +167,7 @@ class _Sequences:
             skip = {"kind": problem.kind.value, "reason": problem.reason}
             return skip | {f"prompt_{name}": value for name, value in skip.items()}
         try:
-            whole = self.renderer.whole(row, place)
+            whole = self.renderer.whole(row, at)
             values |= {"task": whole.task, "images": whole.encoded.images}
             record |= {"token_ids": whole.encoded.token_ids, "loss_mask": whole.loss_mask, "is_good": whole.is_good}
             if whole.rejected is not None:
@@ -178,12 +178,12 @@ class _Sequences:
             record |= {"kind": problem.kind.value, "reason": problem.reason}
         if self.settings["prompts"]:
             try:
-                prompt = self.renderer.prompt(row, place)
+                prompt = self.renderer.prompt(row, at)
                 values["prompt_images"] = _shared(prompt.images, values["images"])
                 record["prompt_ids"] = prompt.token_ids
             except UnusableRow as problem:
                 record |= {"prompt_kind": problem.kind.value, "prompt_reason": problem.reason}
-        return {**record, "values": dump_values(values, place.location)}
+        return {**record, "values": dump_values(values, at.location)}
 
 
 def _shared(images: Images, others: Images) -> Images:

@@ -31,7 +31,7 @@ ALLOWED_VALUES = {
     ("rlpipe.data.row", "make_number"),
     ("rlpipe.data.row", "make_objects"),
     ("rlpipe.types", "PlacedImage"),
-    ("rlpipe.types", "Truth"),
+    ("rlpipe.types", "GroundTruth"),
 }
 """Classes and functions that values may use in addition to Python's own; none of them runs code.
 

@@ -85,8 +85,8 @@ def split_row(
     def decode(part: Sequence[int]) -> str:
         return str(tokenizer.decode([*part], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    pictures = {image.place: _picture(image, ids) for image in images}
-    covered = {place for image in images for place in range(image.place, image.place + image.num_tokens)}
+    pictures = {image.start: _picture(image, ids) for image in images}
+    covered = {place for image in images for place in range(image.start, image.start + image.num_tokens)}
     pieces = [
         TextPiece(
             token_ids=tuple(ids[start:stop]),
@@ -104,7 +104,7 @@ def split_row(
 
 def _picture(image: PlacedImage, ids: Sequence[int]) -> TextPiece:
     return TextPiece(
-        token_ids=tuple(ids[image.place : image.place + image.num_tokens]),
+        token_ids=tuple(ids[image.start : image.start + image.num_tokens]),
         text=f"<image {image_size(image.content)}>",
         is_trained=False,
         is_special=True,

@@ -17,7 +17,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
-from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, behind, read_turn
+from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, read_turn, tokens_after
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
@@ -125,7 +125,7 @@ def joined_text(content: Any) -> str:
 
 @dataclass(slots=True, eq=False)
 class ChatAnswer:
-    """An answer that was drawn; it is part of the episode once the program has received it."""
+    """An answer that was sampled; it is part of the episode once the program has received it."""
 
     id: str
     parsed: ParsedTurn
@@ -135,7 +135,7 @@ class ChatAnswer:
     continuation: Continuation
     context: IntArray
     """Tokens that the request adds."""
-    drawn: SampledTurn
+    sampled: SampledTurn
     tools: str
     branching: str | None
     node: Node | None = None
@@ -153,8 +153,8 @@ class _Asked:
 class AgentSession:
     """The graph of one program's conversations; a request after ``seal`` is refused."""
 
-    def __init__(self, *, bridge: Bridge, parser: Parser, draw: SampleTurn, rules: Rules) -> None:
-        self._bridge, self._parser, self._draw, self._rules = bridge, parser, draw, rules
+    def __init__(self, *, bridge: Bridge, parser: Parser, sample: SampleTurn, rules: Rules) -> None:
+        self._bridge, self._parser, self._sample, self._rules = bridge, parser, sample, rules
         self.episode = Episode()
         self.is_rewarded = False
         """Whether a reward was set: also rewards of no answer at all, which is 0."""
@@ -170,7 +170,7 @@ class AgentSession:
         """Equal requests, by their digest."""
         self.limits_met: dict[str, str] = {}
         """Limits that refused requests, by the messages; another conversation of the program may go on."""
-        self._num_drawn = 0
+        self._num_sampled = 0
         self._is_sealed = False
         self._templates: dict[str, ChatTemplate] = {}
         self._parsers: dict[str, Parser] = {}
@@ -246,7 +246,7 @@ class AgentSession:
         if answer.branching is not None:
             self.episode.branches_by_reason[answer.branching] += 1
         self._received.append(answer)
-        answer.node = self.episode.add_turn(observed, answer.parsed, answer.drawn)
+        answer.node = self.episode.add_turn(observed, answer.parsed, answer.sampled)
 
     def lost(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Take an answer back that did not reach the program; if it asks again, it gets the same one."""
@@ -263,7 +263,7 @@ class AgentSession:
         return next(own for own in asked if own.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
-        if self._num_drawn >= self._rules.max_turns:
+        if self._num_sampled >= self._rules.max_turns:
             raise self._meet("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
@@ -286,10 +286,10 @@ class AgentSession:
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
         if self.episode.end == "length":  # the program has made room, and goes on
             self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
-        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         with self.episode.timed("engine_wait"):
-            drawn = await self._draw(context, max_tokens=limit, turn=number, stop=question.stop)
-        text = read_turn(drawn.token_ids, bridge)
+            sampled = await self._sample(context, max_tokens=limit, turn=number, stop=question.stop)
+        text = read_turn(sampled.token_ids, bridge)
         for stop in question.stop:
             text = text.partition(stop)[0]
         parsed = parse_turn(self._parser_of(question.tools, tools), text, f"{number}c")
@@ -302,12 +302,12 @@ class AgentSession:
         return ChatAnswer(
             id=f"chatcmpl-{number}",
             parsed=parsed,
-            finish_reason=drawn.finish_reason,
+            finish_reason=sampled.finish_reason,
             num_prompt_tokens=len(context),
-            num_tokens=len(drawn.token_ids),
+            num_tokens=len(sampled.token_ids),
             continuation=place,
             context=added,
-            drawn=drawn,
+            sampled=sampled,
             tools=tools,
             branching=branching,
         )
@@ -324,13 +324,13 @@ class AgentSession:
         node, reason = place.node, place.branching
         if node is not None and self._rules.history == "template":
             whole = self._rendered(messages, bridge)
-            added = behind(node, whole)
+            added = tokens_after(node, whole)
             if added is not None:
                 return place, added, None
             return Continuation(node=None, new=messages), whole, Branching.REWRITTEN.value
         if node is not None:
             try:
-                return place, bridge.suffix(node.messages[-1], place.new).behind(node.token_ids, bridge.end_ids), None
+                return place, bridge.suffix(node.messages[-1], place.new).after(node.token_ids, bridge.end_ids), None
             except Unbridgeable:
                 place = Continuation(node=None, new=messages)
         whole = self._rendered(messages, bridge)

@@ -187,7 +187,7 @@ class GymAgent:
     """The agents of one NeMo Gym installation, by the URL of its head server.
 
     ``agent_ref.name`` of a row names the agent, otherwise ``name``. A run that can't be answered fails the episode; it
-    is not repeated, as its turns were drawn already. Its time limit is the episode's.
+    is not repeated, as its turns were sampled already. Its time limit is the episode's.
     """
 
     def __init__(self, url: str, *, name: str, concurrency: int) -> None:

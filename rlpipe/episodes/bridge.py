@@ -1,8 +1,8 @@
 """Bridges between turns: the tokens that a chat template writes after an answer, up to the policy's next turn.
 
 A conversation is never rendered again: templates drop reasoning from earlier turns, and tokenizers split the text of an
-answer in another way than the policy drew it. A bridge is the end of a short made-up conversation instead. Whether a
-template writes the same behind every history is tried once, before the run.
+answer in another way than the policy sampled it. A bridge is the end of a short made-up conversation instead. Whether a
+template writes the same after every history is tried once, before the run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Suffix:
     end_id: int
     token_ids: IntArray
 
-    def behind(self, turn: IntArray, end_ids: Collection[int]) -> IntArray:
+    def after(self, turn: IntArray, end_ids: Collection[int]) -> IntArray:
         """Return the tokens after a turn: the suffix, after an end token if the turn was cut off before its own."""
         is_open = not len(turn) or turn[-1] not in end_ids
         return np.array([*([self.end_id] if is_open else []), *self.token_ids], np.int32)
@@ -71,7 +71,7 @@ class Bridge:
     template: ChatTemplate
     end_ids: Collection[int]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of messages that no bridge leads over, with the reasons; see ``prove``."""
+    """Kinds of messages that no bridge leads over, with the reasons; see ``check_bridge``."""
     _choices_of_content: dict[tuple[str, int], Sequence[str | None]] = field(default_factory=dict, init=False)
     """Content of an answer with calls, by the kind of the messages after it and the number of calls.
 
@@ -101,10 +101,10 @@ class Bridge:
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error
         self._choices_of_content[kind, probe.num_calls] = (taken[1]["content"],)
-        behind = rendered.rfind(probe.last_word)
-        if behind < 0:
+        start = rendered.rfind(probe.last_word)
+        if start < 0:
             raise Unbridgeable("the chat template leaves out what the assistant said before")
-        rendered = rendered[behind:]  # tokens behind a control token don't depend on what is before it
+        rendered = rendered[start:]  # tokens after a control token don't depend on what is before it
         encoded = self.template.encode_with_offsets(rendered)
         if encoded.offsets is None:
             raise Unbridgeable(SLOW_TOKENIZER)
@@ -227,10 +227,10 @@ class ControlTokens:
 
 
 @dataclass(slots=True)
-class Proof:
+class BridgeCheck:
     """Result of trying a bridge on histories of several shapes."""
 
-    proven: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     """Kinds of messages after which the template writes the same after every history."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reasons, by kind, why no bridge leads over them: they are rendered anew, as branches of their own."""
@@ -273,15 +273,15 @@ KINDS: Mapping[str, tuple[Message, ChatMessages]] = {
 }
 
 
-def prove(bridge: Bridge) -> Proof:
+def check_bridge(bridge: Bridge) -> BridgeCheck:
     """Try the bridge on histories of several shapes, against renderings of the whole conversations."""
-    proof = Proof()
+    found = BridgeCheck()
     for kind, (answer, new) in KINDS.items():
         if (reason := _why_refused(bridge, answer, new)) is None:
-            proof.proven.append(kind)
+            found.accepted.append(kind)
         else:
-            proof.refused[kind] = reason
-    return proof
+            found.refused[kind] = reason
+    return found
 
 
 def _why_refused(bridge: Bridge, answer: Message, new: ChatMessages) -> str | None:

@@ -29,13 +29,13 @@ class Node:
     """Messages that a conversation got together, and the tokens that they add.
 
     Raises ``ValueError`` if the arrays have different lengths, or if the first node of a conversation has no tokens
-    or drawn ones, which have no predecessor.
+    or sampled ones, which have no predecessor.
     """
 
     parent: Node | None
     messages: ChatMessages
     token_ids: IntArray  # [T]
-    loss_mask: BoolArray  # [T], the tokens that the policy drew
+    loss_mask: BoolArray  # [T], the tokens that the policy sampled
     logprobs: FloatArray  # [T], 0 where unmasked
     policy_versions: IntArray  # [T], ``NO_VERSION`` where unmasked
     turn: int = NO_TURN
@@ -48,7 +48,7 @@ class Node:
         if len(lengths) != 1:
             raise ValueError(f"a node's arrays have different lengths: {sorted(lengths)}")
         if self.parent is None and (not len(self.token_ids) or self.loss_mask[0]):
-            raise ValueError("a conversation begins with tokens that the policy did not draw")
+            raise ValueError("a conversation begins with tokens that the policy did not sample")
 
     def path(self) -> list[Node]:
         """Return the nodes from the first one to this one."""
@@ -97,7 +97,7 @@ class EpisodeGraph:
             )
         )
 
-    def draw(
+    def add_sampled(
         self,
         parent: Node,
         message: ChatMessages,
@@ -106,7 +106,7 @@ class EpisodeGraph:
         logprobs: FloatArray,
         policy_versions: IntArray,
     ) -> Node:
-        """Add a turn that the policy drew."""
+        """Add a turn that the policy sampled."""
         return self._add(
             Node(
                 parent=parent,
@@ -135,7 +135,7 @@ class EpisodeGraph:
 
     @property
     def turns(self) -> list[Node]:
-        """Nodes that the policy drew, in this order."""
+        """Nodes that the policy sampled, in this order."""
         return [node for node in self.nodes if node.turn != NO_TURN]
 
     @property
@@ -145,7 +145,7 @@ class EpisodeGraph:
         return [node for node in self.nodes if id(node) not in continued]
 
     def branches(self) -> list[Branch]:
-        """Return the sequences to train on: each drawn token counts in the first one that holds it, and in no other."""
+        """Return the sequences to train on: a sampled token counts in the first one that holds it, and only there."""
         return list(self._branches())
 
     def _branches(self) -> Iterator[Branch]:
@@ -153,7 +153,7 @@ class EpisodeGraph:
         for leaf in self.leaves:
             nodes = leaf.path()
             while nodes and (id(nodes[-1]) in counted or nodes[-1].turn == NO_TURN):
-                nodes.pop()  # nothing is trained behind the last turn that counts
+                nodes.pop()  # nothing is trained after the last turn that counts
             if nodes:
                 yield _branch(nodes, counted)
                 counted |= {id(node) for node in nodes}
@@ -245,7 +245,7 @@ def locate(
     """Return what a conversation, which ends where the policy is asked, continues.
 
     That is the policy's turn with the longest way to it, if all messages up to it are equal, or sent back changed in
-    ways that say the same, and no turn that the policy did not draw follows. Among equal ones it is the newest.
+    ways that say the same, and no turn that the policy did not sample follows. Among equal ones it is the newest.
     ``known`` keeps the messages of nodes between calls; conversations count whose first node ``begins`` accepts.
     """
     known, sent = {} if known is None else known, [CanonicalMessage.of(message) for message in messages]

@@ -18,11 +18,11 @@ from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import EndpointAccess
-from rlpipe.episodes.bridge import Bridge, prove, turn_ends
+from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import STARTS, isolate
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, Episode, Rules, SampledTurn, Session
 from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
@@ -54,9 +54,9 @@ class GroupPlayer:
         parser: Parser,
         max_model_len: int,
         sampling: SamplingConfig,
-        draw: SampleTurnOfGroup,
+        sample: SampleTurnOfGroup,
     ) -> None:
-        self._kind, self._config, self._bridge, self._parser, self._draw = kind, config, bridge, parser, draw
+        self._kind, self._config, self._bridge, self._parser, self._sample = kind, config, bridge, parser, sample
         self._max_model_len, self._sampling = max_model_len, sampling
         self._places = asyncio.Semaphore(config.concurrency)
         self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
@@ -117,9 +117,9 @@ class GroupPlayer:
         return group
 
     async def _play_one(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
-        async def draw(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
+        async def sample(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
             number = turn * request.group_size + index
-            rollout = await self._draw(
+            rollout = await self._sample(
                 replace(
                     request,
                     prompt=replace(request.prompt.followed_by(token_ids), prompt="", task={}),
@@ -149,7 +149,7 @@ class GroupPlayer:
                 history=self._config.history,
             )
             if self._gateway is not None:
-                own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)
+                own = AgentSession(bridge=self._bridge, parser=self._parser, sample=sample, rules=rules)
                 return _with_turns(await self._run_agent(own, request.prompt.task, deadline)), {}
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
             starting = asyncio.timeout(self._config.timeout_s)
@@ -163,7 +163,7 @@ class GroupPlayer:
                         [*self._kind.tools, *served],
                         bridge=self._bridge,
                         parser=self._parser,
-                        draw=draw,
+                        sample=sample,
                         rules=rules,
                         deadline=deadline,
                     )
@@ -204,7 +204,7 @@ class GroupPlayer:
         return session.seal()
 
 
-def open_player(config: Config, draw: SampleTurnOfGroup) -> tuple[GroupPlayer, list[str]]:
+def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer, list[str]]:
     """Return a player of a config's environment, and what the user should know of its limits and the chat template.
 
     Raises ``ConfigError`` if the environment, a tool or the parser can't be used, and ``DataError`` if the model has no
@@ -225,7 +225,7 @@ def open_player(config: Config, draw: SampleTurnOfGroup) -> tuple[GroupPlayer, l
         parser=parser,
         max_model_len=limit,
         sampling=config.rollout.sampling,
-        draw=draw,
+        sample=sample,
     )
     notes = [
         f"after {messages} the conversation is rendered anew, as a separate sequence: {reason}"
@@ -247,7 +247,7 @@ def refused_messages(bridge: Bridge, kind: EpisodeKind) -> dict[str, str]:
     unknown = [FunctionTool(_look).schema] if kind.servers or kind.agent is not None else []
     refused: dict[str, str] = {}
     for schemas in [[], unknown] if kind.agent is not None else [[*kind.schemas, *unknown]]:
-        refused |= prove(replace(bridge, template=bridge.template.with_tools(schemas or None))).refused
+        refused |= check_bridge(replace(bridge, template=bridge.template.with_tools(schemas or None))).refused
     return refused
 
 
@@ -268,7 +268,7 @@ def _with_turns(episode: Episode) -> Episode:
 
 
 def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_reward: bool) -> Rollout:
-    """Return an episode as a rollout; an episode in which nothing was drawn has the tokens of its opening, if any."""
+    """Return an episode as a rollout; an episode in which nothing was sampled has the tokens of its opening, if any."""
     rewards = [0.0] * len(episode.turn_rewards) if episode.failure is not None else episode.turn_rewards
     rollout = Rollout(
         group_id=request.group_id,

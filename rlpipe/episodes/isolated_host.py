@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from rlpipe.common.imports import describe_error, enter_folder
 from rlpipe.common.temporary_folders import remove_folder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_text
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit

@@ -22,7 +22,7 @@ from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import EndpointAccess, FunctionAgent, Reward
 from rlpipe.episodes.isolated_host import HostSetup
-from rlpipe.episodes.kinds import EpisodeKind
+from rlpipe.episodes.load_environment import EpisodeKind
 from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import run_server

@@ -23,7 +23,7 @@ from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SampledTurn:
-    """A turn as an engine drew it, with the token that ended it."""
+    """A turn as an engine sampled it, with the token that ended it."""
 
     token_ids: Sequence[int]  # [C]
     logprobs: Sequence[float]  # [C]
@@ -50,7 +50,7 @@ class Rules:
     timeout_s: float
     tool_timeout_s: float
     history: str = "keep"
-    """``keep``: earlier turns stay as they were drawn; ``template``: the chat template renders them again."""
+    """``keep``: earlier turns stay as they were sampled; ``template``: the chat template renders them again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,14 +90,14 @@ class Episode:
     def turn_rewards(self) -> list[float]:
         return [node.reward for node in self.graph.turns]
 
-    def add_turn(self, parent: Node, parsed: ParsedTurn, drawn: SampledTurn) -> Node:
-        """Add a turn that an engine drew to the graph."""
-        return self.graph.draw(
+    def add_turn(self, parent: Node, parsed: ParsedTurn, sampled: SampledTurn) -> Node:
+        """Add a turn that an engine sampled to the graph."""
+        return self.graph.add_sampled(
             parent,
             [parsed.as_message()],
-            np.array(drawn.token_ids, np.int32),
-            logprobs=np.array(drawn.logprobs, np.float32),
-            policy_versions=np.array(drawn.policy_versions, np.int32),
+            np.array(sampled.token_ids, np.int32),
+            logprobs=np.array(sampled.logprobs, np.float32),
+            policy_versions=np.array(sampled.policy_versions, np.int32),
         )
 
     def end_early(self, end: str) -> None:
@@ -162,7 +162,7 @@ class Session:
         *,
         bridge: Bridge,
         parser: Parser,
-        draw: SampleTurn,
+        sample: SampleTurn,
         rules: Rules,
         deadline: Deadline | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class Session:
         self._template = bridge.template.with_tools(self.toolbox.schemas or None)
         self._bridge = replace(bridge, template=self._template)
         self._parser = with_tools(parser, self.toolbox.schemas)
-        self._environment, self._draw, self._rules = environment, draw, rules
+        self._environment, self._sample, self._rules = environment, sample, rules
 
     async def play(self, row: Mapping[str, Any], seed: int) -> Episode:
         """Play an episode; a limit that it reaches truncates it, an exception fails it, and what was played is kept."""
@@ -215,7 +215,7 @@ class Session:
             if room <= 0:
                 return self._end_for_length(episode, len(context))
             with episode.timed("engine_wait"):
-                answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
+                answer = await self._sample(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
             parsed = parse_turn(self._parser, read_turn(answer.token_ids, self._bridge), f"{turn}c")
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
@@ -258,7 +258,7 @@ class Session:
         whole = [*episode.opening, *episode.messages]
         if self._rules.history == "template":
             rendered = self._rendered(whole)
-            added = behind(node, rendered)
+            added = tokens_after(node, rendered)
             if added is not None:
                 return episode.graph.observe(node, new, added)
             episode.branches_by_reason["rewritten"] += 1
@@ -268,7 +268,7 @@ class Session:
         except Unbridgeable:
             episode.branches_by_reason["unbridgeable"] += 1
             return episode.graph.observe(None, whole, self._rendered(whole))
-        return episode.graph.observe(node, new, suffix.behind(node.token_ids, self._bridge.end_ids))
+        return episode.graph.observe(node, new, suffix.after(node.token_ids, self._bridge.end_ids))
 
     def _rendered(self, messages: ChatMessages) -> IntArray:
         try:
@@ -283,7 +283,7 @@ def _finite(reward: float) -> float:
     return float(reward)
 
 
-def behind(node: Node, rendered: IntArray) -> IntArray | None:
+def tokens_after(node: Node, rendered: IntArray) -> IntArray | None:
     """Return the tokens of a rendered conversation after a node; None if it does not begin with the node's tokens."""
     known = node.token_path()
     return rendered[len(known) :] if np.array_equal(rendered[: len(known)], known) else None

@@ -45,7 +45,7 @@ KEY_VARIABLE = "RLPIPE_NO_KEY"
 class VerifiersAgent:
     """The environment that a server of verifiers has at an address, as ``serve_env`` opens it.
 
-    A rollout that fails there fails the episode. It is not repeated, as its turns were drawn already. A rollout whose
+    A rollout that fails there fails the episode. It is not repeated, as its turns were sampled already. A rollout whose
     episode ends is cancelled.
     """
 

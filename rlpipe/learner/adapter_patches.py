@@ -1,9 +1,9 @@
 """Merges an adapter into the weights of a model in memory.
 
-The base is hollow (without values) and only the adapter has values, so that a model of any size fits. A patch puts the
+The base is empty (without values) and only the adapter has values, so that a model of any size fits. A patch puts the
 given weight into the adapted module, has PEFT merge it, and removes it again.
 
-A hollow twin of the model provides the modules to merge in. The base's tensors are gathered one at a time, each merged
+An empty twin of the model provides the modules to merge in. The base's tensors are gathered one at a time, each merged
 with the adapter's tensors for that parameter, so that no rank ever holds the whole model.
 """
 
@@ -30,7 +30,7 @@ from rlpipe.learner.adapter_layers import apply_factors, parameter_of
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.models.adapter import ADAPTER, put_tensors
 from rlpipe.models.hf_weight_map import to_files, untied_state
-from rlpipe.models.loading import COMPLETE, describe_model, hollow, hollow_model
+from rlpipe.models.loading import COMPLETE, describe_model, empty_model, placeholder
 from rlpipe.models.nf4 import from_nf4, nf4_layers, nf4_round_trip
 from rlpipe.models.served_weights import PREFIX, changed_tie
 
@@ -43,8 +43,8 @@ KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
 """Values of ``init_lora_weights`` that leave the base unchanged."""
 
 
-def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
-    """Return the hollow model that a folder's config describes.
+def empty_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
+    """Return the empty model that a folder's config describes.
 
     For a model of images and text, this is the text-only class if there is one, which rlpipe's learner trains. With
     ``as_named``, it is the class that the config names, which other trainers put their adapters on.
@@ -54,7 +54,7 @@ def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
         if any(getattr(config, name, None) is not None for name in ("quantization_config", "compression_config")):
             raise ModelError(f"the base {folder} is quantized: {UNQUANTIZED}")
         named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        return hollow_model(config, named if as_named else None)
+        return empty_model(config, named if as_named else None)
 
 
 def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
@@ -148,15 +148,15 @@ def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
     def patch(weight: Tensor) -> Tensor:
         if saved is not None:
             weight = saved.detach().to(weight.dtype, copy=True)
-        hollows = dict(base.named_parameters(recurse=False))
-        for other, parameter in hollows.items():  # PEFT merges weight and bias together
+        placeholders = dict(base.named_parameters(recurse=False))
+        for other, parameter in placeholders.items():  # PEFT merges weight and bias together
             beside = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
             values = weight if other == name else beside
             setattr(base, other, nn.Parameter(values, requires_grad=False))
         layer.merge()
         merged = cast(Tensor, getattr(base, name)).data
         layer.merged_adapters.clear()
-        for other, parameter in hollows.items():
+        for other, parameter in placeholders.items():
             setattr(base, other, parameter)
         return merged
 
@@ -204,7 +204,7 @@ class MergedParameter:
 
     patch: Patch
     parts: Mapping[str, nn.Parameter]
-    """Adapter parameters that change it, hollow in the twin, by their names in the policy."""
+    """Adapter parameters that change it, placeholders in the twin, by their names in the policy."""
 
     def merge(self, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """Return ``weight`` merged with the adapter's ``parts``; may change ``weight`` in place."""
@@ -217,7 +217,7 @@ class MergedParameter:
 
     def empty(self) -> None:
         for part in self.parts.values():
-            part.data = hollow(part)
+            part.data = placeholder(part)
 
 
 class LiveMerge:
@@ -226,8 +226,10 @@ class LiveMerge:
     def __init__(self, model: PeftModel, sharding: Sharding) -> None:
         self._model, self._sharding = model, sharding
         self._base = cast(PreTrainedModel, model.get_base_model())
-        self._twin = hollow_model(self._base.config, type(self._base))
-        outlines = {id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._twin).items()}
+        self._twin = empty_model(self._base.config, type(self._base))
+        meta_tensors = {
+            id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._twin).items()
+        }
         modules = {id(module): name for name, module in self._twin.named_modules()}
         try:
             config = check_mergeable(model.peft_config[ADAPTER])
@@ -235,10 +237,10 @@ class LiveMerge:
             raise ModelError(f"model.adapter.merge: engines can't use this adapter: {error}") from None
         with torch.random.fork_rng(devices=[]):  # the values it draws are not used
             adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
-        self._outlines = {
-            live: outlines[id(tensor)]
+        self._meta_tensors = {
+            live: meta_tensors[id(tensor)]
             for live, tensor in adapted.state_dict(keep_vars=True).items()
-            if id(tensor) in outlines
+            if id(tensor) in meta_tensors
         }
         """Name and meta tensor in the plain model of each tensor of the base, by its name in the policy."""
         self._places = {
@@ -254,9 +256,9 @@ class LiveMerge:
                 "separately: leave it out of model.adapter, or use a model with tie_word_embeddings=false"
             )
 
-    def outlines(self) -> dict[str, Tensor]:
+    def meta_tensors(self) -> dict[str, Tensor]:
         """Return the names and shapes of the whole model's tensors, without the adapter, on the meta device."""
-        return dict(self._outlines[live] for live in untied_state(self._model) if live in self._outlines)
+        return dict(self._meta_tensors[live] for live in untied_state(self._model) if live in self._meta_tensors)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the merged model's files, in the dtype of the base, on rank 0; nothing on other ranks.
@@ -266,9 +268,9 @@ class LiveMerge:
         """
         layers, trained = nf4_layers(self._model), dict(self._model.named_parameters())
         for live, tensor in untied_state(self._model).items():
-            if live not in self._outlines:
+            if live not in self._meta_tensors:
                 continue
-            name, _ = self._outlines[live]
+            name, _ = self._meta_tensors[live]
             place = self._places.get(name)
             weight = self._sharding.full(tensor).detach()
             parts = {part: self._sharding.full(trained[part]).detach() for part in place.parts} if place else {}

@@ -41,7 +41,7 @@ from rlpipe.learner.checkpoint_files import (
     read_record,
     remove_rest,
 )
-from rlpipe.learner.policy import Policy, load_policy, outline_policy
+from rlpipe.learner.policy import Policy, empty_policy, load_policy
 from rlpipe.learner.publish import named_weights, whole_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strategies.sharding import Reduce, Sharding
@@ -196,7 +196,7 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
     if model.adapter.kind == "none" or rescales_weights(model) or head != LM_HEAD:
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"), workload=Workload(head=head))
     else:  # an adapter needs no base weights
-        policy = outline_policy(model)
+        policy = empty_policy(model)
     read_policy(policy, checkpoint)
     return policy
 

@@ -34,7 +34,7 @@ from rlpipe.kernels.primitives import IGNORED
 from rlpipe.learner.adapter_patches import (
     UNQUANTIZED,
     Patch,
-    hollow_base,
+    empty_base,
     is_made_for,
     load_adapter,
     over_nf4,
@@ -68,16 +68,16 @@ def data_bytes(path: Path) -> int:
 
 
 class Streamed:
-    """A hollow model whose modules load their weights from files; create it before an adapter is put on the model."""
+    """An empty model whose modules load their weights from files; create it before an adapter is put on the model."""
 
     def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[WeightGroup]) -> None:
         self._files = files
         self._names = {module: name for name, module in model.named_modules() if _own(module)}
-        outlines = files.outlines()
+        meta_tensors = files.meta_tensors()
         self._units = {
             parameter: unit
             for unit in units
-            for parameter in unit.to_parameters({name: outlines[name] for name in unit.sources})
+            for parameter in unit.to_parameters({name: meta_tensors[name] for name in unit.sources})
         }
         self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys or {})
 
@@ -93,10 +93,12 @@ class Streamed:
         """Make calls of the model load the patched weights, inside the context."""
         handles: list[Any] = []
         for module in self._names:
-            hollow = _own(module)
+            placeholder = _own(module)
             handles += [
                 module.register_forward_pre_hook(lambda module, _: self._fill(module, patches)),
-                module.register_forward_hook(lambda module, *_, hollow=hollow: _set(module, hollow), always_call=True),
+                module.register_forward_hook(
+                    lambda module, *_, placeholder=placeholder: _set(module, placeholder), always_call=True
+                ),
             ]
         try:
             yield
@@ -108,12 +110,12 @@ class Streamed:
     def filled(self, module: nn.Module, patches: Mapping[str, Patch]) -> Iterator[None]:
         """Load one module's patched weights without calling it, inside the context; it may be an adapter's wrapper."""
         module = module if module in self._names else module.get_base_layer()  # type: ignore[operator]
-        hollow = _own(module)
+        placeholder = _own(module)
         self._fill(module, patches)
         try:
             yield
         finally:
-            _set(module, hollow)
+            _set(module, placeholder)
 
     def _fill(self, module: nn.Module, patches: Mapping[str, Patch]) -> None:
         _set(module, {name: self._read(f"{self._names[module]}.{name}", patches) for name in _own(module)})
@@ -175,11 +177,11 @@ class Gap:
         with torch.random.fork_rng(), self._weights.running(self._live):
             torch.manual_seed(seed)
             begun = torch.full((num, 1), start)
-            drawn = self._adapted.generate(input_ids=begun, max_new_tokens=num_tokens, do_sample=True)
+            sampled = self._adapted.generate(input_ids=begun, max_new_tokens=num_tokens, do_sample=True)
         ends = self._model.generation_config.eos_token_id
-        after_end = torch.isin(drawn[:, 1:], torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
+        after_end = torch.isin(sampled[:, 1:], torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
         lengths = (~after_end).sum(1) + 2  # with the start token, which may be an end token, and the end token
-        return Texts(token_ids=drawn, lengths=lengths.clamp(max=drawn.shape[1]))
+        return Texts(token_ids=sampled, lengths=lengths.clamp(max=sampled.shape[1]))
 
     def measure(self, texts: Texts, merges: Mapping[str, Mapping[str, Patch]]) -> dict[str, float]:
         """Return the mean absolute difference of log-probs, in nats, for each merge."""
@@ -211,7 +213,7 @@ PLAN = "merge.json"
 """File in an unfinished output folder that describes the merge, so that only the same merge continues it."""
 MAX_TEXTS, MAX_TEXT_TOKENS = 64, 512
 """Limits on the texts read from a file to measure on."""
-DRAWN_TEXTS, DRAWN_TOKENS = 32, 24
+SAMPLED_TEXTS, SAMPLED_TOKENS = 32, 24
 """Number of texts sampled to measure on, and tokens of each; every token costs a pass over the files."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
@@ -246,8 +248,8 @@ def merge(request: MergeRequest) -> Iterator[str]:
     adapter = _find_folder(request.adapter, "adapter")
     base = _find_folder(request.base or named_base(adapter), "--base")
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
-    files, model = open_files(base), hollow_base(base)
-    if not is_made_for(model, tensors) and is_made_for(other := hollow_base(base, as_named=True), tensors):
+    files, model = open_files(base), empty_base(base)
+    if not is_made_for(model, tensors) and is_made_for(other := empty_base(base, as_named=True), tensors):
         model = other
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), Streamed(model, files, units)
@@ -264,7 +266,7 @@ def merge(request: MergeRequest) -> Iterator[str]:
         )
     if trained_on == "nf4":
         gap = Gap(model, adapted, weights, live=over_nf4({}, quantized))
-        texts = _read_texts(request.text, base) if request.text is not None else _draw_texts(gap, base)
+        texts = _read_texts(request.text, base) if request.text is not None else _sample_texts(gap, base)
         gaps = gap.measure(texts, merges)
         yield from (f"base in {name}: log-probs differ by {nats:.3g} nats on average" for name, nats in gaps.items())
         chosen = request.base_precision or min(gaps, key=gaps.__getitem__)
@@ -299,10 +301,10 @@ def _read_texts(path: Path, base: Path) -> Texts:
     return fill_up(texts)
 
 
-def _draw_texts(gap: Gap, base: Path) -> Texts:
+def _sample_texts(gap: Gap, base: Path) -> Texts:
     tokenizer = load_tokenizer(ModelConfig(path=str(base)))
     start = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), 0)
-    return gap.sample(num=DRAWN_TEXTS, num_tokens=DRAWN_TOKENS, start=start)
+    return gap.sample(num=SAMPLED_TEXTS, num_tokens=SAMPLED_TOKENS, start=start)
 
 
 def write_merged(
@@ -331,9 +333,9 @@ def write_merged(
 
 def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Mapping[str, Patch]) -> list[WeightGroup]:
     """Return the units that have a patch, after checking on shapes alone that their conversion can be reverted."""
-    outlines, left, changed = files.outlines(), set(patches), list[WeightGroup]()
+    meta_tensors, left, changed = files.meta_tensors(), set(patches), list[WeightGroup]()
     for unit in units:
-        sources = {name: outlines[name] for name in unit.sources}
+        sources = {name: meta_tensors[name] for name in unit.sources}
         parameters = unit.to_parameters(sources)
         if left.isdisjoint(parameters):
             continue
@@ -346,8 +348,8 @@ def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Map
             back = unit.to_sources(parameters)
         except ValueError as error:
             raise ModelError(f"{unit.target} can't be merged: {error}") from None
-        for name, outline in sources.items():
-            if back[name].shape != outline.shape:
+        for name, source in sources.items():
+            if back[name].shape != source.shape:
                 raise ModelError(f"{unit.target} can't be merged: {name} would change its shape")
     if left:
         raise ModelError(f"{files.folder} lacks parameters that the adapter changes: {', '.join(sorted(left))}")

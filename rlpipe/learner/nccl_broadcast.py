@@ -38,8 +38,8 @@ class OneVersion(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         return [
-            ParamMeta(name=outline.name, dtype=getattr(torch, outline.dtype), shape=outline.shape)
-            for outline in self._transfer.outlines
+            ParamMeta(name=spec.name, dtype=getattr(torch, spec.dtype), shape=spec.shape)
+            for spec in self._transfer.specs
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

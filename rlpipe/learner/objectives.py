@@ -319,7 +319,7 @@ class PolicyGradient(PackedRows):
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
         self._truths = Supervised(policy, learner)
         self.differences: list[tuple[NDArray[np.int64], Tensor]] = []
-        """Places of the step's loss tokens, and their log-probs before the step minus those that drew them ``[K]``."""
+        """Places of the step's loss tokens, and their log-probs before the step minus the engine's ``[K]``."""
 
     def begin(self, step: int) -> None:
         self.differences.clear()

@@ -38,11 +38,11 @@ from rlpipe.models.loading import (
     CLASSIFIER,
     COMPLETE,
     describe_model,
+    empty_model,
     has_vision,
-    hollow_model,
+    meta_model,
     open_model,
     open_reward_model,
-    outline_model,
     with_dtype,
 )
 from rlpipe.models.model_files import model_folder
@@ -167,7 +167,7 @@ class Policy:
 def load_policy(
     model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0, workload: Workload | None = None
 ) -> Policy:
-    """Load model and adapter, and shard them over the ranks; a new adapter is drawn from ``seed`` on every rank.
+    """Load model and adapter, and shard them over the ranks; a new adapter is initialized from ``seed`` on every rank.
 
     Trained parameters are kept in float32 and computed with in ``model.dtype``. Chunked offload is planned for
     ``workload``. Raises ``ModelError``, in one line, if the model or adapter can't be found, loaded or trained.
@@ -192,11 +192,11 @@ def load_policy(
     return Policy(scorer, model, device, sharding)
 
 
-def outline_policy(model: ModelConfig) -> Policy:
-    """Make a policy on the CPU to read a checkpoint's adapter into; its base is hollow and can't be run."""
+def empty_policy(model: ModelConfig) -> Policy:
+    """Make a policy on the CPU to read a checkpoint's adapter into; its base is empty and can't be run."""
     model = with_dtype(model, torch.device("cpu"))
     with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
-        base = hollow_model(describe_policy(model), images=model.images, trust_remote_code=model.trust_remote_code)
+        base = empty_model(describe_policy(model), images=model.images, trust_remote_code=model.trust_remote_code)
     scorer = LogprobModel(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
     scorer.model = _add_adapter(base, model.adapter, seed=0)
     return Policy(scorer, model, torch.device("cpu"))
@@ -211,7 +211,7 @@ def pads_sequences(model: ModelConfig) -> bool:
     """Return whether the policy runs sequences apart, padded to the longest one; its weights are not read."""
     described = describe_policy(model)
     with reading_files(f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError):
-        causal = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
+        causal = meta_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
     return row_plan.find_layout(causal, model.attention) is AttentionLayout.APART
 
 
@@ -221,9 +221,9 @@ def load_copy(model: ModelConfig, algorithm: AlgorithmConfig, device: torch.devi
     return _as_copy(scorer, algorithm)
 
 
-def outline_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> LogprobModel:
+def meta_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> LogprobModel:
     """Make what ``load_copy`` loads, without its weights; ``described`` is transformers' config of the model."""
-    causal = outline_model(deepcopy(described), images=model.images, trust_remote_code=model.trust_remote_code)
+    causal = meta_model(deepcopy(described), images=model.images, trust_remote_code=model.trust_remote_code)
     dtype: torch.dtype = getattr(torch, model.dtype)
     cast(nn.Module, causal).to(torch.float32 if algorithm.reference.sync_steps else dtype)
     return _as_copy(LogprobModel(causal, compute_dtype=dtype, layout=AttentionLayout.SHARED), algorithm)
@@ -242,7 +242,7 @@ def make_sharding(learner: LearnerConfig, device: torch.device, model: ModelConf
 
         copy = None
         if workload.copied_for is not None:
-            copy = outline_copy(describe_policy(model), model, workload.copied_for)
+            copy = meta_copy(describe_policy(model), model, workload.copied_for)
         return Chunked(learner, device, workload, copy)
     if learner.strategy == "fsdp2":
         from rlpipe.learner.strategies.fsdp2 import Fsdp2
@@ -266,7 +266,7 @@ def load_scorer(
 ) -> LogprobModel:
     """Load the model without adapter on ``device``, in float32 if trained as a whole, else in ``config.dtype``.
 
-    A reward head that the model lacks is drawn from ``seed``.
+    A reward head that the model lacks is initialized from ``seed``.
     """
     config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.models.hf_weight_map import to_files, untied_state
-from rlpipe.types import ByteArray, TensorOutline, Transfer, WeightsKind, WeightsManifest
+from rlpipe.types import ByteArray, TensorSpec, Transfer, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import BucketMemory, GlooGroup, add_checksum, digest_of_sums, listen, pack_weights
 
 
@@ -57,22 +57,22 @@ def publish_weights(
     )
 
 
-def outline_weights(policy: Policy) -> list[TensorOutline]:
+def weight_specs(policy: Policy) -> list[TensorSpec]:
     """Return names, dtypes and shapes of what ``whole_weights`` yields for a whole model, without gathering it.
 
     The dtypes are those that engines serve.
     """
-    model, outlines = policy.scorer.causal_model, []
-    for name, hollow in _hollow_state(policy).items():
-        for published, part in to_files(model, name, hollow).items():
+    model, specs = policy.scorer.causal_model, []
+    for name, tensor in _meta_state(policy).items():
+        for published, part in to_files(model, name, tensor).items():
             dtype = policy.served_dtype if part.is_floating_point() else str(part.dtype).removeprefix("torch.")
-            outlines.append(TensorOutline(name=published, dtype=dtype, shape=tuple(part.shape)))
-    return outlines
+            specs.append(TensorSpec(name=published, dtype=dtype, shape=tuple(part.shape)))
+    return specs
 
 
-def _hollow_state(policy: Policy) -> dict[str, Tensor]:
+def _meta_state(policy: Policy) -> dict[str, Tensor]:
     if isinstance(policy.model, PeftModel):
-        return policy.merged.outlines()
+        return policy.merged.meta_tensors()
     return {
         name: torch.empty(policy.sharding.shape(tensor), dtype=tensor.dtype, device="meta")
         for name, tensor in untied_state(policy.model).items()
@@ -121,8 +121,8 @@ class DirectSender:
         self._policy, self._timeout_s, self._buffer_bytes = policy, config.timeout_s, config.bucket_bytes
         self._sums: dict[int, int] = {}
         self._store: dist.TCPStore | None = None
-        self.outlines = outline_weights(policy)
-        self.num_bytes = sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in self.outlines)
+        self.specs = weight_specs(policy)
+        self.num_bytes = sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in self.specs)
 
     def open(self, address: str) -> Transfer:
         """Choose a port at ``address``, rank 0's own, and return the transfer that the engines' workers join there."""
@@ -133,7 +133,7 @@ class DirectSender:
         else:
             self._store = listen(address)
             port = self._store.port
-        return Transfer(address=address, port=port, outlines=self.outlines, buffer_bytes=self._buffer_bytes)
+        return Transfer(address=address, port=port, specs=self.specs, buffer_bytes=self._buffer_bytes)
 
     def send(self, transfer: Transfer | None) -> str:
         """Send the weights and return their digest; with None, only take part in gathering them.

@@ -133,7 +133,7 @@ def _told_apart(token_ids: Indices, images: Images, start: int) -> Indices:
     told = token_ids.copy()
     for image in images:
         digest = int.from_bytes(blake2b(image.content, digest_size=7).digest(), "little")
-        told[image.place - start : image.place - start + image.num_tokens] = -1 - digest
+        told[image.start - start : image.start - start + image.num_tokens] = -1 - digest
     return told
 
 
@@ -155,7 +155,7 @@ def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.
             continue
         start, last = int(starts[index]), int(loss_tokens[end - 1])
         if layout is AttentionLayout.ALONE:  # a token may attend to a later image, so all images are kept
-            ends = [image.place + image.num_tokens for image in micro_batch.images if image.place < starts[index + 1]]
+            ends = [image.start + image.num_tokens for image in micro_batch.images if image.start < starts[index + 1]]
             last = max([last, *ends])
         if layout is AttentionLayout.SHARED:
             places = builder.append_shared(micro_batch.token_ids, start, last, micro_batch.images)
@@ -165,8 +165,8 @@ def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.
         predictors.append(places[loss_tokens[begin:end] - 1 - start])
     if micro_batch.images and not builder.images:
         image = micro_batch.images[0]
-        start = int(starts[np.searchsorted(starts, image.place, side="right") - 1])
-        builder.sequences.append(builder.append(start, image.place + image.num_tokens, (image,)))
+        start = int(starts[np.searchsorted(starts, image.start, side="right") - 1])
+        builder.sequences.append(builder.append(start, image.start + image.num_tokens, (image,)))
     elif not predictors:
         builder.sequences.append(builder.append(0, 1))
     return _to_row(micro_batch, builder, predictors, loss_tokens, layout, device)
@@ -200,7 +200,7 @@ def _to_row(
 
 
 def _within(images: Images, start: int, stop: int) -> Images:
-    return tuple(image for image in images if start <= image.place < stop)
+    return tuple(image for image in images if start <= image.start < stop)
 
 
 def _plan_attention(builder: _RowBuilder, layout: AttentionLayout, device: torch.device) -> AttentionPlan:

@@ -35,7 +35,7 @@ from rlpipe.types import NO_GROUP, IntArray, MicroBatch, MiniBatch
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StridedInputs:
-    """A strided row on the device, before its blocks are drawn."""
+    """A strided row on the device, before its blocks are sampled."""
 
     plan: StridedRow
     documents: Tensor  # [L] token ids
@@ -51,9 +51,9 @@ class StridedInputs:
     def is_empty(self) -> bool:
         return not self.plan.num_columns and not len(self.truth)
 
-    def row(self, drawn: Tensor) -> Row:
-        """Return the row with the drawn tokens ``[g, C]``, which are its targets, step by step."""
-        token_ids = torch.cat([self.documents, drawn.flatten()])
+    def row(self, sampled: Tensor) -> Row:
+        """Return the row with the sampled tokens ``[g, C]``, which are its targets, step by step."""
+        token_ids = torch.cat([self.documents, sampled.flatten()])
         places = torch.arange(len(self.documents), len(token_ids), device=token_ids.device)
         return Row(
             token_ids=token_ids,
@@ -109,7 +109,7 @@ def make_mask(plan: StridedRow, device: torch.device) -> StridedMask:
 class StridedLogprobs(NamedTuple):
     """Log-probs of one pass, in a tuple, where FSDP finds the tensors that the backward pass starts from."""
 
-    drawn: Tensor  # [g C], at the temperature that they were drawn with
+    sampled: Tensor  # [g C], at the temperature that they were sampled with
     entropy: Tensor  # [g C], in nats
     truth: Tensor  # [K], of the documents' own tokens, at temperature 1
 
@@ -117,16 +117,16 @@ class StridedLogprobs(NamedTuple):
 def score_blocks(
     scorer: LogprobModel,
     inputs: StridedInputs,
-    drawn: Tensor,
+    sampled: Tensor,
     *,
     temperature: float,
     chunk_tokens: int,
     entropy_gradient: bool = False,
 ) -> StridedLogprobs:
-    """Compute the log-probs of the drawn tokens ``[g, C]`` and of the documents' tokens in one pass."""
+    """Compute the log-probs of the sampled tokens ``[g, C]`` and of the documents' tokens in one pass."""
 
     def work() -> StridedLogprobs:
-        row = inputs.row(drawn)
+        row = inputs.row(sampled)
         hidden = scorer.hidden_states(row)
         own, entropy = scorer.score_hidden(
             hidden.index_select(0, row.predictors), row.targets, temperature, chunk_tokens, True, entropy_gradient
@@ -134,13 +134,13 @@ def score_blocks(
         assert entropy is not None
         before = hidden.index_select(0, inputs.truth - 1)
         truth, _ = scorer.score_hidden(before, inputs.documents[inputs.truth], 1.0, chunk_tokens)
-        return StridedLogprobs(drawn=own, entropy=entropy, truth=truth)
+        return StridedLogprobs(sampled=own, entropy=entropy, truth=truth)
 
     result: StridedLogprobs = scorer(work)
     return result
 
 
-def draw_blocks(
+def sample_blocks(
     scorer: LogprobModel, inputs: StridedInputs, uniforms: Tensor, *, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     """Sample the tokens of all blocks ``[g, C]`` from the policy, one step of all columns at a time.
@@ -148,12 +148,12 @@ def draw_blocks(
     ``uniforms`` ``[g, C]`` in [0, 1) determine them: each selects the token whose interval of the cumulative
     probability contains it. Logits are in memory for ``chunk_tokens`` columns at a time.
     """
-    drawn: Tensor = scorer(partial(_draw_blocks, scorer, inputs, uniforms, config, chunk_tokens))
-    return drawn
+    sampled: Tensor = scorer(partial(_sample_blocks, scorer, inputs, uniforms, config, chunk_tokens))
+    return sampled
 
 
 @torch.no_grad()
-def _draw_blocks(
+def _sample_blocks(
     scorer: LogprobModel, inputs: StridedInputs, uniforms: Tensor, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     plan = inputs.plan
@@ -166,20 +166,20 @@ def _draw_blocks(
             past_key_values=cache,
         )[0]
 
-    def draw(hidden: Tensor, points: Tensor) -> Tensor:
+    def sample(hidden: Tensor, points: Tensor) -> Tensor:
         parts = zip(hidden.split(chunk_tokens), points.split(chunk_tokens), strict=True)
         return torch.cat([_invert(scorer.logits(part, config.temperature), own, config.top_p) for part, own in parts])
 
     documents = slice(0, plan.num_document_tokens)
     cache = DynamicCache()
     hidden = run(inputs.documents, documents, cache)
-    steps = [draw(hidden.index_select(0, inputs.predecessors[0]), uniforms[0])]
+    steps = [sample(hidden.index_select(0, inputs.predecessors[0]), uniforms[0])]
     for step in range(plan.num_steps - 1):
         if plan.num_columns:
             hidden = run(steps[-1], plan.place(step), cache)
         else:  # as many passes as on ranks that have blocks
             run(inputs.documents, documents, DynamicCache())
-        steps.append(draw(hidden[: plan.num_columns], uniforms[step + 1]))
+        steps.append(sample(hidden[: plan.num_columns], uniforms[step + 1]))
     return torch.stack(steps)
 
 
@@ -234,18 +234,18 @@ class Strided:
 
     def loss(self, mini_batch: MiniBatch, inputs: StridedInputs) -> LossOutput:
         ebft, plan = self._algorithm.ebft, inputs.plan
-        drawn = self.draw(inputs)
-        scores = self._score(inputs, drawn)
-        advantages = self._advantages(scores, drawn.device)  # [C]
+        sampled = self.sample(inputs)
+        scores = self._score(inputs, sampled)
+        advantages = self._advantages(scores, sampled.device)  # [C]
         logprobs = score_blocks(
             self._policy.scorer,
             inputs,
-            drawn,
+            sampled,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
             entropy_gradient=bool(self._algorithm.loss.entropy_coef),
         )
-        surrogate = policy_loss(self._loss_inputs(inputs, drawn, advantages, logprobs), self._algorithm.loss)
+        surrogate = policy_loss(self._loss_inputs(inputs, sampled, advantages, logprobs), self._algorithm.loss)
         inputs.mask.forget()
         truth_loss = -logprobs.truth.sum() / max(mini_batch.num_loss_tokens, 1)
         if not ebft.ce_coef:
@@ -256,15 +256,15 @@ class Strided:
         metrics.add_total("ebft/rl_loss", surrogate.loss)
         metrics.add_total("ebft/ce_loss", truth_loss)
         _add_metrics(metrics, scores, advantages, plan.num_steps, ebft.features)
-        metrics.add_total("ebft/num_blocks", torch.tensor(float(scores.cfm.numel()), device=drawn.device))
+        metrics.add_total("ebft/num_blocks", torch.tensor(float(scores.cfm.numel()), device=sampled.device))
         num_skipped = plan.num_skipped - sum(group_id == NO_GROUP for group_id in inputs.group_ids)
-        metrics.add_total("ebft/documents_skipped", torch.tensor(float(num_skipped), device=drawn.device))
+        metrics.add_total("ebft/documents_skipped", torch.tensor(float(num_skipped), device=sampled.device))
         return LossOutput(loss=loss, metrics=metrics)
 
-    def draw(self, inputs: StridedInputs) -> Tensor:
+    def sample(self, inputs: StridedInputs) -> Tensor:
         """Sample the tokens of all blocks ``[g, C]``."""
         with self._policy.inference():
-            return draw_blocks(
+            return sample_blocks(
                 self._policy.scorer,
                 inputs,
                 self._uniforms(inputs),
@@ -283,14 +283,14 @@ class Strided:
         points = np.concatenate([*by_document, np.zeros((0, plan.num_steps))])  # [C, g]
         return torch.from_numpy(points.T.copy()).to(inputs.documents.device)
 
-    def _score(self, inputs: StridedInputs, drawn: Tensor) -> FeatureScores:
+    def _score(self, inputs: StridedInputs, sampled: Tensor) -> FeatureScores:
         """Score each block's samples against the document's own tokens in their place."""
         config, num_samples = self._algorithm.ebft.features, self._algorithm.group_size
-        depths = self._reference.depths(inputs.row(drawn), self._layers)
+        depths = self._reference.depths(inputs.row(sampled), self._layers)
         places = inputs.plan.truth_places()[:, ::num_samples]  # [g, B], the same for all samples
-        truth = self._pool(depths, torch.from_numpy(places).to(drawn.device))  # [B, D]
+        truth = self._pool(depths, torch.from_numpy(places).to(sampled.device))  # [B, D]
         start = inputs.plan.num_document_tokens
-        own = torch.arange(start, inputs.plan.num_tokens, device=drawn.device).view_as(drawn)
+        own = torch.arange(start, inputs.plan.num_tokens, device=sampled.device).view_as(sampled)
         samples = self._pool(depths, own).unflatten(0, (-1, num_samples))  # [B, n, D]
         return score_features(samples, truth, config.whitening, **config.parts)
 
@@ -311,27 +311,27 @@ class Strided:
         return torch.from_numpy(np.concatenate([*advantages, np.zeros(0, np.float32)])).to(device)
 
     def _loss_inputs(
-        self, inputs: StridedInputs, drawn: Tensor, advantages: Tensor, logprobs: StridedLogprobs
+        self, inputs: StridedInputs, sampled: Tensor, advantages: Tensor, logprobs: StridedLogprobs
     ) -> LossInputs:
-        columns = torch.arange(inputs.plan.num_columns, device=drawn.device)
+        columns = torch.arange(inputs.plan.num_columns, device=sampled.device)
         num_steps = inputs.plan.num_steps
         return LossInputs(
-            logprobs=logprobs.drawn,
-            loss_mask=torch.ones_like(logprobs.drawn, dtype=torch.bool),
+            logprobs=logprobs.sampled,
+            loss_mask=torch.ones_like(logprobs.sampled, dtype=torch.bool),
             sequence_ids=columns.repeat(num_steps),
             num_loss_tokens=num_steps * inputs.num_columns_of_update,
             num_sequences=inputs.num_columns_of_update,
             max_completion_tokens=num_steps,
             advantages=advantages.repeat(num_steps),  # a column's tokens are C apart
-            ref_logprobs=self._ask_reference(inputs, drawn),
+            ref_logprobs=self._ask_reference(inputs, sampled),
             entropy=logprobs.entropy,
         )
 
-    def _ask_reference(self, inputs: StridedInputs, drawn: Tensor) -> Tensor | None:
+    def _ask_reference(self, inputs: StridedInputs, sampled: Tensor) -> Tensor | None:
         if not self._algorithm.loss.beta:
             return None
         return self._reference.logprobs(
-            inputs.row(drawn), temperature=self._temperature, chunk_tokens=self._chunk_tokens
+            inputs.row(sampled), temperature=self._temperature, chunk_tokens=self._chunk_tokens
         )
 
 

@@ -79,11 +79,11 @@ class Vision:
             return row.images
         assert row.attention is not None
         selected = row.attention.selected.tolist()
-        return tuple(sorted(row.images, key=lambda image: selected[image.place]))
+        return tuple(sorted(row.images, key=lambda image: selected[image.start]))
 
     def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: AttentionLayout) -> Tensor:
         """Return positions ``[4, M]`` of text, time, height and width, or without text ``[3, M]`` in ``APART``."""
-        places_of = {image.place: index for index, image in enumerate(row.images)}
+        places_of = {image.start: index for index, image in enumerate(row.images)}
         spatial = row.position_ids.expand(3, -1).clone()
         for sequence in row.sequences:
             own = [places_of[place] for place in sequence.tolist() if place in places_of]

@@ -144,7 +144,7 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
     """Yield the rollouts of a step at full length, with a different prompt for each group."""
     is_rl, length = config.algorithm.kind == "rl", sequence_tokens(config)
     own = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
-    mask = own & _are_drawn(config, own) if is_rl else own
+    mask = own & _are_sampled(config, own) if is_rl else own
     versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)
     group_size = sequences_of_group(config.algorithm)
     sequences = [
@@ -168,8 +168,8 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
     yield from sequences
 
 
-def _are_drawn(config: Config, behind_prompt: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which tokens the policy draws: evenly as many as it may, the last one among them."""
+def _are_sampled(config: Config, behind_prompt: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which tokens the policy samples: evenly as many as it may, the last one among them."""
     numbers, total = np.cumsum(behind_prompt), int(behind_prompt.sum())
-    drawn = numbers * max_sampled_tokens(config) // max(total, 1)
-    return np.diff(drawn, prepend=0) > 0
+    sampled = numbers * max_sampled_tokens(config) // max(total, 1)
+    return np.diff(sampled, prepend=0) > 0

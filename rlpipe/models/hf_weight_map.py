@@ -74,13 +74,13 @@ def plan_units(model: PreTrainedModel, names: Iterable[str]) -> list[WeightGroup
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    outlines = model.state_dict()
+    meta_tensors = model.state_dict()
     prefix = model.base_model_prefix
     units: dict[str, WeightGroup] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, outlines)
-        if target not in outlines and name in outlines:
-            target, pattern = rename_source_key(name, [], [], prefix, outlines)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, meta_tensors)
+        if target not in meta_tensors and name in meta_tensors:
+            target, pattern = rename_source_key(name, [], [], prefix, meta_tensors)
         renamed, _ = rename_source_key(name, renamings, [])
         converter = None if pattern is None else by_pattern[pattern]
         units.setdefault(target, WeightGroup(model, target, converter)).sources[name] = Source(pattern, renamed)

@@ -105,7 +105,7 @@ def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: An
 
 
 def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, head: str, seed: int) -> PreTrainedModel:
-    """Load a model with a reward head, which is drawn from ``seed`` if the files have none; raises as ``open_model``.
+    """Load a model with a reward head, initialized from ``seed`` if the files have none; raises as ``open_model``.
 
     Raises ``ModelError`` for a model that transformers has no such class of, or that takes images.
     """
@@ -116,7 +116,7 @@ def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, hea
         model = load_complete(
             auto_class,
             path,
-            drawn=(f"{CLASSIFIER}.weight", f"{CLASSIFIER}.bias"),
+            initialized=(f"{CLASSIFIER}.weight", f"{CLASSIFIER}.bias"),
             config=described,
             revision=config.revision,
             dtype=dtype,
@@ -125,7 +125,7 @@ def open_reward_model(path: str, config: ModelConfig, dtype: torch.dtype, *, hea
     return _with_classifier(model)
 
 
-def outline_reward_model(described: PreTrainedConfig, *, head: str) -> PreTrainedModel:
+def meta_reward_model(described: PreTrainedConfig, *, head: str) -> PreTrainedModel:
     """Create a model with a reward head without weights, on the meta device; raise as ``open_reward_model`` does."""
     described = deepcopy(described)
     auto_class = _set_labels(described, head)
@@ -150,15 +150,15 @@ def _with_classifier(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_complete(auto_class: Any, path: str, *, drawn: Collection[str] = (), **options: Any) -> PreTrainedModel:
-    """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of drawing them.
+def load_complete(auto_class: Any, path: str, *, initialized: Collection[str] = (), **options: Any) -> PreTrainedModel:
+    """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of initializing them.
 
-    Only those that ``drawn`` names may be missing.
+    Only those that ``initialized`` names may be missing.
     """
     model, found = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     name = Path(path, options.get("gguf_file", ""))
-    refuse_missing(name, (found["missing_keys"] & parameters.keys()) - {*drawn})
+    refuse_missing(name, (found["missing_keys"] & parameters.keys()) - {*initialized})
     if found["mismatched_keys"]:
         parameter, in_files, in_model = min(found["mismatched_keys"])
         shapes = f"shape {list(in_files)} in the files, and {list(in_model)} by the config"
@@ -173,7 +173,7 @@ def refuse_missing(path: object, missing: Collection[str]) -> None:
         raise ModelError(f"{path} lacks {min(missing)}{more}, which its config asks for: {COMPLETE}")
 
 
-def outline_model(
+def meta_model(
     described: PreTrainedConfig, *, images: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Create the model without weights, on the meta device."""
@@ -184,7 +184,7 @@ def outline_model(
     return model
 
 
-def hollow_model(
+def empty_model(
     described: PreTrainedConfig,
     own_class: type[PreTrainedModel] | None = None,
     *,
@@ -203,11 +203,11 @@ def hollow_model(
     cast(nn.Module, model).to(described.dtype or torch.float32)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(hollow(parameter), requires_grad=False))
+            setattr(module, name, nn.Parameter(placeholder(parameter), requires_grad=False))
     return model
 
 
-def hollow(tensor: Tensor) -> Tensor:
+def placeholder(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and type that is a single expanded zero on the CPU."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 

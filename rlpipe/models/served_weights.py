@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, untied_state
-from rlpipe.models.loading import describe_model, hollow_model
+from rlpipe.models.loading import describe_model, empty_model
 from rlpipe.models.model_files import model_folder
 from rlpipe.models.weight_files import open_files
 from rlpipe.weights.buckets import MAGNITUDE, add_checksum, check_parameters, digest_of_sums, lora_scaling, merge_sums
@@ -57,7 +57,7 @@ class ServedWeights:
             folder = Path(snapshot_download(model.path, revision=model.revision))
         self._files, self._opened = open_files(folder), ExitStack()
         described = describe_model(str(folder), model)
-        self._model = hollow_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
+        self._model = empty_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
         tied: Mapping[str, str] = self._model.all_tied_weights_keys or {}
         self._parameters = [name for name in untied_state(self._model) if name not in tied]
         """Parameters and saved buffers of the model, tied ones once."""
@@ -79,9 +79,9 @@ class ServedWeights:
     @cached_property
     def _units(self) -> dict[str, WeightGroup]:
         """The tensors in the files that make up each parameter, by its name; of tied ones, by one name."""
-        outlines, units = self._files.outlines(), dict[str, WeightGroup]()
-        for unit in plan_units(self._model, outlines):
-            for name in unit.to_parameters({source: outlines[source] for source in unit.sources}):
+        meta_tensors, units = self._files.meta_tensors(), dict[str, WeightGroup]()
+        for unit in plan_units(self._model, meta_tensors):
+            for name in unit.to_parameters({source: meta_tensors[source] for source in unit.sources}):
                 units[name] = unit
         tied = dict(self._model.all_tied_weights_keys or {})
         units |= {other: units[one] for one, other in tied.items() if one in units and other not in units}

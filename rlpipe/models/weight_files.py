@@ -43,7 +43,7 @@ class ModelFiles:
                     found |= {name: tensors.get_slice(name).get_dtype() for name in here}
         return found
 
-    def outlines(self) -> dict[str, Tensor]:
+    def meta_tensors(self) -> dict[str, Tensor]:
         """Return all tensors as float32 meta tensors: shapes without values."""
         found = {}
         for file, names in self.by_file.items():

@@ -107,7 +107,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     check_device(config, device)
     kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
     prompt = config.data.max_prompt_tokens
-    length, drawn = longest_conversation(config), max_sampled_tokens(config)
+    length, sampled = longest_conversation(config), max_sampled_tokens(config)
     sequences = _max_sequences(config, kind)
     serving = choose_serving(config, kind)
     has_slots = kind == "vllm" and serving.kind == "lora"
@@ -124,9 +124,9 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         max_sequences=sequences,
         batched_tokens=_batched_tokens(config, kind, on_gpu, length, sequences),
         prompt_tokens=prompt,
-        completion_tokens=drawn,
+        completion_tokens=sampled,
         num_turns=config.environment.max_turns if config.environment.is_used else 1,
-        observed_tokens=length - prompt - drawn if config.environment.is_used else 0,
+        observed_tokens=length - prompt - sampled if config.environment.is_used else 0,
         max_model_len=length,
         serving=serving,
         num_slots=num_slots(config.weights) if has_slots else 0,

@@ -320,8 +320,8 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
         return
 
     def cut(tokens: int) -> EngineCase:
-        drawn = min(tokens, setup.completion_tokens)
-        own = replace(setup, completion_tokens=drawn, observed_tokens=tokens - drawn)
+        sampled = min(tokens, setup.completion_tokens)
+        own = replace(setup, completion_tokens=sampled, observed_tokens=tokens - sampled)
         return replace(case, setup=replace(own, max_model_len=setup.prompt_tokens + tokens))
 
     most = setup.num_tokens - setup.prompt_tokens
@@ -410,7 +410,7 @@ def plan_engine(config: Config, described: PreTrainedConfig, device: Device) -> 
     """Plan one rollout engine of the config; ``described`` is transformers' config of its model.
 
     Raises ``ConfigError`` if the config has no engines, if they do not run on such a device, or if an engine argument
-    is not supported by the plan, and ``ModelError`` if the model can't be outlined.
+    is not supported by the plan, and ``ModelError`` if the model can't be described.
     """
     setup = read_engine_setup(config, described, device)
     case = EngineCase(setup=setup, shape=read_shape(described, config.model), described=described, device=device)

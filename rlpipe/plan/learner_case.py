@@ -18,7 +18,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import LogprobModel, find_layers
-from rlpipe.learner.policy import outline_copy
+from rlpipe.learner.policy import meta_copy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows, misses_tower
 from rlpipe.learner.workload import head_of, needs_copy, read_workload
@@ -34,9 +34,9 @@ from rlpipe.plan.learner_memory import (
     CPU_HOST_BYTES,
     LearnerMemory,
     MemoryBudget,
-    Outline,
+    MetaPolicy,
+    meta_policy,
     nf4_bytes,
-    outline_policy,
     plain_memory,
     read_memory_budget,
 )
@@ -54,33 +54,33 @@ from rlpipe.plan.learner_time import (
 
 
 def trace_policy(
-    outline: Outline, row: Row, config: Config, device: Device, *, compute_dtype: torch.dtype | None
+    policy: MetaPolicy, row: Row, config: Config, device: Device, *, compute_dtype: torch.dtype | None
 ) -> Trace:
     """Trace a micro batch that is run as ``row``, with the device's seconds.
 
     Trained weights count in ``compute_dtype``, as if gathered in it; None: in their own dtype, cast during the pass.
     Raises ``ModelError`` for models whose shapes depend on values, or that can't be traced for another reason.
     """
-    scorer, workload = outline.scorer, read_workload(config)
+    scorer, workload = policy.scorer, read_workload(config)
 
     def loss_of(trace: Trace) -> Tensor:
         scorer.announce = trace.read
         return workload.loss_of(scorer, row, config.learner.logprob_chunk_tokens)
 
-    stands_for = _placeholders(outline)
+    stands_for = _placeholders(policy)
     kept = sorted({*stands_for.values()})
     places = {unit: place for place, unit in enumerate(stands_for)}
     try:
         with _only_layers(scorer.causal_model, [places[unit] for unit in kept]), traceable_experts(scorer):
-            trace = trace_on(device, scorer, outline.units, loss_of, compute_dtype=compute_dtype)
+            trace = trace_on(device, scorer, policy.units, loss_of, compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
         raise ModelError(
             f"model.path={config.model.path}: a plan can't trace {type(scorer.causal_model).__name__} without "
             f"real tensors, so the learner is not planned ({describe_error(error)})"
         ) from None
     trace.stages = unfold(trace.stages, stands_for)
-    if outline.nf4:
-        sizes = outline.nf4_sizes
+    if policy.nf4:
+        sizes = policy.nf4_sizes
         trace.stages = [
             stage if stage.unit is None else _with_nf4(stage, sizes[stage.unit], scorer.compute_dtype, device)
             for stage in trace.stages
@@ -88,11 +88,11 @@ def trace_policy(
     return trace
 
 
-def _placeholders(outline: Outline) -> dict[int, int]:
+def _placeholders(policy: MetaPolicy) -> dict[int, int]:
     """Map each layer's unit to the unit that is traced in its place."""
-    units = {id(unit.module): index for index, unit in enumerate(outline.units)}
-    layers = [units[id(layer)] for layer in find_layers(outline.scorer.causal_model)]
-    chosen = choose_blocks([outline.kinds.get(unit) for unit in layers])
+    units = {id(unit.module): index for index, unit in enumerate(policy.units)}
+    layers = [units[id(layer)] for layer in find_layers(policy.scorer.causal_model)]
+    chosen = choose_blocks([policy.kinds.get(unit) for unit in layers])
     return {unit: layers[chosen[place]] for place, unit in enumerate(layers)}
 
 
@@ -134,28 +134,28 @@ def _with_nf4(stage: Stage, sizes: Sequence[int], dtype: torch.dtype, device: De
 
 @dataclass(slots=True)
 class TraceCache:
-    """Outlines and traces that several cases share."""
+    """Policies without weights, and traces, that several cases share."""
 
     described: PreTrainedConfig
     device: Device
-    outlines: dict[str, Outline] = field(default_factory=dict)
+    policies: dict[str, MetaPolicy] = field(default_factory=dict)
     traces: dict[tuple[object, ...], Trace] = field(default_factory=dict)
 
-    def outline(self, config: Config) -> Outline:
+    def policy(self, config: Config) -> MetaPolicy:
         head = head_of(config.algorithm)
         key = f"{head} of {config.model!r}"
-        if key not in self.outlines:
-            self.outlines[key] = outline_policy(self.described, config.model, head=head)
-        return self.outlines[key]
+        if key not in self.policies:
+            self.policies[key] = meta_policy(self.described, config.model, head=head)
+        return self.policies[key]
 
     def trace(self, config: Config, row: Row, *, is_timed: bool = True) -> Trace:
         """Return the trace of a row; its seconds may be another device's unless ``is_timed``.
 
         Sharded weights, and those of chunks, count in the compute dtype.
         """
-        outline, learner = self.outline(config), config.learner
+        policy, learner = self.policy(config), config.learner
         is_plain = learner.strategy == "single" and learner.offload == "none"
-        dtype: torch.dtype | None = None if is_plain else outline.scorer.compute_dtype
+        dtype: torch.dtype | None = None if is_plain else policy.scorer.compute_dtype
         shape = (
             len(row.token_ids),
             len(row.predictors),
@@ -172,7 +172,7 @@ class TraceCache:
             self.device.name * is_timed,
         )
         if key not in self.traces:
-            self.traces[key] = trace_policy(outline, row, config, self.device, compute_dtype=dtype)
+            self.traces[key] = trace_policy(policy, row, config, self.device, compute_dtype=dtype)
         return self.traces[key]
 
 
@@ -197,19 +197,19 @@ class LearnerCase:
         return read_memory_budget(self.config, self.device, self.engines)
 
     @cached_property
-    def outline(self) -> Outline:
-        return self.drafts.outline(self.config)
+    def policy(self) -> MetaPolicy:
+        return self.drafts.policy(self.config)
 
     @cached_property
     def work(self) -> Work:
-        return read_work(self.config, self.outline.scorer.layout)
+        return read_work(self.config, self.policy.scorer.layout)
 
     @cached_property
     def copy(self) -> LogprobModel | None:
-        """Outline of a frozen copy; None with an adapter, whose base model is the reference."""
+        """A frozen copy without weights; None with an adapter, whose base model is the reference."""
         if not needs_copy(self.config.model, self.config.algorithm):
             return None
-        return outline_copy(self.drafts.described, self.config.model, self.config.algorithm)
+        return meta_copy(self.drafts.described, self.config.model, self.config.algorithm)
 
     @property
     def longest(self) -> Trace:
@@ -219,11 +219,11 @@ class LearnerCase:
     @property
     def misses_tower(self) -> bool:
         """Whether a trained vision tower is in no trace."""
-        return misses_tower(self.outline.scorer, self._longest[0])
+        return misses_tower(self.policy.scorer, self._longest[0])
 
     @cached_property
     def _longest(self) -> tuple[Row, Trace]:
-        *others, last = full_rows(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
+        *others, last = full_rows(self.policy.scorer, self.config.learner.max_tokens_per_microbatch)
         is_timed = self.config.learner.offload == "chunked"
         for row in others:
             with suppress(ModelError):
@@ -232,7 +232,7 @@ class LearnerCase:
 
     @cached_property
     def chunks(self) -> Chunks:
-        return make_chunks(self.outline, self.config)
+        return make_chunks(self.policy, self.config)
 
     @cached_property
     def reference(self) -> Capacity | None:
@@ -274,7 +274,7 @@ class LearnerCase:
             return None
         if decision is None:
             profiles, shared = self.longest.profiles(), self.longest.shared_bytes
-            return plain_memory(self.outline, profiles, shared, self.config, self.copy)
+            return plain_memory(self.policy, profiles, shared, self.config, self.copy)
         rates = rates_of(self.device, num_ranks=self.config.learner.num_ranks)
         return chunked_memory(self.chunks, decision[1], decision[0], rates, self.reference)
 
@@ -305,7 +305,7 @@ class LearnerCase:
         decision = self.decision
         assert not isinstance(decision, DoesNotFit), "what does not fit has no time"
         if decision is None:
-            return plain_time(self.outline, trace.profiles(), self.config, self.work, self.device)
+            return plain_time(self.policy, trace.profiles(), self.config, self.work, self.device)
         profile = self.chunks.profile(
             trace, num_parts=decision[0].num_parts, num_micro_batches=self.work.num_micro_batches
         )

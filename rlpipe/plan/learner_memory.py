@@ -29,7 +29,7 @@ from rlpipe.learner.strategies.fsdp2 import find_fsdp_units
 from rlpipe.learner.strategies.optimizer import BLOCK as MOMENT_BLOCK
 from rlpipe.learner.workload import LM_HEAD
 from rlpipe.models.adapter import read_peft_config
-from rlpipe.models.loading import COMPLETE, outline_reward_model
+from rlpipe.models.loading import COMPLETE, meta_reward_model
 from rlpipe.models.nf4 import BLOCK as NF4_BLOCK
 from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.offload.api import SHARE_USED
@@ -37,7 +37,7 @@ from rlpipe.offload.planner.cost import Capacity, Mode, StageProfile, activation
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.offload.units import Unit, find_units
 from rlpipe.plan.engine_memory import EngineSetup
-from rlpipe.plan.model_shape import outline_described
+from rlpipe.plan.model_shape import meta_described
 
 BESIDE_TORCH_BYTES = 2**30
 """Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, NCCL's buffers; an assumption."""
@@ -114,7 +114,7 @@ NF4_SCALES = 256
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Outline:
+class MetaPolicy:
     """A policy without weights; ``nf4`` has the elements of each 4-bit parameter, by its name in ``scorer``."""
 
     scorer: LogprobModel
@@ -157,17 +157,17 @@ class Outline:
         return total
 
 
-def outline_policy(
+def meta_policy(
     described: PreTrainedConfig, model: ModelConfig, *, frozen: bool = False, head: str = LM_HEAD
-) -> Outline:
-    """Outline the policy, or with ``frozen`` a copy of the initial model, which has no adapter.
+) -> MetaPolicy:
+    """Make the policy on the meta device, or with ``frozen`` a copy of the initial model, which has no adapter.
 
     ``described`` is transformers' config of the model, ``head`` the head that is trained. Raises ``ModelError`` if the
-    model or its adapter can't be outlined, ``ConfigError`` for a dtype that the model can't have.
+    model or its adapter can't be described, ``ConfigError`` for a dtype that the model can't have.
     """
     whole = model.adapter.kind == "none" and not frozen
     compute_dtype: torch.dtype = getattr(torch, model.dtype)
-    causal = _outline(described, model, head)
+    causal = _meta_model(described, model, head)
     cast(nn.Module, causal).to(torch.float32 if whole else compute_dtype)
     layout = _set_attention(causal, model.attention)
     quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
@@ -180,7 +180,7 @@ def outline_policy(
     scorer.train()
     ids = {id(parameter) for parameter in nf4}
     units = find_units(scorer)
-    return Outline(
+    return MetaPolicy(
         scorer=scorer,
         nf4={name: parameter.numel() for name, parameter in scorer.named_parameters() if id(parameter) in ids},
         units=units,
@@ -195,20 +195,20 @@ def nf4_bytes(num_elements: int) -> int:
     return -(-num_elements // 2) + scales + 4 * -(-scales // NF4_SCALES)
 
 
-def _outline(described: PreTrainedConfig, model: ModelConfig, head: str) -> PreTrainedModel:
+def _meta_model(described: PreTrainedConfig, model: ModelConfig, head: str) -> PreTrainedModel:
     if head != LM_HEAD:
         with reading_files(
             f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError
         ):
-            return outline_reward_model(described, head=head)
-    causal = outline_described(described, model)
+            return meta_reward_model(described, head=head)
+    causal = meta_described(described, model)
     if causal.base_model is causal or causal.get_output_embeddings() is None:
         raise ModelError(f"model.path={model.path}: {type(causal).__name__} has no lm_head of its own")
     return causal
 
 
 def _set_attention(causal: PreTrainedModel, implementation: str) -> AttentionLayout:
-    """Set the attention; GPU kernels are outlined with torch's own, which keeps as much for the backward pass."""
+    """Set the attention; GPU kernels are replaced by torch's own, which keeps as much for the backward pass."""
     layout = row_plan.find_layout(causal, "eager" if implementation == "eager" else "sdpa")
     if layout is AttentionLayout.SHARED:
         row_plan.use_packed_attention(causal)
@@ -341,13 +341,13 @@ def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) ->
 
 
 def plain_memory(
-    outline: Outline, stages: Sequence[StageProfile], shared_bytes: int, config: Config, copy: LogprobModel | None
+    policy: MetaPolicy, stages: Sequence[StageProfile], shared_bytes: int, config: Config, copy: LogprobModel | None
 ) -> LearnerMemory:
     """Return the memory of a rank without chunked offload, for any strategy; ``copy`` is that of the reference."""
     activations = activation_bytes(stages, shared_bytes, config)
     spread = {"single": _single, "fsdp2": _fsdp2, "zero3": _zero3}[config.learner.strategy]
-    memory = spread(outline, config, copy)
-    loading = 0 if outline.is_mapped else outline.stored_bytes()
+    memory = spread(policy, config, copy)
+    loading = 0 if policy.is_mapped else policy.stored_bytes()
     if copy is not None and copy.causal_model.config.dtype is not copy.causal_model.dtype:
         loading += weight_bytes(copy)
     return LearnerMemory(
@@ -359,13 +359,13 @@ def weight_bytes(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _single(outline: Outline, config: Config, copy: LogprobModel | None) -> LearnerMemory:
-    weights, moments = outline.stored_bytes(), moment_bytes(outline.trained, config.learner.optimizer)
+def _single(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> LearnerMemory:
+    weights, moments = policy.stored_bytes(), moment_bytes(policy.trained, config.learner.optimizer)
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
     return LearnerMemory(
         device=DeviceBytes(
             weights=weights,
-            gradients=outline.num_trained * FLOAT32_BYTES,
+            gradients=policy.num_trained * FLOAT32_BYTES,
             optimizer=0 if is_paged else moments,
             reference=weight_bytes(copy),
         ),
@@ -373,7 +373,7 @@ def _single(outline: Outline, config: Config, copy: LogprobModel | None) -> Lear
     )
 
 
-def _fsdp2(outline: Outline, config: Config, copy: LogprobModel | None) -> LearnerMemory:
+def _fsdp2(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     """Return the memory with FSDP2.
 
     Gradients of a whole model are reduced after each backward pass; those of an adapter once per update, and are
@@ -381,11 +381,11 @@ def _fsdp2(outline: Outline, config: Config, copy: LogprobModel | None) -> Learn
     """
     num_ranks, on_host = config.learner.num_ranks, config.learner.offload == "policy"
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
-    weights = _part(outline.stored_bytes(), num_ranks)
-    whole = outline.num_trained * FLOAT32_BYTES
+    weights = _part(policy.stored_bytes(), num_ranks)
+    whole = policy.num_trained * FLOAT32_BYTES
     gradients = _part(whole, num_ranks)
-    moments = _part(moment_bytes(outline.trained, config.learner.optimizer), num_ranks)
-    gathered = gathered_units(outline, config)
+    moments = _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
+    gathered = gathered_units(policy, config)
     on_the_way = gathered.gradient_bytes if config.model.adapter.kind == "none" else whole
     reference = _part(weight_bytes(copy), num_ranks)
     root = 0 if copy is None else gathered_root(copy, config)
@@ -406,14 +406,14 @@ def _fsdp2(outline: Outline, config: Config, copy: LogprobModel | None) -> Learn
     )
 
 
-def _zero3(outline: Outline, config: Config, copy: LogprobModel | None) -> LearnerMemory:
+def _zero3(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     """Return the memory with ZeRO-3; trained weights are in the compute dtype and, for the optimizer, in float32."""
     num_ranks, own = config.learner.num_ranks, config.learner.zero3
-    dtype = torch.bfloat16 if outline.scorer.compute_dtype is torch.bfloat16 else torch.float32
-    weights = _part(outline.stored_bytes(trained_dtype=dtype), num_ranks)
-    gradients = _part(outline.num_trained * FLOAT32_BYTES, num_ranks)
-    states = gradients + _part(moment_bytes(outline.trained, config.learner.optimizer), num_ranks)
-    elements = outline.num_parameters
+    dtype = torch.bfloat16 if policy.scorer.compute_dtype is torch.bfloat16 else torch.float32
+    weights = _part(policy.stored_bytes(trained_dtype=dtype), num_ranks)
+    gradients = _part(policy.num_trained * FLOAT32_BYTES, num_ranks)
+    states = gradients + _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
+    elements = policy.num_parameters
     buffers = min(elements, ZERO3_LIVE) + min(elements, ZERO3_BUCKETS)
     copied = 0 if copy is None else sum(parameter.numel() for parameter in copy.parameters())
     reference = _part(dtype.itemsize * copied, num_ranks)
@@ -455,12 +455,12 @@ def gathered_root(copy: LogprobModel, config: Config) -> int:
     return copy.compute_dtype.itemsize * sum(outside)
 
 
-def gathered_units(outline: Outline, config: Config) -> Gathered:
-    scorer = outline.scorer
+def gathered_units(policy: MetaPolicy, config: Config) -> Gathered:
+    scorer = policy.scorer
     dtype = scorer.compute_dtype
     found = find_fsdp_units(scorer, scorer.causal_model, config.learner.fsdp)
-    sizes = [outline.stored_bytes(unit, trained_dtype=dtype) for unit in found]
-    total, largest = outline.stored_bytes(trained_dtype=dtype), max(sizes, default=0)
+    sizes = [policy.stored_bytes(unit, trained_dtype=dtype) for unit in found]
+    total, largest = policy.stored_bytes(trained_dtype=dtype), max(sizes, default=0)
     root = max(0, total - sum(sizes))
     reshards = config.learner.fsdp.reshard_after_forward
     head = sum(parameter.numel() for parameter in output_head(scorer.causal_model).parameters())

@@ -267,7 +267,7 @@ def plan_learner(
 
     ``described`` is transformers' config of its model, ``engines`` the setup of engines that may be on the same GPUs.
     Raises ``ConfigError`` if the learner does not run on such a device or if its options are impossible, and
-    ``ModelError`` if the model can't be outlined or traced.
+    ``ModelError`` if the model can't be described or traced.
     """
     return plan_case(LearnerCase(config=config, drafts=TraceCache(described, device), engines=engines))
 
@@ -279,8 +279,8 @@ def plan_case(case: LearnerCase) -> LearnerPlan:
         strategy=learner.strategy,
         offload=learner.offload,
         num_ranks=learner.num_ranks,
-        num_parameters=case.outline.num_parameters,
-        num_trained=case.outline.num_trained,
+        num_parameters=case.policy.num_parameters,
+        num_trained=case.policy.num_trained,
         room=case.room,
         memory=case.memory,
         decision=case.description,

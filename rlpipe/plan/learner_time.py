@@ -39,7 +39,7 @@ from rlpipe.plan.learner_memory import (
     DeviceBytes,
     HostBytes,
     LearnerMemory,
-    Outline,
+    MetaPolicy,
     checkpoint_modes,
     gathered_units,
     nf4_bytes,
@@ -196,7 +196,7 @@ class Update:
 
 
 def plain_time(
-    outline: Outline, stages: Sequence[StageProfile], config: Config, work: Work, device: Device
+    policy: MetaPolicy, stages: Sequence[StageProfile], config: Config, work: Work, device: Device
 ) -> StepTime:
     """Return the time without chunked offload, for any strategy; ``stages`` are those of ``work``'s row."""
     rates = rates_of(device, num_ranks=config.learner.num_ranks)
@@ -206,15 +206,15 @@ def plain_time(
     backward_s = again_s + sum(stage.backward_s for stage in stages)
     if config.learner.strategy == "single":
         forward, backward = PassTime(compute_s=forward_s), PassTime(compute_s=backward_s)
-        return add_up(forward, backward, Update(device_adam_s=outline.num_trained / rates.device_adam["float32"]), work)
-    moved = _moved(outline, config, rates)
+        return add_up(forward, backward, Update(device_adam_s=policy.num_trained / rates.device_adam["float32"]), work)
+    moved = _moved(policy, config, rates)
     forward = PassTime(compute_s=forward_s, transfer_s=moved.forward_in_s, exchange_s=moved.forward_gather_s)
     backward = PassTime(
         compute_s=backward_s,
         transfer_s=moved.backward_in_s + moved.out_s * moved.sends_each_time,
         exchange_s=moved.backward_gather_s + moved.reduce_s * moved.sends_each_time,
     )
-    own = outline.num_trained / config.learner.num_ranks
+    own = policy.num_trained / config.learner.num_ranks
     on_host = moved.updates_on_host
     update = Update(
         reduce_s=0.0 if moved.sends_each_time else moved.reduce_s + moved.out_s,
@@ -258,11 +258,11 @@ class _Moved:
     updates_on_host: bool
 
 
-def _moved(outline: Outline, config: Config, rates: Rates) -> _Moved:
+def _moved(policy: MetaPolicy, config: Config, rates: Rates) -> _Moved:
     learner, num_ranks = config.learner, config.learner.num_ranks
-    is_fsdp, dtype = learner.strategy == "fsdp2", outline.scorer.compute_dtype
-    whole_bytes = outline.stored_bytes(trained_dtype=dtype)
-    gathered = gathered_units(outline, config) if is_fsdp else None
+    is_fsdp, dtype = learner.strategy == "fsdp2", policy.scorer.compute_dtype
+    whole_bytes = policy.stored_bytes(trained_dtype=dtype)
+    gathered = gathered_units(policy, config) if is_fsdp else None
     in_units = 1.0 if gathered is None else 1 - gathered.root_bytes / whole_bytes
     num_units = 1 if gathered is None else max(1, gathered.num_units)
     is_gathered_again = gathered is None or learner.fsdp.reshard_after_forward
@@ -276,8 +276,8 @@ def _moved(outline: Outline, config: Config, rates: Rates) -> _Moved:
     weights_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_parameters)
     updates_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_optimizer)
     kept_as = torch.float32 if is_fsdp else dtype  # torch casts on the device, DeepSpeed holds both
-    in_s = outline.stored_bytes(trained_dtype=kept_as) / num_ranks / rates.host_to_device if weights_on_host else 0.0
-    gradient_bytes = outline.num_trained * FLOAT32_BYTES
+    in_s = policy.stored_bytes(trained_dtype=kept_as) / num_ranks / rates.host_to_device if weights_on_host else 0.0
+    gradient_bytes = policy.num_trained * FLOAT32_BYTES
     return _Moved(
         forward_gather_s=root_s + units_s,
         backward_gather_s=units_s * is_gathered_again,
@@ -311,33 +311,33 @@ MOST_WAYS = 1_800_000
 class Chunks:
     """A model divided into chunks."""
 
-    outline: Outline
+    policy: MetaPolicy
     inventory: Inventory
     layout: ChunkLayout
     config: Config
 
     def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int) -> Profile:
         return make_profile(
-            self.outline.scorer,
+            self.policy.scorer,
             self.inventory,
             self.layout,
             trace,
-            precision=precision_of(self.config.learner.chunked, self.outline.scorer.compute_dtype),
+            precision=precision_of(self.config.learner.chunked, self.policy.scorer.compute_dtype),
             num_ranks=self.config.learner.num_ranks,
             num_parts=num_parts,
             num_micro_batches=num_micro_batches,
         )
 
 
-def make_chunks(outline: Outline, config: Config) -> Chunks:
+def make_chunks(policy: MetaPolicy, config: Config) -> Chunks:
     """Divide the model into chunks as the learner does; 4-bit weights count with their scales."""
-    inventory = take_inventory(outline.scorer, outline.units, compute_dtype=outline.scorer.compute_dtype)
+    inventory = take_inventory(policy.scorer, policy.units, compute_dtype=policy.scorer.compute_dtype)
     inventory.tensors = [
-        replace(tensor, num_bytes=nf4_bytes(outline.nf4[tensor.name])) if tensor.name in outline.nf4 else tensor
+        replace(tensor, num_bytes=nf4_bytes(policy.nf4[tensor.name])) if tensor.name in policy.nf4 else tensor
         for tensor in inventory.tensors
     ]
     layout = make_layout(inventory.tensors, sizes=chunk_sizes(config.learner.chunked))
-    return Chunks(outline=outline, inventory=inventory, layout=layout, config=config)
+    return Chunks(policy=policy, inventory=inventory, layout=layout, config=config)
 
 
 def decide_chunks(
@@ -355,7 +355,7 @@ def decide_chunks(
     decision = decide(
         trace,
         profiles,
-        num_units=len(chunks.outline.units),
+        num_units=len(chunks.policy.units),
         rates=rates_of(device, num_ranks=learner.num_ranks),
         capacity=capacity,
         fixed=searched_knobs(chunks, profiles[max(profiles)]),
@@ -385,8 +385,8 @@ def chunked_memory(
     learner, knobs = chunks.config.learner, decision.knobs
     modes = arrange(profile, knobs, rates)
     persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
-    gradient = precision_of(learner.chunked, chunks.outline.scorer.compute_dtype).gradient.itemsize
-    model = chunks.outline.scorer
+    gradient = precision_of(learner.chunked, chunks.policy.scorer.compute_dtype).gradient.itemsize
+    model = chunks.policy.scorer
     resident = resident_bytes(model, chunks.inventory)
     small = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
     device_gradients, device_states = _states(persistent, gradient)
@@ -408,7 +408,7 @@ def chunked_memory(
                 stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
             ),
             reference=reference.host_bytes // decision.num_parts if reference is not None else 0,
-            loading=0 if chunks.outline.is_mapped else chunks.outline.stored_bytes(),
+            loading=0 if chunks.policy.is_mapped else chunks.policy.stored_bytes(),
         ),
     )
 

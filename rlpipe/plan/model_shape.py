@@ -18,7 +18,7 @@ from rlpipe.common.hub import hub_has
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.root_config import ModelConfig
 from rlpipe.errors import ModelError
-from rlpipe.models.loading import COMPLETE, describe_model, outline_model
+from rlpipe.models.loading import COMPLETE, describe_model, meta_model
 from rlpipe.models.model_files import model_folder
 from rlpipe.models.nf4 import nf4_parameters
 
@@ -113,24 +113,24 @@ class ModelShape:
 
 
 def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
-    """Read the shape from the model's outline, without weights; raise ``ModelError`` if it can't be built."""
-    outline = outline_described(described, model)
+    """Read the shape from the model on the meta device, without weights; raise ``ModelError`` if it can't be built."""
+    meta = meta_described(described, model)
     text: Any = described.get_text_config()
-    experts = {name: entry.numel() for name, entry in outline.named_parameters() if ".experts." in name}
+    experts = {name: entry.numel() for name, entry in meta.named_parameters() if ".experts." in name}
     num_experts, per_token = _num_experts(text) if experts else (1, 1)
-    linear = nf4_parameters(outline) - experts.keys()
-    sizes = {name: entry.numel() for name, entry in outline.named_parameters()}
+    linear = nf4_parameters(meta) - experts.keys()
+    sizes = {name: entry.numel() for name, entry in meta.named_parameters()}
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if experts:
         width = max(width, per_token * getattr(text, "moe_intermediate_size", width))
     return ModelShape(
         num_parameters=sum(sizes.values()),
-        num_looked_up=_num_looked_up(outline),
+        num_looked_up=_num_looked_up(meta),
         num_in_experts=sum(experts.values()),
         num_experts=num_experts,
         experts_per_token=per_token,
         num_quantizable=sum(experts.values()) + sum(sizes[name] for name in linear if name in sizes),
-        adapter_width=_adapter_width(outline, model.adapter.target_modules),
+        adapter_width=_adapter_width(meta, model.adapter.target_modules),
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         hidden_size=text.hidden_size,
@@ -139,10 +139,10 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
     )
 
 
-def outline_described(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
+def meta_described(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
     """Create the model without weights; raise ``ModelError`` if its config does not describe one."""
     with reading_files(f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError):
-        return outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
+        return meta_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
 
 
 def _num_experts(text: Any) -> tuple[int, int]:
@@ -153,19 +153,19 @@ def _num_experts(text: Any) -> tuple[int, int]:
     return (counts[0], per_token) if counts and per_token else (1, 1)
 
 
-def _num_looked_up(outline: PreTrainedModel) -> int:
-    embedding: Any = outline.get_input_embeddings()
-    head: Any = outline.get_output_embeddings()
+def _num_looked_up(meta: PreTrainedModel) -> int:
+    embedding: Any = meta.get_input_embeddings()
+    head: Any = meta.get_output_embeddings()
     tied = head is None or head.weight is embedding.weight
     return 0 if tied else embedding.weight.numel()
 
 
-def _adapter_width(outline: PreTrainedModel, targets: str | Sequence[str]) -> int:
+def _adapter_width(meta: PreTrainedModel, targets: str | Sequence[str]) -> int:
     """Return the adapter's width; vLLM adapts layers by name suffix, or for a string all linear ones but the output."""
     suffixes = None if isinstance(targets, str) else {target.rsplit(".", 1)[-1] for target in targets}
     return sum(
         layer.in_features + layer.out_features
-        for name, layer in outline.named_modules()
+        for name, layer in meta.named_modules()
         if isinstance(layer, nn.Linear)
         and (name.rsplit(".", 1)[-1] != "lm_head" if suffixes is None else name.rsplit(".", 1)[-1] in suffixes)
     )

@@ -23,7 +23,7 @@ from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.planner.fake_trace import ForwardCost, trace_forward
 from rlpipe.offload.planner.profiler import roofline, start_seconds
 from rlpipe.plan.dtype_work import dtype_on, scorer_products
-from rlpipe.plan.learner_memory import Outline, nf4_bytes, outline_policy
+from rlpipe.plan.learner_memory import MetaPolicy, meta_policy, nf4_bytes
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence
 from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, REWARD_MODELS, resolve_pools
@@ -128,7 +128,7 @@ def _batch_option(option: str, reward: RewardConfig) -> str:
 
 
 UNTRACEABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
-"""Errors of models that can't be outlined, or traced without values."""
+"""Errors of models that can't be described, or traced without values."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +141,7 @@ class ScorerModel:
     starting_bytes: int
     """Bytes of its weights on the device at the start, before the unused ones are dropped."""
     is_mapped: bool
-    """Whether loading takes no host memory, as in the learner's outline."""
+    """Whether loading takes no host memory, as in the learner's policy."""
     run: Callable[[int, int], Tensor]
     """Function that runs a pass, given the number of sequences and of tokens per sequence."""
     module: nn.Module
@@ -173,17 +173,17 @@ class ScorerModel:
         return self._costs[key]
 
 
-def outline_scorer(setup: ScorerSetup, config: Config, described: PreTrainedConfig) -> ScorerModel:
-    """Outline the model of a scorer; ``described`` is transformers' config of the policy.
+def meta_scorer(setup: ScorerSetup, config: Config, described: PreTrainedConfig) -> ScorerModel:
+    """Make the model of a scorer on the meta device; ``described`` is transformers' config of the policy.
 
     Raises ``ModelError`` if the model can't be described or outlined.
     """
     if setup.reward is None:
-        return _outline_features(replace(config, model=replace(config.model, dtype=setup.dtype)), described)
-    return _outline_reward(setup.reward, setup.dtype, setup.option, config)
+        return _meta_features(replace(config, model=replace(config.model, dtype=setup.dtype)), described)
+    return _meta_reward(setup.reward, setup.dtype, setup.option, config)
 
 
-def _outline_reward(reward: ClassifierReward, dtype_name: str, option: str, config: Config) -> ScorerModel:
+def _meta_reward(reward: ClassifierReward, dtype_name: str, option: str, config: Config) -> ScorerModel:
     model = replace(config.model, **reward.options)
     described = describe_offline(reward.source, model, f"{option}.kwargs.model")
     dtype: torch.dtype = getattr(torch, dtype_name)
@@ -213,12 +213,12 @@ def _outline_reward(reward: ClassifierReward, dtype_name: str, option: str, conf
     )
 
 
-def _outline_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
-    """Outline the feature network as ``open_feature_network`` makes it."""
+def _meta_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
+    """Make the feature network on the meta device as ``open_feature_network`` makes it."""
     features = config.algorithm.ebft.features
-    outline = outline_policy(described, config.model, frozen=True)
-    scorer = outline.scorer.eval()
-    starting = outline.stored_bytes()
+    policy = meta_policy(described, config.model, frozen=True)
+    scorer = policy.scorer.eval()
+    starting = policy.stored_bytes()
     drop_unread(scorer, max(layer_indices(features.layers, scorer.num_layers)))
     reader = FeatureReader(
         scorer.depths,
@@ -233,14 +233,14 @@ def _outline_features(config: Config, described: PreTrainedConfig) -> ScorerMode
         token_ids, mask = np.zeros(num_tokens, np.int32), np.ones(num_tokens, np.bool_)
         return reader.read([FeatureSequence(token_ids=token_ids, completion_mask=mask)] * num_sequences)
 
-    sizes = _nf4_sizes(outline)
+    sizes = _nf4_sizes(policy)
     itemsize = scorer.compute_dtype.itemsize
     return ScorerModel(
         path=config.model.path,
         dtype=config.model.dtype,
-        weights_bytes=outline.stored_bytes(),
+        weights_bytes=policy.stored_bytes(),
         starting_bytes=starting,
-        is_mapped=outline.is_mapped,
+        is_mapped=policy.is_mapped,
         run=run,
         module=scorer,
         unpacked_bytes=max(sizes, default=0) * itemsize,
@@ -248,6 +248,6 @@ def _outline_features(config: Config, described: PreTrainedConfig) -> ScorerMode
     )
 
 
-def _nf4_sizes(outline: Outline) -> list[int]:
+def _nf4_sizes(policy: MetaPolicy) -> list[int]:
     """Return the elements of the remaining 4-bit weights."""
-    return [outline.nf4[name] for name, _ in outline.scorer.named_parameters() if name in outline.nf4]
+    return [policy.nf4[name] for name, _ in policy.scorer.named_parameters() if name in policy.nf4]

@@ -18,7 +18,7 @@ from rlpipe.learner.workload import reads_features, sequence_tokens
 from rlpipe.offload.api import SHARE_USED
 from rlpipe.plan.actors import ActorKind, Placed, fill
 from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, CPU_HOST_BYTES, HOST_BYTES
-from rlpipe.plan.scorer_model import ScorerModel, ScorerSetup, has_model, outline_scorer, read_scorer_setups
+from rlpipe.plan.scorer_model import ScorerModel, ScorerSetup, has_model, meta_scorer, read_scorer_setups
 from rlpipe.scoring.pools import RewardPool, resolve_pools
 
 
@@ -236,7 +236,7 @@ def plan_scorers(
     actors: list[ActorKind] = []
     for setup in read_scorer_setups(config, device):
         try:
-            model = outline_scorer(setup, config, described)
+            model = meta_scorer(setup, config, described)
             case = ScorerCase(setup=setup, model=model, device=device, beside=beside)
             actors.append(case.actor)  # traces the model
         except ModelError as error:

@@ -167,7 +167,7 @@ def _add_truths(
 
 
 def _truth_rollout(group: RolloutGroup) -> Rollout:
-    """Return the prompt with its ground truth as a rollout that no policy drew."""
+    """Return the prompt with its ground truth as a rollout that no policy sampled."""
     token_ids, mask = group.prompt.with_truth()
     return Rollout(
         group_id=group.group_id,
@@ -422,6 +422,6 @@ def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, f
 
 
 def _version_spread(rollout: Rollout) -> int:
-    """Return how many versions lie between the oldest and the newest that drew a rollout, in all its branches."""
+    """Return how many versions lie between the oldest and the newest that sampled a rollout, in all its branches."""
     own = [sequence for sequence in rollout.sequences if sequence.loss_mask.any()] or [rollout]
     return max(one.newest_version for one in own) - min(one.oldest_version for one in own)

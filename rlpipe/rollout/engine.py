@@ -142,16 +142,16 @@ class Sample:
     """One completion as an engine returns it, including the token that ended it."""
 
     token_ids: Sequence[int]  # [C]
-    logprobs: Sequence[float]  # [C], of the distribution that each token was drawn from
-    policy_versions: Sequence[int]  # [C], the version that drew each token
+    logprobs: Sequence[float]  # [C], of the distribution that each token was sampled from
+    policy_versions: Sequence[int]  # [C], the version that sampled each token
     finish_reason: str
     """``stop`` (an end token or a stop string), ``length``, ``image`` (an image token), or the engine's own reason."""
 
 
 def build_rollout(request: GroupRequest, sample_index: int, sample: Sample) -> Rollout:
     """Build a rollout from the prompt's tokens and the completion's, without tokenizing any of them again."""
-    num_prompt, num_drawn = len(request.prompt.token_ids), len(sample.token_ids)
-    token_ids = np.empty(num_prompt + num_drawn, dtype=np.int32)
+    num_prompt, num_sampled = len(request.prompt.token_ids), len(sample.token_ids)
+    token_ids = np.empty(num_prompt + num_sampled, dtype=np.int32)
     token_ids[:num_prompt] = request.prompt.token_ids
     token_ids[num_prompt:] = sample.token_ids
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
@@ -194,9 +194,9 @@ def without_base(kind: WeightsKind) -> str:
     return f"the engine serves {kind} weights, so it can't leave out an adapter"
 
 
-def without_image(drawn: Sequence[int], image_id: int | None, finish_reason: str) -> str:
+def without_image(sampled: Sequence[int], image_id: int | None, finish_reason: str) -> str:
     """Return the finish reason, or ``image`` if the last token is an image token, after which sampling must end."""
-    return "image" if drawn and drawn[-1] == image_id else finish_reason
+    return "image" if sampled and sampled[-1] == image_id else finish_reason
 
 
 def sample_seed(seed: int, sample_index: int = 0) -> int:

@@ -263,13 +263,13 @@ class HfEngine:
                 logits_processor=[sampler],
                 stopping_criteria=[ending],
             )
-        drawn, logprobs = output[:, width:].tolist(), torch.stack(sampler.logprobs, dim=1).tolist()
+        sampled, logprobs = output[:, width:].tolist(), torch.stack(sampler.logprobs, dim=1).tolist()
         samples = [
             Sample(
-                token_ids=drawn[row][:length],
+                token_ids=sampled[row][:length],
                 logprobs=logprobs[row][:length],
                 policy_versions=[self._version] * length,
-                finish_reason=without_image(drawn[row][:length], self._image_id, reason),
+                finish_reason=without_image(sampled[row][:length], self._image_id, reason),
             )
             for row, (length, reason) in enumerate(zip(ending.lengths, ending.reasons, strict=True))
         ]
@@ -310,30 +310,30 @@ class HfEngine:
     @cached_property
     def _file_plan(self) -> tuple[dict[str, Tensor], dict[str, WeightGroup]]:
         """The tensors of the model's files, on the meta device, and the ``WeightGroup`` that each belongs to."""
-        outlines: dict[str, Tensor] = {}
+        meta_tensors: dict[str, Tensor] = {}
         for name, tensor in untied_state(self._base).items():
-            outlines |= to_files(self._base, name, tensor.detach().to("meta"))
-        return outlines, {name: unit for unit in plan_units(self._base, outlines) for name in unit.sources}
+            meta_tensors |= to_files(self._base, name, tensor.detach().to("meta"))
+        return meta_tensors, {name: unit for unit in plan_units(self._base, meta_tensors) for name in unit.sources}
 
     @torch.no_grad()
     def _load_full(self, buckets: Buckets) -> str:
-        served, (outlines, units) = untied_state(self._base), self._file_plan
+        served, (meta_tensors, units) = untied_state(self._base), self._file_plan
         received: set[str] = set()
         waiting: dict[str, Tensor] = {}
         for bucket in buckets:
             tensors = unpack(bucket)
             check_dtype(tensors, self._base.dtype)
-            check_parameters(tensors.keys(), outlines.keys(), complete=False)
+            check_parameters(tensors.keys(), meta_tensors.keys(), complete=False)
             received |= tensors.keys()
             for name, tensor in tensors.items():
-                check_shape(name, tensor, outlines[name])
+                check_shape(name, tensor, meta_tensors[name])
                 waiting[name] = tensor
                 sources = units[name].sources
                 if sources.keys() <= waiting.keys():
                     parameters = units[name].to_parameters({source: waiting.pop(source) for source in sources})
                     for parameter, value in parameters.items():
                         served[parameter].copy_(value)
-        check_parameters(received, outlines.keys())
+        check_parameters(received, meta_tensors.keys())
         return _digest(served)
 
 

@@ -25,9 +25,9 @@ from rlpipe.types import GroupRequest
 
 
 class Sampler(LogitsProcessor):
-    """A logits processor that draws the next token of every sequence, and masks all others so that generate takes it.
+    """A logits processor that samples the next token of every sequence, and masks all others so that generate takes it.
 
-    ``logprobs`` grows by one entry ``[B]`` for each token: its log-probability in the distribution it was drawn from.
+    ``logprobs`` grows by one entry ``[B]`` for each token: its log-probability in the distribution it was sampled from.
     The steps and their order are vLLM's: repetition penalty, temperature, min_p, top_k, top_p. A temperature of 0
     takes the likeliest token, with its log-probability before min_p, top_k and top_p.
     """
@@ -59,8 +59,8 @@ class Sampler(LogitsProcessor):
         logprobs = torch.where(greedy, scores, cut).log_softmax(-1)
         cumulative = logprobs.double().exp().cumsum(-1)
         threshold = self._uniform[:, len(self.logprobs), None] * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=scores.shape[1] - 1)
-        tokens = torch.where(greedy, scores.argmax(-1, keepdim=True), drawn)  # [B, 1]
+        sampled = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=scores.shape[1] - 1)
+        tokens = torch.where(greedy, scores.argmax(-1, keepdim=True), sampled)  # [B, 1]
         self.logprobs.append(logprobs.gather(1, tokens).squeeze(1))
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens, 0.0)
 
@@ -68,8 +68,8 @@ class Sampler(LogitsProcessor):
         """Apply CTRL's repetition penalty (arXiv:1909.05858) over prompt and completion, without the padding."""
         if self._penalty == 1.0:
             return scores
-        drawn = input_ids.new_ones((len(input_ids), len(self.logprobs)), dtype=torch.bool)
-        real = torch.cat([self._prompt_mask, drawn], dim=1)
+        sampled = input_ids.new_ones((len(input_ids), len(self.logprobs)), dtype=torch.bool)
+        real = torch.cat([self._prompt_mask, sampled], dim=1)
         counts = torch.zeros_like(scores).scatter_add_(1, input_ids, real.float())
         penalised = torch.where(scores > 0, scores / self._penalty, scores * self._penalty)
         return torch.where(counts > 0, penalised, scores)

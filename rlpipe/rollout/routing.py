@@ -19,7 +19,7 @@ from rlpipe.types import GroupRequest
 
 
 class Router:
-    """The assignment of groups to engines, and the tokens that each engine may still have to draw."""
+    """The assignment of groups to engines, and the tokens that each engine may still have to sample."""
 
     def __init__(self, engines: Sequence[str] = ()) -> None:
         self._outstanding = dict.fromkeys(engines, 0)

@@ -129,6 +129,6 @@ class _Evaluation:
             lengths = [len(rollout.completion_ids) for rollout in rollouts]
             metrics["eval/completions/mean_length"] = float(np.mean(lengths))
             versions = np.concatenate([rollout.policy_versions[rollout.loss_mask] for rollout in rollouts])
-            if len(versions):  # episodes that failed may have drawn nothing
+            if len(versions):  # episodes that failed may have sampled nothing
                 metrics["eval/policy_version"] = float(np.mean(versions))
         return metrics

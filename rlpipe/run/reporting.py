@@ -34,7 +34,7 @@ def cut_notice(sampling: SamplingConfig) -> str | None:
     if not changed:
         return None
     return (
-        f"rollout.sampling changes the distribution that tokens are drawn from ({', '.join(changed)}): the engine's "
+        f"rollout.sampling changes the distribution that tokens are sampled from ({', '.join(changed)}): the engine's "
         "log-probs are those of the changed distribution, the learner's those of the original one, so they differ"
     )
 

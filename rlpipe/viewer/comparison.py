@@ -14,7 +14,7 @@ MOST_GROUPS = 200
 
 @dataclass(kw_only=True, frozen=True)
 class Side:
-    """A run, and the span of the versions that drew its groups; a bound that is None is open."""
+    """A run, and the span of the versions that sampled its groups; a bound that is None is open."""
 
     run: ViewedRun
     least: int | None = None

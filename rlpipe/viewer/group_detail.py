@@ -117,20 +117,20 @@ def _describe_episode(episode: EpisodeTrace) -> dict[str, Any]:
 def _describe_sequence(
     rollout: Rollout, tokenizer: Any, differences: FloatArray | None, most_tokens: int
 ) -> dict[str, Any]:
-    """Return the pieces of a sequence from its first drawn token on, with the values of each piece's first token."""
-    drawn = np.flatnonzero(rollout.loss_mask)
-    first = int(drawn[0]) if len(drawn) else len(rollout.token_ids)
+    """Return the pieces of a sequence from its first sampled token on, with the values of each piece's first token."""
+    sampled = np.flatnonzero(rollout.loss_mask)
+    first = int(sampled[0]) if len(sampled) else len(rollout.token_ids)
     last = min(first + most_tokens, len(rollout.token_ids))
     part = slice(first, last)
     if tokenizer is None:
         pieces = [(1, str(number)) for number in rollout.token_ids[part].tolist()]
     else:
-        images = tuple(image.moved(-first) for image in rollout.images if first <= image.place < last)
+        images = tuple(image.moved(-first) for image in rollout.images if first <= image.start < last)
         split = split_row(rollout.token_ids[part], rollout.loss_mask[part], tokenizer, images)
         pieces = [(_length(piece), _text(piece)) for piece in split]
     places = first + np.cumsum([0, *(length for length, _ in pieces[:-1])], dtype=int)[: len(pieces)]
     by_token = np.full(len(rollout.token_ids), np.nan)
-    by_token[drawn] = np.nan if differences is None else differences
+    by_token[sampled] = np.nan if differences is None else differences
     return {
         "pieces": [text for _, text in pieces],
         "logprobs": np.round(rollout.logprobs[places].astype(float), 4).tolist(),

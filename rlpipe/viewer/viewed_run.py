@@ -378,10 +378,10 @@ SHOWN = ("group_id", "step", "state", "reason", "reward", "reward_std", "best_re
 
 def _short(row: GroupRow, indexed: dict[str, Any]) -> dict[str, Any]:
     """Return what the table shows of a group."""
-    drawn = row.num_loss_tokens
+    sampled = row.num_loss_tokens
     return {
         **{name: getattr(row, name) for name in SHOWN},
-        "length": None if drawn is None or not row.num_rollouts else drawn / row.num_rollouts,
+        "length": None if sampled is None or not row.num_rollouts else sampled / row.num_rollouts,
         "version": None if row.oldest_version == -1 else row.oldest_version,
         "staleness": row.staleness,
         "prompt": None if row.prompt is None else shown_start(row.prompt),

@@ -455,10 +455,10 @@ class GlooGroup:
             self._broadcast(tensor.cpu().contiguous())
 
     def receive(self, transfer: Transfer) -> Iterator[tuple[str, Tensor]]:
-        for outline in transfer.outlines:
-            tensor = torch.empty(outline.shape, dtype=getattr(torch, outline.dtype))
+        for spec in transfer.specs:
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             self._broadcast(tensor)
-            yield outline.name, tensor
+            yield spec.name, tensor
 
     def _broadcast(self, tensor: Tensor) -> None:
         self.group.broadcast([tensor], dist.BroadcastOptions()).wait()

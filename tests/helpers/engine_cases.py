@@ -145,7 +145,7 @@ def load(engine: Engine, published: Published) -> str:
 
 @torch.no_grad()
 def forward_logprobs(policy: nn.Module, rollout: Rollout, temperature: float) -> NDArray[np.float32]:
-    """Return the log-probs of the drawn tokens from one forward pass over the whole sequence."""
+    """Return the log-probs of the sampled tokens from one forward pass over the whole sequence."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     logprobs = (policy(token_ids[None]).logits[0].float() / temperature).log_softmax(-1)
     return logprobs[:-1].gather(1, token_ids[1:, None])[:, 0].numpy()[rollout.loss_mask[1:]]
@@ -153,11 +153,11 @@ def forward_logprobs(policy: nn.Module, rollout: Rollout, temperature: float) ->
 
 @torch.no_grad()
 def mixed_logprobs(policies: Mapping[int, nn.Module], rollout: Rollout, temperature: float) -> NDArray[np.float32]:
-    """Return the log-prob of each drawn token under its own version, on a KV cache that older versions have filled."""
+    """Return the log-prob of each sampled token under its own version, on a KV cache that older versions filled."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
-    drawn = rollout.policy_versions[rollout.loss_mask].tolist()
-    # A token is drawn from its predecessor's logits; the first token's version computes the prompt.
-    computed_by = drawn[:1] * (len(token_ids) - len(drawn) - 1) + drawn
+    sampled = rollout.policy_versions[rollout.loss_mask].tolist()
+    # A token is sampled from its predecessor's logits; the first token's version computes the prompt.
+    computed_by = sampled[:1] * (len(token_ids) - len(sampled) - 1) + sampled
     cache, logits, start = DynamicCache(), [], 0
     for version, run in groupby(computed_by):
         end = start + len(list(run))

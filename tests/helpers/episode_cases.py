@@ -1,4 +1,4 @@
-"""An environment with a tool, a policy that says what a test writes, and turns drawn on an engine of this process."""
+"""An environment with a tool, a policy that says what a test writes, and turns sampled on an engine of this process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ScriptedPolicy:
 
 
 class ScriptedTurns:
-    """Draws the turns of groups whose seed is 0: each sibling says its own texts, one after the other."""
+    """Samples the turns of groups whose seed is 0: each sibling says its own texts, one after the other."""
 
     def __init__(self, template: ChatTemplate, said: Sequence[Sequence[str]]) -> None:
         self._template, self._said = template, said

@@ -52,7 +52,7 @@ def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) ->
 
 
 def make_document(group_id: int, token_ids: np.ndarray, *, prompt: int = 1) -> Rollout:
-    """Return a row that no policy drew, in which all tokens after the first ``prompt`` are trained."""
+    """Return a row that no policy sampled, in which all tokens after the first ``prompt`` are trained."""
     mask = np.arange(len(token_ids)) >= prompt
     return Rollout(
         group_id=group_id,

@@ -75,8 +75,8 @@ def real_rollouts() -> list[Rollout]:
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         prompt = template.encode(template.prompt_text(messages)).token_ids
         for index, answer in enumerate(answers):
-            drawn = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            rollout = make_document(group_id, np.r_[prompt, drawn], prompt=len(prompt))
+            sampled = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            rollout = make_document(group_id, np.r_[prompt, sampled], prompt=len(prompt))
             rollouts.append(replace(rollout, sample_index=index))
     return rollouts
 

@@ -25,7 +25,7 @@ def digits(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def witness(completions: list[Any], rollouts: list[Any], folder: str, **columns: Any) -> list[float]:
-    """Return 0, and record which process scored and which versions drew the tokens."""
+    """Return 0, and record which process scored and which versions sampled the tokens."""
     seen = {
         "pid": os.getpid(),
         "group_id": rollouts[0].group_id,

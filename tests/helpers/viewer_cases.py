@@ -185,7 +185,7 @@ class ViewerRun:
         row = group_id % 12
         text = f"What is {row} + {row}?{self.planted}"
         ids = np.array(TOKENIZER.encode(text).ids, np.int32)
-        images = (PlacedImage(place=1, num_tokens=2, content=picture()),) if self.images else ()
+        images = (PlacedImage(start=1, num_tokens=2, content=picture()),) if self.images else ()
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages.append({"role": "user", "content": text})
         prompt = Prompt(

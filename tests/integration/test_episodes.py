@@ -93,8 +93,8 @@ def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     for own, other in zip(trained_groups(tmp_path), trained_groups(undisturbed_episodes), strict=True):
         for sequence, expected in zip(own.sequences, other.sequences, strict=True):
-            assert np.array_equal(sequence.token_ids, expected.token_ids), "turns that were drawn again are the same"
-    # Turns that an engine draws together differ from run to run, and with them the rounding of their log-probs.
+            assert np.array_equal(sequence.token_ids, expected.token_ids), "turns that were sampled again are the same"
+    # Turns that an engine samples together differ from run to run, and with them the rounding of their log-probs.
     assert largest_difference(read_adapter(undisturbed_episodes / "policy"), read_adapter(tmp_path / "policy")) < 1e-4
     said = "\n".join(event.message for event in ledger_of(tmp_path).events())
     assert "engine rollout-0 died: " in said
@@ -149,7 +149,7 @@ MANY = [
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.parametrize("way", WAYS)
-def test_ten_thousand_tokens_are_scored_as_they_were_drawn(make: Make, tmp_path: Path, way: str, engine: str) -> None:
+def test_ten_thousand_tokens_are_scored_as_they_were_sampled(make: Make, tmp_path: Path, way: str, engine: str) -> None:
     summary = rlpipe.train(make(tmp_path, *MANY, f"rollout.engine={engine}", *WAYS[way]))
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
     assert_accounts_add_up(tmp_path, num_steps=2, groups_per_step=48)
@@ -165,7 +165,7 @@ def test_ten_thousand_tokens_are_scored_as_they_were_drawn(make: Make, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_turns_of_vllm_are_scored_as_they_were_drawn(make: Make, tmp_path: Path) -> None:
+def test_turns_of_vllm_are_scored_as_they_were_sampled(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     summary = rlpipe.train(make(tmp_path, "rollout.engine=vllm", "replay.max_staleness=1", "rollout.num_engines=2"))
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO

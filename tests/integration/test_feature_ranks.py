@@ -18,7 +18,7 @@ from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, Truth
+from rlpipe.types import ALIGNMENT, DIVERSITY, GroundTruth, Prompt, RolloutGroup
 
 pytestmark = pytest.mark.covering(0)
 NUM_RANKS = 2
@@ -47,7 +47,9 @@ def make_groups() -> list[RolloutGroup]:
         members = [rollout for rollout in rollouts if rollout.group_id == group_id]
         first = int(np.argmax(members[0].loss_mask))
         length = int(rng.integers(3, 12))
-        truth = Truth(token_ids=rng.integers(7, 100, length).astype(np.int32), is_assistant=np.ones(length, np.bool_))
+        truth = GroundTruth(
+            token_ids=rng.integers(7, 100, length).astype(np.int32), is_assistant=np.ones(length, np.bool_)
+        )
         prompt = Prompt(
             prompt_id=group_id, epoch=0, token_ids=members[0].token_ids[:first], prompt="", task={}, truth=truth
         )

@@ -1,4 +1,4 @@
-"""Tests of weight updates while vLLM samples: every token has the version that drew it, and its log-prob."""
+"""Tests of weight updates while vLLM samples: every token has the version that sampled it, and its log-prob."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def long_request(group_id: int, **options: Any) -> GroupRequest:
 
 
 def steps(engine: Engine, count: int) -> None:
-    """Run engine steps, each of which draws one token of every sequence and ends none."""
+    """Run engine steps, each of which samples one token of every sequence and ends none."""
     for _ in range(count):
         assert engine.step() == []
 
 
-def drawn_versions(group: RolloutGroup) -> list[list[int]]:
+def sampled_versions(group: RolloutGroup) -> list[list[int]]:
     return [rollout.policy_versions[rollout.loss_mask].tolist() for rollout in group]
 
 
@@ -106,7 +106,7 @@ def test_running_sequences_go_on_with_every_new_version(trainer: Trainer) -> Non
     trainer.publish(3)
     groups = drain(trainer.engine)
     for group in groups:
-        assert drawn_versions(group) == [[1] * 10 + [2] * 7 + [3] * 23] * 2
+        assert sampled_versions(group) == [[1] * 10 + [2] * 7 + [3] * 23] * 2
         assert group.oldest_version == 1
         assert {rollout.newest_version for rollout in group} == {3}
     assert trainer.difference(groups) < 1e-4
@@ -120,7 +120,7 @@ def test_a_new_request_reads_nothing_that_an_older_version_computed(trainer: Tra
     trainer.publish(2)
     trainer.engine.submit([long_request(1, prompt_ids=LONG_PROMPT), long_request(2, prompt_ids=LONG_PROMPT)])
     old, *new = drain(trainer.engine)
-    assert drawn_versions(old) == [[1] * 5 + [2] * 35] * 2
+    assert sampled_versions(old) == [[1] * 5 + [2] * 35] * 2
     assert trainer.difference([old]) < 1e-4
     assert versions(new) == {2}
     assert largest_difference(trainer.policies[2], new, 1.0) < 1e-4
@@ -132,11 +132,11 @@ def test_requests_wait_for_their_version(trainer: Trainer) -> None:
     steps(trainer.engine, 3)
     trainer.publish(5)
     first, second = drain(trainer.engine)
-    assert drawn_versions(first) == [[4] * 3 + [5] * 37] * 2
+    assert sampled_versions(first) == [[4] * 3 + [5] * 37] * 2
     assert versions([second]) == {5}
 
 
-def test_an_older_version_is_loaded_while_sequences_run_that_it_may_draw(trainer: Trainer) -> None:
+def test_an_older_version_is_loaded_while_sequences_run_that_it_may_sample(trainer: Trainer) -> None:
     trainer.publish(8)
     trainer.engine.submit([long_request(0, min_version=6)])
     steps(trainer.engine, 4)
@@ -144,12 +144,12 @@ def test_an_older_version_is_loaded_while_sequences_run_that_it_may_draw(trainer
     steps(trainer.engine, 4)
     trainer.publish(7)
     groups = drain(trainer.engine)
-    assert drawn_versions(groups[0]) == [[8] * 4 + [6] * 4 + [7] * 32] * 2
+    assert sampled_versions(groups[0]) == [[8] * 4 + [6] * 4 + [7] * 32] * 2
     assert groups[0].oldest_version == 6
     assert trainer.difference(groups) < 1e-4
 
 
-def test_an_older_version_waits_for_sequences_that_it_must_not_draw(trainer: Trainer) -> None:
+def test_an_older_version_waits_for_sequences_that_it_must_not_sample(trainer: Trainer) -> None:
     trainer.publish(8)
     trainer.engine.submit([long_request(0, min_version=8), long_request(1, min_version=6)])
     steps(trainer.engine, 4)
@@ -177,7 +177,7 @@ def test_damage_shows_in_the_digest_while_sequences_run(trainer: Trainer) -> Non
     assert load(trainer.engine, corrupted(published, "1.mlp.down_proj")) != published[0].digest
     trainer.publish(2)
     groups = drain(trainer.engine)
-    assert drawn_versions(groups[0]) == [[1] * 3 + [2] * 37] * 2
+    assert sampled_versions(groups[0]) == [[1] * 3 + [2] * 37] * 2
     assert trainer.difference(groups) < 1e-4
 
 
@@ -203,7 +203,7 @@ def test_sequences_that_began_without_an_adapter_finish_without_one(lora_trainer
     assert largest_difference(lora_trainer.policies[1], groups[1:], 1.0) < 1e-4
 
 
-def test_requests_without_the_adapter_hold_no_version_up_and_are_drawn_by_none(lora_trainer: Trainer) -> None:
+def test_requests_without_the_adapter_hold_no_version_up_and_are_sampled_by_none(lora_trainer: Trainer) -> None:
     engine = lora_trainer.engine
     engine.submit([long_request(0, use_adapter=False), long_request(1)])
     steps(engine, 3)
@@ -254,7 +254,7 @@ def test_siblings_that_have_not_begun_begin_with_the_new_version(
     steps(engine, 6)
     trainer.publish(2)
     (group,) = drain(engine)
-    assert drawn_versions(group) == [[1] * 6 + [2] * 34] * 2 + [[2] * NUM_TOKENS] * 2
+    assert sampled_versions(group) == [[1] * 6 + [2] * 34] * 2 + [[2] * NUM_TOKENS] * 2
     assert trainer.difference([group]) < 1e-4
 
 

@@ -38,16 +38,16 @@ StartPool = Callable[..., Any]
 def make_group(group_id: int, how: How) -> RolloutGroup:
     task = {"how": how[0], "argument": how[1]}
     tokens = np.array([1, 2, 3, 4], dtype=np.int32)
-    drawn = np.arange(4) >= 2
+    sampled = np.arange(4) >= 2
     rollout = Rollout(
         group_id=group_id,
         sample_index=0,
         prompt_id=group_id,
         task=task,
         token_ids=tokens,
-        loss_mask=drawn,
+        loss_mask=sampled,
         logprobs=np.zeros(4, dtype=np.float32),
-        policy_versions=np.where(drawn, 0, -1).astype(np.int32),
+        policy_versions=np.where(sampled, 0, -1).astype(np.int32),
     )
     prompt = Prompt(prompt_id=group_id, epoch=0, token_ids=tokens[:2], prompt="?", task=task)
     return RolloutGroup(group_id=group_id, prompt=prompt, rollouts=[rollout])

@@ -52,7 +52,7 @@ from rlpipe.offload.planner.trace import TensorTracker, Trace
 from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import SCALES, find_units, take_inventory
-from rlpipe.plan.learner_memory import outline_policy
+from rlpipe.plan.learner_memory import meta_policy
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -249,7 +249,7 @@ def learner_case(name: str, adapter: str, num_tokens: int = 1024) -> Case:
 
     def make() -> nn.Module:
         with unset_fake_temporarily():
-            return outline_policy(DESCRIBED[name](), config).scorer
+            return meta_policy(DESCRIBED[name](), config).scorer
 
     def loss_of(model: nn.Module) -> Tensor:
         assert isinstance(model, LogprobModel)

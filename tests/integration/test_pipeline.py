@@ -170,7 +170,7 @@ def test_asynchronous_run_on_two_engines(
     assert len(groups) >= 6 * 4
     for group in groups:
         for mask, versions in zip(group["masked"], group["versions"], strict=True):
-            assert all((version >= 0) == drawn for version, drawn in zip(versions, mask, strict=True))
+            assert all((version >= 0) == sampled for version, sampled in zip(versions, mask, strict=True))
     assert max(max(versions) for group in groups for versions in group["versions"]) > 0
 
 
@@ -217,13 +217,13 @@ def test_rollouts_go_on_with_new_weights_while_they_are_sampled(
     assert max(row["staleness/mixed_ratio"] for row in steps) > 0
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
     groups = [row for file in seen.glob("*.jsonl") for row in read_jsonl(file)]
-    drawn = [[v for v in versions if v >= 0] for group in groups for versions in group["versions"]]
-    assert all(len(versions) == 400 and versions == sorted(versions) for versions in drawn)
-    assert any(len(set(versions)) > 1 for versions in drawn)
+    sampled = [[v for v in versions if v >= 0] for group in groups for versions in group["versions"]]
+    assert all(len(versions) == 400 and versions == sorted(versions) for versions in sampled)
+    assert any(len(set(versions)) > 1 for versions in sampled)
 
 
 class EngineWatch:
-    """A thread that polls how many tokens the engines have drawn while a run goes on."""
+    """A thread that polls how many tokens the engines have sampled while a run goes on."""
 
     def __init__(self, names: list[str]) -> None:
         self.num_tokens = dict.fromkeys(names, 0)

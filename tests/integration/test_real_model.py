@@ -37,7 +37,7 @@ from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
-from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, TrainBatch, Truth
+from rlpipe.types import ALIGNMENT, DIVERSITY, GroundTruth, Prompt, RolloutGroup, TrainBatch
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -49,8 +49,8 @@ KINDS: dict[str, dict[str, object]] = {
     "qlora": {"kind": "qlora"},
     "full": {"kind": "none"},
 }
-NUM_DRAWN = 1250
-"""The tokens that an engine draws with each kind of policy, 5,000 in total."""
+NUM_SAMPLED = 1250
+"""The tokens that an engine samples with each kind of policy, 5,000 in total."""
 Record = Callable[[str, object], None]
 
 require_real_model()
@@ -121,24 +121,24 @@ def changed_policy(config: ModelConfig) -> Policy:
 
 
 def assert_log_probs_agree(engine: Engine, config: ModelConfig, record: Record) -> None:
-    """Check that the engine, which draws with a published policy, agrees with the learner, which packs its tokens."""
+    """Check that the engine, which samples with a published policy, agrees with the learner, which packs its tokens."""
     policy = changed_policy(config)
     published = publish_policy(policy, 1)
     assert load(engine, published) == published[0].digest
     prompts = {r.group_id: r.token_ids[~r.loss_mask] for r in real_rollouts()}
-    num_drawn, gaps, untrained = 0, [], []
-    while num_drawn < NUM_DRAWN:
+    num_sampled, gaps, untrained = 0, [], []
+    while num_sampled < NUM_SAMPLED:
         asked = [
-            request(index, prompt_ids=ids.tolist(), group_size=6, max_tokens=72, seed=num_drawn + index)
+            request(index, prompt_ids=ids.tolist(), group_size=6, max_tokens=72, seed=num_sampled + index)
             for index, ids in prompts.items()
         ]
         groups = sample(engine, asked)
-        num_drawn += sum(group.num_loss_tokens for group in groups)
+        num_sampled += sum(group.num_loss_tokens for group in groups)
         gaps.append(largest_gap(policy, groups))
         if config.adapter.kind != "none" and not untrained:
             with policy.adapter_off():
                 untrained.append(largest_gap(policy, groups[:1]))
-    record("tokens", num_drawn)
+    record("tokens", num_sampled)
     record("largest difference", max(gaps))
     record("largest difference without the adapter", untrained)
     assert max(gaps) < HOLDS_LOGP_TO
@@ -147,7 +147,7 @@ def assert_log_probs_agree(engine: Engine, config: ModelConfig, record: Record) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_hf_draws_tokens_with_the_learners_log_probs(path: Path, kind: str, record_property: Record) -> None:
+def test_hf_samples_tokens_with_the_learners_log_probs(path: Path, kind: str, record_property: Record) -> None:
     config, rollout = config_of(path, kind), rollout_config("hf", sampling={"max_tokens": 72})
     engine = open_engine("hf-0", config, rollout, WeightsConfig(), max_prompt_tokens=256)
     assert_log_probs_agree(engine, config, record_property)
@@ -156,7 +156,7 @@ def test_hf_draws_tokens_with_the_learners_log_probs(path: Path, kind: str, reco
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_draws_tokens_with_the_learners_log_probs(
+def test_vllm_samples_tokens_with_the_learners_log_probs(
     path: Path, kind: str, open_vllm: OpenVllm, record_property: Record
 ) -> None:
     pytest.importorskip("vllm")
@@ -299,7 +299,7 @@ def feature_groups() -> list[RolloutGroup]:
     for group_id in range(len(QUESTIONS)):
         *members, last = (rollout for rollout in real_rollouts() if rollout.group_id == group_id)
         wanted = last.token_ids[last.loss_mask]
-        truth = Truth(token_ids=wanted, is_assistant=np.ones(len(wanted), np.bool_))
+        truth = GroundTruth(token_ids=wanted, is_assistant=np.ones(len(wanted), np.bool_))
         asked = last.token_ids[~last.loss_mask]
         prompt = Prompt(prompt_id=group_id, epoch=0, token_ids=asked, prompt="", task={}, truth=truth)
         groups.append(RolloutGroup(group_id=group_id, prompt=prompt, rollouts=members))

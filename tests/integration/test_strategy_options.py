@@ -19,7 +19,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, 
 from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import AdapterConfig
 from rlpipe.learner.objectives import FrozenCopy
-from rlpipe.learner.publish import outline_weights, whole_weights
+from rlpipe.learner.publish import weight_specs, whole_weights
 from rlpipe.models.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
@@ -171,11 +171,11 @@ def publish(path: Path, strategy: str, adapter: AdapterConfig, out: Path) -> Non
     config = LearnerConfig(strategy=strategy, num_ranks=NUM_RANKS[strategy], optimizer=OptimizerConfig(lr=1e-2))
     learner = make_learner(path, learner=config, model=make_model_config(path, adapter=adapter))
     train_steps(learner, 0, 1)
-    outlines = outline_weights(learner.policy)
+    specs = weight_specs(learner.policy)
     served = {name: tensor.clone() for name, tensor in whole_weights(learner.policy)}
     parameters = parameters_of(learner)
     if learner.policy.sharding.rank == 0:
-        assert [(name, tuple(tensor.shape)) for name, tensor in served.items()] == [(o.name, o.shape) for o in outlines]
+        assert [(name, tuple(tensor.shape)) for name, tensor in served.items()] == [(o.name, o.shape) for o in specs]
         torch.save((parameters, served), out / "first.pt")
 
 

@@ -24,7 +24,7 @@ from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmCon
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
-from rlpipe.episodes.kinds import import_kind
+from rlpipe.episodes.load_environment import import_kind
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.scoring.code_execution import passes_tests
 from rlpipe.scoring.rewards import load_reward, missing_columns

@@ -109,7 +109,7 @@ class ConversationMask:
         mask = self._checked(mask, spans, _Row(messages, taken, first_message, template, text, encoded.offsets))
         mask &= ~self._never_counted(encoded.token_ids, spans)
         for image in encoded.images:
-            mask[image.place : image.place + image.num_tokens] = False
+            mask[image.start : image.start + image.num_tokens] = False
         mask[:1] = False  # the first token has no predecessor
         if not mask.any():
             raise UnusableRow(f"it has no token in a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")

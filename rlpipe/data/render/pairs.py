@@ -229,25 +229,23 @@ class PreferenceRenderer:
         """Raise ``DataError`` as ``PreferenceForm.check`` does."""
         self._form.check(columns, location, nulls)
 
-    def prompt(self, row: Row, place: RowLocation) -> Prompt:
+    def prompt(self, row: Row, at: RowLocation) -> Prompt:
         """Render the row's prompt; raise ``DataError`` and ``UnusableRow`` as ``whole`` does."""
-        self.check(row.keys(), place.location)
+        self.check(row.keys(), at.location)
         rest, completions = self._form.split(row)
-        return self._renderer.prompt({**rest, self._column: completions[0][0]}, place)
+        return self._renderer.prompt({**rest, self._column: completions[0][0]}, at)
 
-    def whole(self, row: Row, place: RowLocation) -> RenderedRow:
+    def whole(self, row: Row, at: RowLocation) -> RenderedRow:
         """Return the row's sequences, which may be longer than a micro batch.
 
         Raises ``DataError`` and ``UnusableRow`` as ``SequenceRenderer.whole`` does.
         """
-        self.check(row.keys(), place.location)
-        return self._render(*self._form.split(row), place)
+        self.check(row.keys(), at.location)
+        return self._render(*self._form.split(row), at)
 
-    def _render(
-        self, rest: dict[str, Any], completions: list[tuple[Completion, bool]], place: RowLocation
-    ) -> RenderedRow:
+    def _render(self, rest: dict[str, Any], completions: list[tuple[Completion, bool]], at: RowLocation) -> RenderedRow:
         parts = [
-            replace(self._renderer.whole({**rest, self._column: completion}, place), is_good=is_good)
+            replace(self._renderer.whole({**rest, self._column: completion}, at), is_good=is_good)
             for completion, is_good in completions
         ]
         if not all(part.loss_mask.any() for part in parts):
@@ -258,13 +256,13 @@ class PreferenceRenderer:
             raise UnusableRow("chosen and rejected are rendered to the same tokens")
         return replace(parts[0], rejected=parts[1])
 
-    def fit(self, rendered: RenderedRow, place: RowLocation) -> Rollout:
+    def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
-        rollout = self._renderer.fit(rendered, place)
+        rollout = self._renderer.fit(rendered, at)
         if not rendered.is_good and rollout.advantages is not None:
             rollout.advantages = -rollout.advantages
         if rendered.rejected is not None:
-            rollout.rejected = self.fit(rendered.rejected, place)
+            rollout.rejected = self.fit(rendered.rejected, at)
             if self._takes_pairs:
                 self._check_length([len(part.token_ids) for part in rollout.sequences])
         return rollout
@@ -309,11 +307,11 @@ class RewardRenderer(PreferenceRenderer):
             fix = "algorithm.reward_model.margin_column or data.transform"
             require_columns(columns, [self._margin_column], location, fix)
 
-    def whole(self, row: Row, place: RowLocation) -> RenderedRow:
+    def whole(self, row: Row, at: RowLocation) -> RenderedRow:
         """Return the row's sequences; raise ``DataError`` and ``UnusableRow`` as ``PreferenceRenderer.whole`` does."""
-        self.check(row.keys(), place.location)
+        self.check(row.keys(), at.location)
         rest, completions = self._form.split(row)
-        chosen = self._render(rest, completions, place)
+        chosen = self._render(rest, completions, at)
         assert chosen.rejected is not None, "a row is a pair"
         self._margin(row)
         texts = [rest[self._prompt_column], *(completion for completion, _ in completions)]
@@ -321,11 +319,11 @@ class RewardRenderer(PreferenceRenderer):
         skipped = {self._padding, self._end} if is_plain else {self._padding}
         return replace(without_end(chosen, skipped), rejected=without_end(chosen.rejected, skipped))
 
-    def fit(self, rendered: RenderedRow, place: RowLocation) -> Rollout:
+    def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
         length = len(rendered.encoded.token_ids)
         last = replace(rendered, loss_mask=np.arange(length) == length - 1)
-        rollout = super().fit(marked_after(last, self._padding), place)
+        rollout = super().fit(marked_after(last, self._padding), at)
         margin = self._margin(rendered.task) if rendered.is_good else 0.0
         rollout.advantages = (margin * rollout.loss_mask).astype(np.float32)
         return rollout
@@ -390,17 +388,17 @@ class StepRenderer:
         names, section = [self._config.steps_column, self._config.labels_column], "algorithm.process_reward_model"
         require_columns(columns, names, location, f"{section}.steps_column and labels_column, or data.transform")
 
-    def prompt(self, row: Row, place: RowLocation) -> Prompt:
+    def prompt(self, row: Row, at: RowLocation) -> Prompt:
         """Render the row's prompt; raise ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render`` does."""
-        self.check(row.keys(), place.location)
-        return self._prompts.render(row, place)
+        self.check(row.keys(), at.location)
+        return self._prompts.render(row, at)
 
-    def whole(self, row: Row, place: RowLocation) -> RenderedRow:
+    def whole(self, row: Row, at: RowLocation) -> RenderedRow:
         """Return the row's sequence, in whose loss mask the ends of the steps are true.
 
         Raises ``DataError`` and ``UnusableRow`` as ``prompt`` does, and for steps without text or label.
         """
-        prompt = self.prompt(row, place)
+        prompt = self.prompt(row, at)
         steps, labels = self._steps(row)
         token_ids, ends = prompt.token_ids.tolist(), []
         for step in steps:
@@ -413,9 +411,9 @@ class StepRenderer:
             encoded=encoded, loss_mask=loss_mask, task={**prompt.task, self._config.labels_column: labels}
         )
 
-    def fit(self, rendered: RenderedRow, place: RowLocation) -> Rollout:
+    def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequence to train; raise ``UnusableRow`` if it has more than ``max_tokens`` tokens."""
-        rollout = self._sequences.fit(marked_after(rendered, self._padding), place)
+        rollout = self._sequences.fit(marked_after(rendered, self._padding), at)
         assert rollout.advantages is not None
         rollout.advantages[rollout.loss_mask] = rendered.task[self._config.labels_column]
         return rollout

@@ -155,7 +155,7 @@ class ImageProcessor:
             token_ids=token_ids,
             folded_ids=np.array(processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32),
             images=tuple(
-                PlacedImage(place=start, num_tokens=stop - start, content=image)
+                PlacedImage(start=start, num_tokens=stop - start, content=image)
                 for (start, stop), image in zip(spans, images, strict=True)
             ),
             offsets=_before_images(offsets, made, len(text)),
@@ -165,7 +165,7 @@ class ImageProcessor:
         """Raise ``UnusableRow`` if an image token has no image, because no model could take that."""
         stands = encoded.token_ids == self.feature_id
         for image in encoded.images:
-            stands[image.place : image.place + image.num_tokens] = False
+            stands[image.start : image.start + image.num_tokens] = False
         if stands.any():
             raise UnusableRow("it has an image token without an image")
 

@@ -22,7 +22,7 @@ from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.template import ChatTemplate, token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
 from rlpipe.errors import DataError
-from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, IntArray, Prompt, Rollout, RolloutStatus, Truth
+from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, GroundTruth, IntArray, Prompt, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,7 +36,7 @@ REMAINING_TURNS = "remaining_turns"
 """The column with the messages after the first answer, the last of which is the assistant's."""
 
 
-class TruthRenderer:
+class GroundTruthRenderer:
     """A renderer of ``ebft.truth_column``, and ``remaining_turns`` if there is one, as the answer to a prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, ebft: EbftConfig) -> None:
@@ -56,12 +56,12 @@ class TruthRenderer:
         )
         self._renderer = SequenceRenderer(tokenizer, source, max_tokens=2**31)
 
-    def render(self, prompt: Prompt) -> Truth:
+    def render(self, prompt: Prompt) -> GroundTruth:
         """Render the ground truth of a prompt's row; raise ``UnusableRow`` if it has none that can be rendered."""
         row = {**self._tools(prompt), self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
         encoded, loss_mask = self._renderer.encode(row)
         first = int(np.argmax(loss_mask))
-        return Truth(token_ids=encoded.token_ids[first:], is_assistant=loss_mask[first:])
+        return GroundTruth(token_ids=encoded.token_ids[first:], is_assistant=loss_mask[first:])
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """Return the prompt with its ground truth, the turns between its answers, and a limit for completions.
@@ -119,42 +119,42 @@ class PromptRenderer:
         """Raise ``DataError`` if the prompt column is missing."""
         require_columns(columns, [self._data.prompt_column], location, "data.prompt_column or data.transform")
 
-    def render(self, row: Row, place: RowLocation) -> Prompt:
+    def render(self, row: Row, at: RowLocation) -> Prompt:
         """Render the row's prompt, with the row's other columns in ``task``.
 
         Raises ``DataError`` if the prompt column is missing, ``UnusableRow`` if its value can't be rendered or has
         more than ``max_prompt_tokens`` tokens.
         """
-        self.check(row.keys(), place.location)
+        self.check(row.keys(), at.location)
         task = {name: value for name, value in row.items() if name != self._data.prompt_column}
-        return self.render_value(present(row, self._data.prompt_column), task, place)
+        return self.render_value(present(row, self._data.prompt_column), task, at)
 
-    def render_value(self, value: Any, task: Mapping[str, Any], place: RowLocation) -> Prompt:
+    def render_value(self, value: Any, task: Mapping[str, Any], at: RowLocation) -> Prompt:
         """Render the prompt of ``value``, a text or chat messages."""
         images = task.get(self._data.images_column)
         if isinstance(value, str) and not value.strip() and not images:
             raise UnusableRow("the prompt is empty")
         if isinstance(value, str) and not self._data.chat:
             if images:
-                raise DataError(f"{place.location}: {NEED_CHAT}")
+                raise DataError(f"{at.location}: {NEED_CHAT}")
             encoded = Encoded(token_ids=token_ids_of(self._tokenizer, value))
-            return self._prompt(value, encoded, task, place)
+            return self._prompt(value, encoded, task, at)
         messages = column_messages(value, self._data.prompt_column, "user")
         messages, contents = take_images(messages, images, images_folder(self._data))
-        return self.render_taken(messages, contents, task, place, tools=row_tools(task, self._data.tools_column))
+        return self.render_taken(messages, contents, task, at, tools=row_tools(task, self._data.tools_column))
 
     def render_taken(
         self,
         messages: ChatMessages,
         contents: Sequence[bytes],
         task: Mapping[str, Any],
-        place: RowLocation,
+        at: RowLocation,
         *,
         tools: Sequence[Any] | None,
     ) -> Prompt:
         """Render the prompt of messages and images from ``take_images``, and tools from ``row_tools``."""
         if contents and self._processor is None:
-            raise DataError(f"{place.location}: {NO_IMAGES}")
+            raise DataError(f"{at.location}: {NO_IMAGES}")
         messages = self._template.with_system_prompt(messages)
         if not messages:
             raise UnusableRow("the prompt is empty")
@@ -162,17 +162,15 @@ class PromptRenderer:
             task = {**task, self._data.images_column: list(contents)}
         template = self._template.with_tools(tools)
         encoded = template.encode(template.prompt_text(messages), contents)
-        return self._prompt(messages, encoded, task, place)
+        return self._prompt(messages, encoded, task, at)
 
-    def _prompt(
-        self, prompt: str | ChatMessages, encoded: Encoded, task: Mapping[str, Any], place: RowLocation
-    ) -> Prompt:
+    def _prompt(self, prompt: str | ChatMessages, encoded: Encoded, task: Mapping[str, Any], at: RowLocation) -> Prompt:
         check_prompt_length(len(encoded.token_ids), self._data.max_prompt_tokens)
         if self._processor is not None:
             self._processor.check(encoded)
         return Prompt(
-            prompt_id=place.row,
-            epoch=place.epoch,
+            prompt_id=at.row,
+            epoch=at.epoch,
             token_ids=encoded.token_ids,
             prompt=prompt,
             task=task,
@@ -230,17 +228,17 @@ class SequenceRenderer:
         else:
             self._form.check(columns, location, nulls)
 
-    def prompt(self, row: Row, place: RowLocation) -> Prompt:
+    def prompt(self, row: Row, at: RowLocation) -> Prompt:
         """Render the row's prompt: the messages before a conversation's first assistant turn, or all of a text."""
-        self.check(row.keys(), place.location)
+        self.check(row.keys(), at.location)
         if self._data.text_column is not None:
             text = self._text(row)
             token_ids = self._text_tokens(text)
-            return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=text, task={})
+            return Prompt(prompt_id=at.row, epoch=at.epoch, token_ids=token_ids, prompt=text, task={})
         row = self._form.normal(row)
         if self._data.messages_column not in row and self._is_plain(row):
             task = {name: value for name, value in row.items() if name != self._data.prompt_column}
-            return self._prompts.render_value(present(row, self._data.prompt_column), task, place)
+            return self._prompts.render_value(present(row, self._data.prompt_column), task, at)
         messages, contents, end = self._conversation(row)
         task = {name: value for name, value in row.items() if name not in self._rendered_columns}
         if self._data.messages_column in row:
@@ -248,18 +246,18 @@ class SequenceRenderer:
             end = roles.index("assistant") if "assistant" in roles else len(roles)
         tools = row_tools(row, self._data.tools_column)
         contents = contents[: count_images(messages[:end])]
-        return self._prompts.render_taken(messages[:end], contents, task, place, tools=tools)
+        return self._prompts.render_taken(messages[:end], contents, task, at, tools=tools)
 
-    def render(self, row: Row, place: RowLocation) -> Rollout:
+    def render(self, row: Row, at: RowLocation) -> Rollout:
         """Render the row's training sequence; raise ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit`` do."""
-        return self.fit(self.whole(row, place), place)
+        return self.fit(self.whole(row, at), at)
 
-    def whole(self, row: Row, place: RowLocation) -> RenderedRow:
+    def whole(self, row: Row, at: RowLocation) -> RenderedRow:
         """Return the row's sequence before it is cut.
 
         Raises ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render`` does.
         """
-        self.check(row.keys(), place.location)
+        self.check(row.keys(), at.location)
         try:
             if self._data.text_column is not None:
                 self._refuse_images(row)
@@ -268,7 +266,7 @@ class SequenceRenderer:
                 row = self._form.normal(row)
                 encoded, loss_mask = self.encode(row)
         except DataError as error:
-            raise DataError(f"{place.location}: {error}") from None
+            raise DataError(f"{at.location}: {error}") from None
         if self._processor is not None:
             self._processor.check(encoded)
         if self._data.text_column is None:
@@ -278,7 +276,7 @@ class SequenceRenderer:
         task = {name: value for name, value in row.items() if name not in self._rendered_columns}
         return RenderedRow(encoded=encoded, loss_mask=loss_mask, task=task)
 
-    def fit(self, rendered: RenderedRow, place: RowLocation) -> Rollout:
+    def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the training sequence of a whole row, cut to a window if it is a text that is too long.
 
         Its loss tokens have advantage 1 and no policy version; ``group_id`` is the row and ``sample_index`` the epoch.
@@ -286,7 +284,7 @@ class SequenceRenderer:
         """
         token_ids, loss_mask, status = rendered.encoded.token_ids, rendered.loss_mask, RolloutStatus.COMPLETED
         if self._data.text_column is not None and len(token_ids) > self._max_tokens:
-            start = self._first_token(len(token_ids), place)
+            start = self._first_token(len(token_ids), at)
             token_ids = token_ids[start : start + self._max_tokens]
             loss_mask = loss_mask[: len(token_ids)]
             status = RolloutStatus.TRUNCATED
@@ -295,9 +293,9 @@ class SequenceRenderer:
             raise UnusableRow(reason, SkipKind.TOO_LONG)
         return Rollout(
             status=status,
-            group_id=place.row,
-            sample_index=place.epoch,
-            prompt_id=place.row,
+            group_id=at.row,
+            sample_index=at.epoch,
+            prompt_id=at.row,
             task=rendered.task,
             token_ids=token_ids,
             loss_mask=loss_mask,
@@ -307,11 +305,11 @@ class SequenceRenderer:
             images=rendered.encoded.images,
         )
 
-    def _first_token(self, length: int, place: RowLocation) -> int:
+    def _first_token(self, length: int, at: RowLocation) -> int:
         """Return the first token of a sequence from a long text. The last token of a chunk begins the next one."""
         if self._data.long_texts == "chunks":
-            return place.chunk * (self._max_tokens - 1)
-        return int(np.random.default_rng([place.row, place.epoch]).integers(length - self._max_tokens + 1))
+            return at.chunk * (self._max_tokens - 1)
+        return int(np.random.default_rng([at.row, at.epoch]).integers(length - self._max_tokens + 1))
 
     def encoded_text(self, row: Row) -> Encoded:
         """Return the T tokens of a row's text; raise ``UnusableRow`` if it has none."""

@@ -76,7 +76,7 @@ def _with_images(scorer: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
         token_ids = np.full(num_tokens, 0 if image_token else 1)
         for place in places:
             token_ids[place : place + each] = image_token
-        placed = tuple(PlacedImage(place=place, num_tokens=each, content=b"") for place in places)
+        placed = tuple(PlacedImage(start=place, num_tokens=each, content=b"") for place in places)
         filled = replace(micro_batch, token_ids=token_ids, images=placed)
         return [Vision(model, _Blank(images)).plan(filled, scorer.layout, CPU)] if places else []
     except (LookupError, AttributeError, TypeError, ValueError):  # a tower that takes its images in another form
@@ -136,7 +136,7 @@ class Chunked:
     def __init__(
         self, learner: LearnerConfig, device: torch.device, workload: Workload, copy: LogprobModel | None = None
     ) -> None:
-        """Prepare to spread models; ``copy`` is the outline of a frozen copy that will be spread after the policy."""
+        """Prepare to spread models; ``copy`` is on the meta device what will be spread after the policy."""
         self._group = RankGroup(device) if learner.strategy == "fsdp2" else SingleRank()
         self.rank, self.num_ranks = self._group.rank, self._group.num_ranks
         self.device = device

@@ -26,12 +26,12 @@ from rlpipe.types import (
     ChatMessages,
     EpisodeTrace,
     FloatArray,
+    GroundTruth,
     PlacedImage,
     Prompt,
     Rollout,
     RolloutGroup,
     RolloutStatus,
-    Truth,
 )
 
 COMPRESSION = 1
@@ -58,7 +58,7 @@ def pack_arrays(group: RolloutGroup, *, with_columns: bool = False) -> bytes:
     for index, image in enumerate(group.prompt.images):
         arrays[f"image_{index}"] = np.frombuffer(image.content, np.uint8)
     if group.prompt.images:
-        places = [(image.place, image.num_tokens) for image in group.prompt.images]
+        places = [(image.start, image.num_tokens) for image in group.prompt.images]
         arrays["image_places"] = np.array(places, np.int32)  # [I, 2]
     for name, value in group.prompt.task.items() if with_columns else ():
         with suppress(DataError):
@@ -134,9 +134,9 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         token_ids=arrays["prompt"],
         prompt=stored_prompt(record),
         task=task,
-        truth=Truth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
+        truth=GroundTruth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
         images=tuple(
-            PlacedImage(place=place, num_tokens=num_tokens, content=arrays[f"image_{index}"].tobytes())
+            PlacedImage(start=place, num_tokens=num_tokens, content=arrays[f"image_{index}"].tobytes())
             for index, (place, num_tokens) in enumerate(arrays.get("image_places", np.zeros(0)).tolist())
         ),
     )

@@ -150,7 +150,7 @@ class GroupRow:
 
     @property
     def staleness(self) -> int | None:
-        """Number of versions from the one that drew the oldest token to the step's."""
+        """Number of versions from the one that sampled the oldest token to the step's."""
         if self.step is None or self.oldest_version in (None, NO_VERSION):
             return None
         return self.step - (self.oldest_version or 0)

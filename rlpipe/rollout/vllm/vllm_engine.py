@@ -293,9 +293,9 @@ class VllmEngine:
         return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 
     def _can_go_on(self, running: _Running, version: int) -> bool:
-        """Return whether ``version`` may draw the rest of a sequence; without an adapter slot, a LoRA version can't."""
+        """Whether ``version`` may sample the rest of a sequence; a LoRA version can't without an adapter slot."""
         if not running.request.use_adapter:
-            return True  # the base model draws it, whatever the version
+            return True  # the base model samples it, whatever the version
         has_slot = self._kind is not WeightsKind.LORA or running.adapter_id is not None
         return has_slot and running.request.min_version <= version
 
@@ -368,7 +368,7 @@ class VllmEngine:
         self._llm.collective_rpc("update_weights", args=(receiving,))
         self._llm.collective_rpc("finish_weight_update")
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
-        published = [outline.name for outline in transfer.outlines]
+        published = [spec.name for spec in transfer.specs]
         return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums", args=(published,))))
 
     def _load_first(self, model: ModelConfig, config: PeftConfig, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -139,12 +139,10 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
     targets = model.adapter.target_modules
     if not isinstance(targets, str):
         return [target.rsplit(".", 1)[-1] for target in targets]
-    from rlpipe.models.loading import describe_model, has_vision, outline_model
+    from rlpipe.models.loading import describe_model, has_vision, meta_model
 
-    outline = outline_model(
-        describe_model(model.path, model), images=model.images, trust_remote_code=model.trust_remote_code
-    )
-    modules = (outline.get_decoder() if has_vision(outline) else outline).named_modules()
+    meta = meta_model(describe_model(model.path, model), images=model.images, trust_remote_code=model.trust_remote_code)
+    modules = (meta.get_decoder() if has_vision(meta) else meta).named_modules()
     linear = {name.rsplit(".", 1)[-1] for name, layer in modules if isinstance(layer, torch.nn.Linear)}
     return sorted(linear - {"lm_head"})
 

@@ -30,9 +30,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rlpipe.errors import ModelError
-from rlpipe.models.loading import outline_model
+from rlpipe.models.loading import meta_model
 from rlpipe.models.nf4 import nf4_parameters, nf4_round_trip
-from rlpipe.types import TensorOutline, Transfer
+from rlpipe.types import TensorSpec, Transfer
 from rlpipe.weights.buckets import GlooGroup
 
 
@@ -86,7 +86,7 @@ class Nf4Loader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto"))
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
-        left = nf4_parameters(outline_model(model_config.hf_config, trust_remote_code=model_config.trust_remote_code))
+        left = nf4_parameters(meta_model(model_config.hf_config, trust_remote_code=model_config.trust_remote_code))
         for name, weight in super().get_all_weights(model_config, model):
             quantized = name in left
             left.discard(name)
@@ -127,8 +127,8 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         fields = init_info.transfer
-        outlines = [TensorOutline(**outline) for outline in fields["outlines"]]
-        self._transfer = Transfer(**fields | {"outlines": outlines})
+        specs = [TensorSpec(**spec) for spec in fields["specs"]]
+        self._transfer = Transfer(**fields | {"specs": specs})
         rank = self._transfer.first_rank + self.parallel_config.rank
         self._group = GlooGroup.join(self._transfer, rank, init_info.timeout_s)
 
@@ -165,9 +165,9 @@ def rendezvous_arguments(transfer: Transfer, timeout_s: float) -> tuple[dict[str
         packed_buffer_size_bytes=transfer.buffer_bytes,
     )
     update = NCCLWeightTransferUpdateInfo(
-        names=[outline.name for outline in transfer.outlines],
-        dtype_names=[outline.dtype for outline in transfer.outlines],
-        shapes=[list(outline.shape) for outline in transfer.outlines],
+        names=[spec.name for spec in transfer.specs],
+        dtype_names=[spec.dtype for spec in transfer.specs],
+        shapes=[list(spec.shape) for spec in transfer.specs],
     )
     return worker_init_payload(joined), asdict(update)
 

@@ -86,7 +86,7 @@ export function legendOf(how, group) {
     if (max === undefined) return ["not known: no step has trained these tokens (those with an advantage of 0 are left out), or it is not kept"];
     return [key("positive", 38, `the learner's is higher, by ${number(max)}`), key("negative", 38, "lower"), `absolute mean ${number(mean)}`];
   }
-  if (how === "mask") return [key("trained", 38, "trained"), "pale: not drawn by the policy"];
+  if (how === "mask") return [key("trained", 38, "trained"), "pale: not sampled by the policy"];
   if (how !== "version") return [];
   const versions = [...new Set(group.rollouts.flatMap((rollout) => Object.keys(rollout.versions).map(Number)))].sort((one, other) => one - other);
   return versions.map((version) => key(`series-${(version - versions[0]) % 8}`, 27, `version ${version}`));

@@ -15,11 +15,11 @@ from weights_actor_cases import next_answer, place_engines, served
 from rlpipe.actors.remote import KILLED
 from rlpipe.actors.weights import Cause, DirectWeightsActor, NotLoaded, Served
 from rlpipe.errors import WeightsMismatch
-from rlpipe.types import TensorOutline, Transfer, WeightsKind, WeightsManifest
+from rlpipe.types import TensorSpec, Transfer, WeightsKind, WeightsManifest
 
 WORKERS = 2
 TRANSFER = Transfer(
-    address="127.0.0.1", port=1, buffer_bytes=64, outlines=[TensorOutline(name="weight", dtype="float32", shape=(2, 3))]
+    address="127.0.0.1", port=1, buffer_bytes=64, specs=[TensorSpec(name="weight", dtype="float32", shape=(2, 3))]
 )
 
 

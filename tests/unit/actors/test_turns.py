@@ -1,4 +1,4 @@
-"""Tests of the turns that a process of episodes draws: what the death of an engine does to them."""
+"""Tests of the turns that a process of episodes samples: what the death of an engine does to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Engine:
         self.is_dead = self.is_frozen = False
         self.asked: list[GroupRequest] = []
         self.finished: list[RolloutGroup] = []
-        self.draw, self.drawn, self.cancel = map(self._method, (self._draw, self._drawn, self._cancel))
+        self.submit_turns, self.poll_turns, self.cancel = map(
+            self._method, (self._submit_turns, self._poll_turns, self._cancel)
+        )
 
     def _method(self, function: Any) -> Any:
         def call(_: str, argument: Any) -> Any:
@@ -34,11 +36,11 @@ class Engine:
 
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call))
 
-    async def _draw(self, requests: list[GroupRequest]) -> None:
+    async def _submit_turns(self, requests: list[GroupRequest]) -> None:
         self._check()
         self.asked += requests
 
-    async def _drawn(self, _: float) -> list[RolloutGroup]:
+    async def _poll_turns(self, _: float) -> list[RolloutGroup]:
         for _step in range(3):
             await asyncio.sleep(0.01)
             while self.is_frozen:
@@ -76,7 +78,7 @@ def test_no_time_passes_between_the_death_of_an_engine_and_the_next_one() -> Non
 
         async def play(group_id: int, limit: Deadline) -> Any:
             async with limit:
-                return await client.draw(request(group_id), limit)
+                return await client.sample(request(group_id), limit)
 
         playing = asyncio.create_task(play(1, deadline)), asyncio.create_task(play(2, other))
         await asyncio.sleep(0.1)
@@ -109,7 +111,7 @@ def test_no_time_passes_while_an_engine_is_frozen(monkeypatch: pytest.MonkeyPatc
 
         async def play() -> Any:
             async with deadline:
-                return await client.draw(request(1), deadline)
+                return await client.sample(request(1), deadline)
 
         playing = asyncio.create_task(play())
         await asyncio.sleep(0.1)

@@ -227,14 +227,14 @@ def estimated_gradients(logits: Tensor, rewards: Tensor, correction: CorrectionC
     sampler = (logits / SAMPLER_TEMPERATURE).log_softmax(-1)
     estimates = []
     for _ in range(batches):
-        drawn = torch.multinomial(sampler.exp(), NUM_SEQUENCES, replacement=True, generator=generator)  # [L, B]
-        tokens = drawn.T.reshape(-1)
+        sampled = torch.multinomial(sampler.exp(), NUM_SEQUENCES, replacement=True, generator=generator)  # [L, B]
+        tokens = sampled.T.reshape(-1)
         places = torch.arange(LENGTH).repeat(NUM_SEQUENCES)
         policy = logits.clone().requires_grad_()
         inputs = LossInputs(
             logprobs=policy.log_softmax(-1)[places, tokens],
             sampling_logprobs=sampler[places, tokens],
-            advantages=rewards[tuple(drawn)].repeat_interleave(LENGTH),
+            advantages=rewards[tuple(sampled)].repeat_interleave(LENGTH),
             loss_mask=torch.ones_like(tokens, dtype=torch.bool),
             sequence_ids=torch.arange(NUM_SEQUENCES).repeat_interleave(LENGTH),
             num_loss_tokens=len(tokens),

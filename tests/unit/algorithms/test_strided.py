@@ -17,7 +17,7 @@ class Token:
 
     document: int
     place: int
-    """The position in the document, or the one that a drawn token would have there."""
+    """The position in the document, or the one that a sampled token would have there."""
     column: int = -1
     step: int = -1
     context: int = 0

@@ -13,7 +13,7 @@ from data_cases import refused, write_run
 from rlpipe import cli
 from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
+from rlpipe.data.render.row_renderer import GroundTruthRenderer, PromptRenderer, SequenceRenderer
 from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
 
@@ -115,7 +115,7 @@ def test_a_ground_truth_stands_behind_its_row_s_tools() -> None:
     data = DataConfig(source="jsonl")
     row = {"prompt": "hi", "ground_truth": "ok", "tools": [tool("add")]}
     prompt = PromptRenderer(tokenizer, data).render(row, PLACE)
-    truth = TruthRenderer(tokenizer, data, EbftConfig()).render(prompt)
+    truth = GroundTruthRenderer(tokenizer, data, EbftConfig()).render(prompt)
     assert tokenizer.decode(truth.token_ids) == "ok1<|end|>"
 
 

@@ -178,7 +178,7 @@ def test_tokens_of_an_image_never_count(model: ModelConfig) -> None:
     )
     rollout = renderer.render(row, places()[0])
     (image,) = rollout.images
-    span = slice(image.place, image.place + image.num_tokens)
+    span = slice(image.start, image.start + image.num_tokens)
     assert not rollout.loss_mask[span].any()
     assert rollout.loss_mask[span.stop :].any()
     assert image.num_tokens > 4, "it is cut into pieces, each with tokens of its own"
@@ -250,12 +250,12 @@ def test_a_folder_with_a_tokenizer_alone_takes_no_images(options: dict[str, Any]
 
 def test_a_completion_that_ends_with_the_token_of_an_image_is_not_complete() -> None:
     assert without_image([5, 9], 9, "stop") == "image"
-    assert [without_image(drawn, 9, "stop") for drawn in ([9, 5], [])] == ["stop", "stop"]
+    assert [without_image(sampled, 9, "stop") for sampled in ([9, 5], [])] == ["stop", "stop"]
     assert without_image([5, 9], None, "stop") == "stop"
 
 
 def test_the_prompt_of_a_later_turn_keeps_its_images_folded() -> None:
-    image = PlacedImage(place=1, num_tokens=3, content=b"x")
+    image = PlacedImage(start=1, num_tokens=3, content=b"x")
     first = Prompt(
         prompt_id=0,
         epoch=0,
@@ -322,7 +322,7 @@ def test_images_of_every_source_are_the_same(model: ModelConfig, source: str, tm
     prompt = prompts.next()
     assert prompt.prompt == [{"role": "user", "content": content}]
     assert open_image(prompt.images[0].content).getpixel((0, 0)) == RED
-    assert prompt.images[0].place > 5, "it stands behind the text"
+    assert prompt.images[0].start > 5, "it stands behind the text"
 
 
 def test_bytes_count_before_the_path_that_says_where_they_are_from(tmp_path: Path) -> None:

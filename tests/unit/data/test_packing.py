@@ -241,13 +241,13 @@ def test_images_stay_with_their_sequences() -> None:
     rollouts = [rollout(index, length) for index, length in enumerate([9, 5, 7, 4])]
     for index, places in ((0, [2, 5]), (2, [1]), (3, [2])):
         rollouts[index].images = tuple(
-            PlacedImage(place=place, num_tokens=2, content=bytes([index, place])) for place in places
+            PlacedImage(start=place, num_tokens=2, content=bytes([index, place])) for place in places
         )
 
     def assert_in_place(micro: MicroBatch) -> None:
         for image in micro.images:
             index, place = image.content
-            assert micro.token_ids[image.place] == 1000 * index + place + 1
+            assert micro.token_ids[image.start] == 1000 * index + place + 1
 
     (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=64)
     (micro,) = batch.mini_batches[0].micro_batches
@@ -257,11 +257,11 @@ def test_images_stay_with_their_sequences() -> None:
     assert Counter(image.content for image in micro.images) == Counter(i.content for part in parts for i in part.images)
     (batch,) = pack_step([rollout(1, 5)], step=0, num_ranks=1, max_tokens=64)
     blank = Encoded(
-        token_ids=np.array([7, 8, 9], np.int32), images=(PlacedImage(place=1, num_tokens=2, content=b"blank"),)
+        token_ids=np.array([7, 8, 9], np.int32), images=(PlacedImage(start=1, num_tokens=2, content=b"blank"),)
     )
     filled = with_blank(batch.mini_batches[0].micro_batches[0], blank)
     assert filled.token_ids.tolist() == [1001, 1002, 1003, 1004, 1005, 7, 8, 9]
     assert filled.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert filled.sequence_starts.tolist() == [0, 5, 8]
-    assert (filled.loss_mask.sum(), filled.images[0].place) == (4, 6)
+    assert (filled.loss_mask.sum(), filled.images[0].start) == (4, 6)
     assert filled.first_places.tolist() == [0, 0]

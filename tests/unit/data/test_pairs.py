@@ -324,7 +324,7 @@ def test_mismatched_completions_end_at_an_image() -> None:
     first, second = pair_of(PAIR), pair_of({**PAIR, "prompt": "3+3?"})
     second.group_id = first.group_id + 1
     start = int(np.argmax(second.loss_mask))
-    second.images = (PlacedImage(place=start + 1, num_tokens=1, content=b"x"),)
+    second.images = (PlacedImage(start=start + 1, num_tokens=1, content=b"x"),)
     (batch,) = pack_labelled([first, second], step=0, num_ranks=1, max_tokens=500)
     others = batch.mini_batches[0].mismatched
     assert others is not None
@@ -378,7 +378,7 @@ class ImageRenderer:
 
     def whole(self, row: Any, place: RowLocation) -> RenderedRow:
         def rendered(content: bytes, at: int) -> RenderedRow:
-            images = (PlacedImage(place=at, num_tokens=1, content=content),)
+            images = (PlacedImage(start=at, num_tokens=1, content=content),)
             token_ids = np.array([1, 2, 3, 4], np.int32)
             return RenderedRow(encoded=Encoded(token_ids=token_ids, images=images), loss_mask=np.arange(4) > 2, task={})
 
@@ -396,4 +396,4 @@ def test_prepared_completions_keep_their_own_images() -> None:
     again = PreparedRow({"kind": None, "reason": None, **record}).sequence()
     assert again.rejected is not None
     assert [image.content for image in again.encoded.images] == [b"chosen"]
-    assert [(image.content, image.place) for image in again.rejected.encoded.images] == [(b"rejected", 2)]
+    assert [(image.content, image.start) for image in again.rejected.encoded.images] == [(b"rejected", 2)]

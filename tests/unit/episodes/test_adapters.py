@@ -22,7 +22,7 @@ import rlpipe
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.adapters import OpenEnvFailed, OpenEnvSession, read_action, read_fields
 from rlpipe.episodes.isolation import isolate
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 

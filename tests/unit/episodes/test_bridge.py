@@ -11,7 +11,7 @@ from template_cases import TOOLS, made_tokenizer, shipped_templates
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.episodes.bridge import KINDS, Bridge, Unbridgeable, ends_with, prove, render_whole, turn_ends
+from rlpipe.episodes.bridge import KINDS, Bridge, Unbridgeable, check_bridge, ends_with, render_whole, turn_ends
 from rlpipe.types import ChatMessages
 
 TEMPLATES = dict(shipped_templates())
@@ -34,9 +34,9 @@ def bridge_of(name: str) -> Bridge:
 
 @pytest.mark.parametrize("name", one_in(4, TEMPLATES))
 def test_a_bridge_is_proven_or_refused_by_name(name: str) -> None:
-    proof = prove(bridge_of(name))
-    assert {*proof.proven, *proof.refused} == {*KINDS}
-    for kind, reason in proof.refused.items():
+    found = check_bridge(bridge_of(name))
+    assert {*found.accepted, *found.refused} == {*KINDS}
+    for kind, reason in found.refused.items():
         if reason.startswith("what the chat template writes after it depends on the history"):
             assert name in DEPENDENT, kind
         elif reason.startswith("the chat template writes no end token"):
@@ -44,7 +44,7 @@ def test_a_bridge_is_proven_or_refused_by_name(name: str) -> None:
         else:
             assert reason.startswith(REFUSED), (kind, reason)
     if name not in ENDLESS | SHAPELESS:
-        assert "a user's message" in proof.proven
+        assert "a user's message" in found.accepted
 
 
 def made_text(rng: random.Random) -> str:
@@ -68,7 +68,7 @@ def made_turn(rng: random.Random, kind: str) -> tuple[dict[str, object], ChatMes
 @pytest.mark.parametrize("name", one_in(4, TEMPLATES))
 def test_proven_bridges_equal_the_rendering_of_the_whole(name: str) -> None:
     bridge, rng = bridge_of(name), random.Random(name)
-    for kind in prove(bridge).proven:
+    for kind in check_bridge(bridge).accepted:
         num_tried = 0
         for _ in range(12):
             history, (answer, new) = made_history(rng), made_turn(rng, kind)

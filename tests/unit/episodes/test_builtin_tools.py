@@ -15,7 +15,7 @@ from test_groups import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.builtin_tools import ServerProcess, _list_tools
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 

@@ -10,7 +10,7 @@ import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "agent_programs.py"
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"b":  7, "a": 6}}\n</tool_call>'

@@ -1,4 +1,4 @@
-"""Tests that the tokens of episodes are those that an engine drew, and are scored as they were drawn."""
+"""Tests that the tokens of episodes are those that an engine sampled, and are scored as they were sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, set_seed
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.bridge import Bridge, prove, turn_ends
+from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
 from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import Episode, Rules, SampledTurn, Session
 from rlpipe.episodes.tools import Environment, Step, tool
@@ -79,11 +79,11 @@ class Turns:
     def __init__(self, engine: Engine, published: Any) -> None:
         self._engine, self._published = engine, published
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
-        self._num_drawn = 0
+        self._num_sampled = 0
 
-    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> SampledTurn:
-        own = self._num_drawn
-        self._num_drawn += 1
+    async def sample(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> SampledTurn:
+        own = self._num_sampled
+        self._num_sampled += 1
         prompt = Prompt(prompt_id=own, epoch=0, token_ids=token_ids, prompt="", task={})
         self._waiting[own] = asyncio.get_running_loop().create_future()
         self._engine.submit(
@@ -94,18 +94,18 @@ class Turns:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(0)
-            is_due = self._published is not None and self._num_drawn > 2 * NUM_EPISODES
+            is_due = self._published is not None and self._num_sampled > 2 * NUM_EPISODES
             if is_due and self._engine.prepare_load(self._published[0]):
                 load(self._engine, self._published)
                 self._published = None
             for group in self._engine.step() if self._engine.has_work else ():
                 (rollout,) = group.rollouts
-                drawn = rollout.loss_mask
+                sampled = rollout.loss_mask
                 self._waiting.pop(group.group_id).set_result(
                     SampledTurn(
-                        token_ids=rollout.token_ids[drawn].tolist(),
-                        logprobs=rollout.logprobs[drawn].tolist(),
-                        policy_versions=rollout.policy_versions[drawn].tolist(),
+                        token_ids=rollout.token_ids[sampled].tolist(),
+                        logprobs=rollout.logprobs[sampled].tolist(),
+                        policy_versions=rollout.policy_versions[sampled].tolist(),
                         finish_reason=rollout.finish_reason,
                     )
                 )
@@ -114,11 +114,11 @@ class Turns:
 async def play(path: Path, engine: Engine, published: Any) -> list[Episode]:
     template = ChatTemplate(AutoTokenizer.from_pretrained(path), DATA)
     bridge = Bridge(template, turn_ends(template, DATA))
-    assert not prove(bridge).refused
+    assert not check_bridge(bridge).refused
     turns = Turns(engine, published)
     driving = asyncio.create_task(turns.run())
     sessions = [
-        Session(Chatter(), [], bridge=bridge, parser=parse_hermes, draw=turns.draw, rules=RULES)
+        Session(Chatter(), [], bridge=bridge, parser=parse_hermes, sample=turns.sample, rules=RULES)
         for _ in range(NUM_EPISODES)
     ]
     playing = asyncio.gather(*(session.play({}, seed) for seed, session in enumerate(sessions)))
@@ -127,7 +127,7 @@ async def play(path: Path, engine: Engine, published: Any) -> list[Episode]:
     return await playing
 
 
-def test_every_token_is_scored_as_it_was_drawn(path: Path) -> None:
+def test_every_token_is_scored_as_it_was_sampled(path: Path) -> None:
     engine = open_engine(
         "engine-0",
         model_config(path, "lora"),

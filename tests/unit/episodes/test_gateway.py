@@ -49,7 +49,7 @@ class Scene:
     async def __aenter__(self) -> Scene:
         self.template = ChatTemplate(made_tokenizer(TEMPLATES[self.template_name]), DATA)
         bridge = Bridge(self.template, turn_ends(self.template, DATA))
-        self.session = AgentSession(bridge=bridge, parser=parse_hermes, draw=self.draw, rules=self.rules)
+        self.session = AgentSession(bridge=bridge, parser=parse_hermes, sample=self.sample, rules=self.rules)
         self.gateway = Gateway()
         await self.gateway.start()
         self.key = self.gateway.open(self.session)
@@ -58,7 +58,7 @@ class Scene:
     async def __aexit__(self, *_: object) -> None:
         await self.gateway.stop()
 
-    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
+    async def sample(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
         self.contexts.append(token_ids)
         self.limits.append(max_tokens)
         self.stops.append(stop)
@@ -128,8 +128,8 @@ def test_a_program_with_tools_is_one_sequence() -> None:
     for before, after in zip(scene.contexts, scene.contexts[1:], strict=False):
         assert np.array_equal(after[: len(before)], before)
     tokenizer = scene.template.tokenizer
-    drawn = [tokenizer.decode(branch.token_ids[branch.turns == turn]) for turn in range(3)]
-    assert drawn == [f"{text}<|im_end|>" for text in (CALL, "North.", "Then east.")]
+    sampled = [tokenizer.decode(branch.token_ids[branch.turns == turn]) for turn in range(3)]
+    assert sampled == [f"{text}<|im_end|>" for text in (CALL, "North.", "Then east.")]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (branch.token_ids == end).sum() == 7, "the planted control token is plain text"
 
@@ -288,7 +288,7 @@ def test_equal_questions_at_the_same_time_are_several_turns() -> None:
     assert len(episode.graph.branches()) == 3
 
 
-def test_a_client_that_gives_up_and_asks_again_gets_the_turn_that_was_drawn() -> None:
+def test_a_client_that_gives_up_and_asks_again_gets_the_turn_that_was_sampled() -> None:
     async def program(scene: Scene) -> str | None:
         body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
         with pytest.raises(openai.APITimeoutError):
@@ -321,12 +321,12 @@ def test_a_retry_among_equal_questions_gets_the_turn_that_was_given_up() -> None
 
 def test_a_question_that_failed_once_is_answered_when_it_is_asked_again() -> None:
     class Failing(Scene):
-        async def draw(
+        async def sample(
             self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
         ) -> SampledTurn:
             if not turn:
                 raise ValueError("an odd text")
-            return await super().draw(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)
+            return await super().sample(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)
 
     async def program(scene: Scene) -> str | None:
         body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}

@@ -1,4 +1,4 @@
-"""Tests of the graph of a conversation: what was drawn is trained once, and what clients send back is recognised."""
+"""Tests of the graph of a conversation: what was sampled is trained once, and what clients send back is recognised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlpipe.types import NO_TURN, NO_VERSION, ChatMessages
 STEPS = st.lists(
     st.tuples(st.integers(0, 10**6), st.booleans(), st.integers(0, 4), st.booleans()), min_size=1, max_size=12
 )
-"""Growth of a tree: the node to continue, whether the policy draws, the number of tokens, and whether it is cut off."""
+"""Growth of a tree: the node to continue, whether the policy samples, the number of tokens, whether it is cut off."""
 
 
 def ids(*values: int) -> np.ndarray:
@@ -26,29 +26,29 @@ def ids(*values: int) -> np.ndarray:
 
 
 def grow(steps: list[tuple[int, bool, int, bool]]) -> tuple[EpisodeGraph, list[int]]:
-    """Return a tree whose tokens are all different, and those of them that were drawn; a token's version is its id."""
-    graph, drawn, following = EpisodeGraph(), list[int](), 100
+    """Return a tree whose tokens are all different, and those that were sampled; a token's version is its id."""
+    graph, sampled, following = EpisodeGraph(), list[int](), 100
     graph.observe(None, [], ids(1, 2))
-    for which, draws, count, is_cut in steps:
+    for which, samples, count, is_cut in steps:
         parent = graph.nodes[which % len(graph.nodes)]
         token_ids = np.arange(following, following + count, dtype=np.int32)
         following += count
-        if not draws:
+        if not samples:
             graph.observe(parent, [], token_ids)
             continue
-        drawn += token_ids.tolist()
-        own = graph.draw(parent, [], token_ids, logprobs=-token_ids / 7, policy_versions=token_ids)
+        sampled += token_ids.tolist()
+        own = graph.add_sampled(parent, [], token_ids, logprobs=-token_ids / 7, policy_versions=token_ids)
         if is_cut:
             graph.observe(own, [], ids(following))
         following += 1
-    return graph, drawn
+    return graph, sampled
 
 
 def check_trained(steps: list[tuple[int, bool, int, bool]]) -> None:
-    graph, drawn = grow(steps)
+    graph, sampled = grow(steps)
     branches = graph.branches()
     trained = [token for branch in branches for token in branch.token_ids[branch.loss_mask].tolist()]
-    assert sorted(trained) == sorted(drawn)
+    assert sorted(trained) == sorted(sampled)
     for branch in branches:
         mask = branch.loss_mask
         assert np.array_equal(branch.token_ids, branch.nodes[-1].token_path())
@@ -61,20 +61,20 @@ def check_trained(steps: list[tuple[int, bool, int, bool]]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
-def test_each_drawn_token_is_trained_once_and_no_other(steps: list[tuple[int, bool, int, bool]]) -> None:
+def test_each_sampled_token_is_trained_once_and_no_other(steps: list[tuple[int, bool, int, bool]]) -> None:
     check_trained(steps)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(STEPS)
-def test_each_drawn_token_of_a_thousand_graphs_is_trained_once(steps: list[tuple[int, bool, int, bool]]) -> None:
+def test_each_sampled_token_of_a_thousand_graphs_is_trained_once(steps: list[tuple[int, bool, int, bool]]) -> None:
     check_trained(steps)
 
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
-def test_turns_are_numbered_as_they_were_drawn(steps: list[tuple[int, bool, int, bool]]) -> None:
+def test_turns_are_numbered_as_they_were_sampled(steps: list[tuple[int, bool, int, bool]]) -> None:
     graph = grow(steps)[0]
     assert [node.turn for node in graph.turns] == list(range(len(graph.turns)))
     for branch in graph.branches():
@@ -86,9 +86,9 @@ def make_rewritten() -> tuple[EpisodeGraph, Node]:
     """Return a conversation of two turns whose second is asked again after its history was rewritten."""
     graph = EpisodeGraph()
     asked = graph.observe(None, [], ids(1, 2, 3))
-    first = graph.draw(asked, [], ids(4, 5), logprobs=np.array([-1.0, -2.0]), policy_versions=ids(0, 0))
+    first = graph.add_sampled(asked, [], ids(4, 5), logprobs=np.array([-1.0, -2.0]), policy_versions=ids(0, 0))
     told = graph.observe(first, [], ids(6))
-    graph.draw(told, [], ids(7), logprobs=np.array([-3.0]), policy_versions=ids(1))
+    graph.add_sampled(told, [], ids(7), logprobs=np.array([-3.0]), policy_versions=ids(1))
     return graph, first
 
 
@@ -99,7 +99,7 @@ def shown(branch: Branch) -> list[tuple[int, bool]]:
 def test_what_a_second_branch_shares_is_its_context() -> None:
     graph, first = make_rewritten()
     again = graph.observe(first, [], ids(8, 9))
-    graph.draw(again, [], ids(10), logprobs=np.array([-4.0]), policy_versions=ids(1))
+    graph.add_sampled(again, [], ids(10), logprobs=np.array([-4.0]), policy_versions=ids(1))
     one, two = graph.branches()
     assert shown(one) == [(1, False), (2, False), (3, False), (4, True), (5, True), (6, False), (7, True)]
     assert [own for own, counts in shown(two) if counts] == [10]
@@ -118,15 +118,15 @@ def test_what_nobody_answered_is_not_part_of_a_sequence() -> None:
 def test_conversations_may_begin_anew() -> None:
     graph, _ = make_rewritten()
     other = graph.observe(None, [], ids(20))
-    graph.draw(other, [], ids(21), logprobs=np.array([-1.0]), policy_versions=ids(2))
+    graph.add_sampled(other, [], ids(21), logprobs=np.array([-1.0]), policy_versions=ids(2))
     assert [branch.token_ids.tolist() for branch in graph.branches()] == [[1, 2, 3, 4, 5, 6, 7], [20, 21]]
 
 
-def test_a_conversation_begins_with_what_the_policy_did_not_draw() -> None:
+def test_a_conversation_begins_with_what_the_policy_did_not_sample() -> None:
     with pytest.raises(ValueError, match="begins with tokens"):
         EpisodeGraph().observe(None, [], ids())
     with pytest.raises(ValueError, match="different lengths"):
-        EpisodeGraph().draw(
+        EpisodeGraph().add_sampled(
             EpisodeGraph().observe(None, [], ids(1)), [], ids(2), logprobs=np.zeros(2), policy_versions=ids(0)
         )
 
@@ -152,7 +152,7 @@ def result(text: str, own: str = "a1") -> dict[str, Any]:
 
 
 def graph_of(*conversation: dict[str, Any]) -> EpisodeGraph:
-    """Return the graph of a conversation in which the assistant's messages were drawn."""
+    """Return the graph of a conversation in which the assistant's messages were sampled."""
     graph, node, seen = EpisodeGraph(), None, list[dict[str, Any]]()
     for message in conversation:
         if message["role"] != "assistant":
@@ -161,7 +161,7 @@ def graph_of(*conversation: dict[str, Any]) -> EpisodeGraph:
         if seen:
             node = graph.observe(node, seen, ONE)
         assert node is not None
-        node = graph.draw(node, [message], ONE, logprobs=np.zeros(1, np.float32), policy_versions=ONE)
+        node = graph.add_sampled(node, [message], ONE, logprobs=np.zeros(1, np.float32), policy_versions=ONE)
         seen = []
     return graph
 
@@ -170,7 +170,7 @@ def found(graph: EpisodeGraph, messages: ChatMessages) -> Continuation:
     return locate(graph, messages)
 
 
-def drawn(graph: EpisodeGraph, turn: int) -> Node:
+def sampled(graph: EpisodeGraph, turn: int) -> Node:
     (node,) = [node for node in graph.nodes if node.turn == turn]
     return node
 
@@ -216,10 +216,10 @@ def test_what_says_something_else_is_not_taken_for_it(known: dict[str, Any], sen
 
 def test_a_conversation_goes_on_behind_its_last_turn() -> None:
     graph, new = graph_of(*TALK), [user("and?")]
-    assert found(graph, [*TALK, *new]) == Continuation(node=drawn(graph, 1), new=new)
-    assert found(graph, [*TALK[:3], result("other")]) == Continuation(node=drawn(graph, 0), new=[result("other")])
+    assert found(graph, [*TALK, *new]) == Continuation(node=sampled(graph, 1), new=new)
+    assert found(graph, [*TALK[:3], result("other")]) == Continuation(node=sampled(graph, 0), new=[result("other")])
     again = found(graph, TALK[:4])
-    assert (again.node, again.new) == (drawn(graph, 0), [result("r")]), "the last turn is asked for again"
+    assert (again.node, again.new) == (sampled(graph, 0), [result("r")]), "the last turn is asked for again"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_whatever_is_sent_back_goes_on_where_it_was(
     graph, rng = graph_of(*talk), random.Random(seed)
     for number in range(len(turns)):
         sent = [distort(message, rng) for message in talk[: 2 * number + 3]]
-        assert found(graph, sent).node is drawn(graph, number)
+        assert found(graph, sent).node is sampled(graph, number)
     place = data.draw(st.integers(0, len(turns) - 1))
     changed = copy.deepcopy(talk)
     changed[2 * place + 1]["content"] = text_with(changed[2 * place + 1]["content"])

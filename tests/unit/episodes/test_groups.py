@@ -23,11 +23,11 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import EndpointAccess, read_reward
-from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, prove, turn_ends
+from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, check_bridge, turn_ends
 from rlpipe.episodes.builtin_tools import McpServer
 from rlpipe.episodes.groups import GroupPlayer, open_player, refused_messages
 from rlpipe.episodes.isolation import isolate
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
 from rlpipe.episodes.tools import FunctionTool, Step
 from rlpipe.errors import ConfigError, EnvironmentFailed
@@ -66,13 +66,13 @@ def player_of(
     name: str = "trl/qwen2_5",
     max_model_len: int = 4000,
     run_stop: Sequence[str] = (),
-    draw: ScriptedTurns | None = None,
+    sample: ScriptedTurns | None = None,
     **options: Any,
 ) -> tuple[GroupPlayer, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
     bridge = Bridge(template, turn_ends(template, DATA))
-    bridge.refused = prove(bridge).refused
-    turns = draw or ScriptedTurns(template, said)
+    bridge.refused = check_bridge(bridge).refused
+    turns = sample or ScriptedTurns(template, said)
     player = GroupPlayer(
         kind,
         EnvironmentConfig(**{"max_turns": 5, "timeout_s": 20.0, **options}),
@@ -80,7 +80,7 @@ def player_of(
         parser=parse_hermes,
         max_model_len=max_model_len,
         sampling=SamplingConfig(stop=[*run_stop]),
-        draw=turns,
+        sample=turns,
     )
     return player, turns
 
@@ -443,7 +443,7 @@ def test_a_failed_episode_may_cost_its_group_or_count_as_0_or_stop_the_run() -> 
     assert play(*said, kind=FRAGILE, on_error="drop_group")[0].failure is not None
     group, _ = play(*said, kind=FRAGILE, on_error="zero")
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0, 1.0]
-    assert group.rollouts[0].num_loss_tokens > 0, "what was drawn is trained"
+    assert group.rollouts[0].num_loss_tokens > 0, "what was sampled is trained"
     assert group.rollouts[0].episode is not None
     assert not any(group.rollouts[0].episode.turn_rewards), "what it earned before it failed does not count, either"
     with pytest.raises(EnvironmentFailed, match="the board is gone"):
@@ -555,5 +555,5 @@ def test_a_user_is_told_how_long_conversations_may_be(tmp_path: Path) -> None:
     ]
     for more, said in (([], ["a conversation ends after 48 tokens"]), (["rollout.max_model_len=90"], [])):
         config = load_config([*options, *more], need_files=False)
-        _, notes = open_player(config, draw=None)  # type: ignore[arg-type]
+        _, notes = open_player(config, sample=None)  # type: ignore[arg-type]
         assert [note.partition(" (")[0] for note in notes] == said

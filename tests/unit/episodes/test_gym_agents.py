@@ -12,7 +12,7 @@ from test_groups import player_of, request_of
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import AgentFailed, read_agents
-from rlpipe.episodes.kinds import import_kind
+from rlpipe.episodes.load_environment import import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 
@@ -40,7 +40,7 @@ def play(
     return asyncio.run(run())
 
 
-def test_its_agents_play_and_the_tokens_are_those_that_were_drawn() -> None:
+def test_its_agents_play_and_the_tokens_are_those_that_were_sampled() -> None:
     group, servers = play([CALL, "It is 42."], [CALL, "It is 41."])
     assert group.failure is None
     assert sorted(rollout.episode.reward for rollout in group if rollout.episode) == [0.0, 1.0]

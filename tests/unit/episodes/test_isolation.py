@@ -18,7 +18,7 @@ import pytest
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.isolation import Ended, Isolation, Raised, isolate
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.tools import Environment, Step, Toolbox, ToolCall
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.sandbox.confinement import find_obstacle

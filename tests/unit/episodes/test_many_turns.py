@@ -49,12 +49,12 @@ async def talk(row: dict[str, Any], episode: EndpointAccess) -> float:
 
 
 class RandomTurns(ScriptedTurns):
-    """Draws tokens as no tokenizer would split their text, and keeps them by sibling."""
+    """Samples tokens as no tokenizer would split their text, and keeps them by sibling."""
 
     def __init__(self, template: ChatTemplate, seed: int) -> None:
         super().__init__(template, [])
         self._rng = random.Random(seed)
-        self.drawn: dict[int, list[int]] = defaultdict(list)
+        self.sampled: dict[int, list[int]] = defaultdict(list)
         self.kinds: Counter[str] = Counter()
 
     async def __call__(self, request: GroupRequest, _: Deadline) -> Rollout:
@@ -64,7 +64,7 @@ class RandomTurns(ScriptedTurns):
         own, is_cut = self._tokens(kind), kind == "cut call" or self._rng.random() < 0.1
         if not is_cut:
             own.append(self._template.tokenizer.eos_token_id)
-        self.drawn[request.seed // SEED_STEP % GROUP_SIZE] += own
+        self.sampled[request.seed // SEED_STEP % GROUP_SIZE] += own
         sample = Sample(
             token_ids=own,
             logprobs=[-0.5] * len(own),
@@ -101,7 +101,7 @@ def test_no_turn_is_tokenized_again(num_groups: int) -> None:
     kind, num_turns, kinds = agent_kind(f"{__file__}:talk"), 0, Counter[str]()
     for number in range(num_groups):
         turns = RandomTurns(template, number)
-        player, _ = player_of([], kind=kind, max_model_len=20_000, max_turns=NUM_TURNS, timeout_s=300.0, draw=turns)
+        player, _ = player_of([], kind=kind, max_model_len=20_000, max_turns=NUM_TURNS, timeout_s=300.0, sample=turns)
 
         async def play(player: Any = player) -> Any:
             await player.start()
@@ -111,7 +111,7 @@ def test_no_turn_is_tokenized_again(num_groups: int) -> None:
         assert group.failure is None
         assert group.logged["episodes/branches"] == 1.0
         for sibling, rollout in enumerate(group):
-            assert rollout.token_ids[rollout.loss_mask].tolist() == turns.drawn[sibling]
+            assert rollout.token_ids[rollout.loss_mask].tolist() == turns.sampled[sibling]
         num_turns += sum(turns.kinds.values())
         kinds += turns.kinds
     assert num_turns == num_groups * GROUP_SIZE * NUM_TURNS

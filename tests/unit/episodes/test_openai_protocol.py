@@ -86,8 +86,8 @@ def test_instructions_hold_for_one_request() -> None:
 
 def test_a_limit_may_shrink_and_a_cut_answer_is_incomplete() -> None:
     class Cut(Scene):
-        async def draw(self, token_ids: Any, **options: Any) -> Any:
-            return replace(await super().draw(token_ids, **options), finish_reason="length")
+        async def sample(self, token_ids: Any, **options: Any) -> Any:
+            return replace(await super().sample(token_ids, **options), finish_reason="length")
 
     async def program(scene: Scene) -> Any:
         return await scene.client().responses.create(model="any", input="Where?", max_output_tokens=7)

@@ -15,7 +15,7 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.bridge import Bridge, prove, turn_ends
+from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
 from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import Deadline, Episode, Rules, Session
 from rlpipe.episodes.tools import Environment, Step, tool
@@ -35,9 +35,9 @@ def make_session(
     session = Session(
         environment,
         [],
-        bridge=replace(bridge, refused=prove(bridge).refused),
+        bridge=replace(bridge, refused=check_bridge(bridge).refused),
         parser=parse_hermes,
-        draw=policy,
+        sample=policy,
         rules=rules,
     )
     return session, policy

@@ -18,7 +18,7 @@ from test_groups import play
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes import verifiers_agent
 from rlpipe.episodes.agents import AgentFailed, EndpointAccess
-from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.verifiers_agent import ServedRollout
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup, RolloutStatus
@@ -48,7 +48,7 @@ def rewards(group: RolloutGroup) -> list[float]:
     return [rollout.episode.reward for rollout in group if rollout.episode]
 
 
-def test_its_environments_play_and_the_tokens_are_those_that_were_drawn(server: FrameworkServer) -> None:
+def test_its_environments_play_and_the_tokens_are_those_that_were_sampled(server: FrameworkServer) -> None:
     group = play_on(server, [CALL, "It is 42."], [CALL, "It is 41, as far as I can see."], ["42"])
     assert group.failure is None
     assert rewards(group) == [2.5, 0.0, 2.5], "of each its own, by the weights of the rewards"

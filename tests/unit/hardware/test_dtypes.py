@@ -21,7 +21,7 @@ from rlpipe.models.loading import with_dtype
 from rlpipe.plan import report
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.report import make_report
-from rlpipe.plan.scorer_model import outline_scorer, read_scorer_setups
+from rlpipe.plan.scorer_model import meta_scorer, read_scorer_setups
 from rlpipe.run.cluster import Need
 from rlpipe.run.prepare import Run, nodes_for, resolve_dtype
 
@@ -229,7 +229,7 @@ def test_a_plan_has_scorers_compute_as_their_own_device_does(num_gpus: float, ex
         load_config(["experiment=ebft", "model.path=Qwen/Qwen3-0.6B", *features], need_files=False), h100
     )
     assert setup.dtype == expected
-    assert outline_scorer(setup, reward, describe_offline("Qwen/Qwen3-0.6B", reward.model)).dtype == expected
+    assert meta_scorer(setup, reward, describe_offline("Qwen/Qwen3-0.6B", reward.model)).dtype == expected
 
 
 def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> None:

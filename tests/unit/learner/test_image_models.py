@@ -126,7 +126,7 @@ def sequences(pixels: Any) -> list[Rollout]:
         token_ids, placed = rng.integers(1, 89, 3).tolist(), []
         for image in images:
             own = pixels.tokens(image)
-            placed.append(PlacedImage(place=len(token_ids), num_tokens=len(own), content=image))
+            placed.append(PlacedImage(start=len(token_ids), num_tokens=len(own), content=image))
             token_ids += own + rng.integers(1, 89, 3).tolist()
         length = len(token_ids) + 3
         rollouts.append(

@@ -114,7 +114,7 @@ def test_nothing_is_measured_for_an_adapter_over_the_base_as_it_is(base: Path, a
     assert list(merge(request)) == [f"merged into the base in full: {tmp_path / 'merged'}"]
 
 
-def test_the_command_draws_texts_and_finds_the_base_by_itself(
+def test_the_command_samples_texts_and_finds_the_base_by_itself(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read_record(adapter) == TrainingRecord(base_precision="nf4")
@@ -122,7 +122,7 @@ def test_the_command_draws_texts_and_finds_the_base_by_itself(
     for name in ("one", "two"):
         assert cli.main(["merge", str(adapter), str(tmp_path / name)]) == 0
         outputs.append(capsys.readouterr().out.replace(name, "OUTPUT"))
-    assert outputs[0] == outputs[1], "the same texts are drawn"
+    assert outputs[0] == outputs[1], "the same texts are sampled"
     assert len(re.findall(r"differ by [\d.e-]+ nats", outputs[0])) == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     AutoTokenizer.from_pretrained(tmp_path / "one")
@@ -165,8 +165,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 
 def test_texts_that_begin_with_the_end_token_are_measured_up_to_their_own_end() -> None:
-    drawn = torch.tensor([[2, 5, 6, 2, 2], [2, 7, 8, 9, 9], [2, 2, 0, 0, 0]])
+    sampled = torch.tensor([[2, 5, 6, 2, 2], [2, 7, 8, 9, 9], [2, 2, 0, 0, 0]])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
-    adapted = SimpleNamespace(generate=lambda **_: drawn)
+    adapted = SimpleNamespace(generate=lambda **_: sampled)
     gap = Gap(model, adapted, SimpleNamespace(running=lambda live: nullcontext()), None)  # type: ignore[arg-type]
     assert gap.sample(num=3, num_tokens=4, start=2).lengths.tolist() == [4, 5, 2]

@@ -193,7 +193,7 @@ def test_training_raises_the_accuracy_on_its_pairs(tiny: Path, loss: str) -> Non
     assert parameters_of(learner)
 
 
-def test_sampled_pairs_are_compared_at_the_temperature_that_drew_them(tiny: Path) -> None:
+def test_sampled_pairs_are_compared_at_the_temperature_that_sampled_them(tiny: Path) -> None:
     rows, online = algorithm_of("dpo"), AlgorithmConfig(loss=LossConfig(name="dpo"), num_steps=10)
     settings = LearnerConfig(optimizer=OptimizerConfig(lr=3e-3))
     found = {}

@@ -44,8 +44,8 @@ def rewritten(num_turns: int, *, thought: int = 40, said: int = 12, seen: int = 
     random = np.random.default_rng(num_turns)
     history, branches = random.integers(3, 90, 60).tolist(), []
     for _ in range(num_turns):
-        drawn, answer = random.integers(3, 90, thought).tolist(), random.integers(3, 90, said).tolist()
-        tokens = history + drawn + answer
+        sampled, answer = random.integers(3, 90, thought).tolist(), random.integers(3, 90, said).tolist()
+        tokens = history + sampled + answer
         branches.append(rollout_of(tokens, mask=[False] * len(history) + [True] * (thought + said)))
         history = history + answer + random.integers(3, 90, seen).tolist()
     return branches
@@ -119,7 +119,7 @@ def test_other_layouts_share_nothing() -> None:
 def test_sequences_share_no_images_that_differ() -> None:
     def with_image(content: bytes, sample: int) -> Rollout:
         rollout = rollout_of([5, 9, 9, 6, 7, 8], mask=[False] * 4 + [True] * 2, sample=sample)
-        rollout.images = (PlacedImage(place=1, num_tokens=2, content=content),)
+        rollout.images = (PlacedImage(start=1, num_tokens=2, content=content),)
         return rollout
 
     row = plan_row(
@@ -128,7 +128,7 @@ def test_sequences_share_no_images_that_differ() -> None:
         device=CPU,
     )
     assert row.token_ids.tolist() == [5, 9, 9, 6, 7, 9, 9, 6, 7]
-    assert [(image.place, image.content) for image in row.images] == [(1, b"a"), (5, b"b")]
+    assert [(image.start, image.content) for image in row.images] == [(1, b"a"), (5, b"b")]
     assert row.num_shared == 6
 
 

@@ -96,7 +96,7 @@ def features_alone(model: PreTrainedModel, tokens: Tensor) -> np.ndarray:
 
 
 def loss_alone(
-    policy: PreTrainedModel, frozen: PreTrainedModel, inputs: StridedInputs, drawn: Tensor, algorithm: AlgorithmConfig
+    policy: PreTrainedModel, frozen: PreTrainedModel, inputs: StridedInputs, sampled: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, list[list[float]]]:
     """Return the policy gradient's loss, computed block by block, and the advantages of each block."""
     plan, whitening = inputs.plan, algorithm.ebft.features.whitening
@@ -105,7 +105,7 @@ def loss_alone(
         column = block * SAMPLES
         document = inputs.documents[torch.from_numpy(plan.document_ids == plan.column_documents[column])]
         context = int(plan.contexts[column])
-        sequences = [torch.cat([document[:context], drawn[:, column + j]]) for j in range(SAMPLES)]
+        sequences = [torch.cat([document[:context], sampled[:, column + j]]) for j in range(SAMPLES)]
         samples = np.stack([features_alone(frozen, sequence) for sequence in sequences])
         truth = features_alone(frozen, document[: context + plan.num_steps])
         layers = len(DEPTHS) if algorithm.ebft.features.whiten_layers == "each" else 1
@@ -116,7 +116,7 @@ def loss_alone(
             logits = policy(input_ids=sequence[None]).logits[0, context - 1 : -1]
             logprobs = (logits / TEMPERATURE).log_softmax(1).gather(1, sequence[context:, None])
             losses.append(-advantage * logprobs.sum())
-    return torch.stack(losses).sum() / drawn.numel(), advantages
+    return torch.stack(losses).sum() / sampled.numel(), advantages
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, whitening
     objective, mini_batch = make_objective(policy, algorithm), make_mini_batch(17, 4, 14)
     (inputs,) = objective.prepare(mini_batch)
     objective.begin(0)
-    drawn = objective.draw(inputs)
+    sampled = objective.sample(inputs)
     objective.begin(0)
     output = objective.loss(mini_batch, inputs)
     output.loss.backward()
     alone = plain(folder)
     alone.load_state_dict(policy.model.state_dict())
-    expected, advantages = loss_alone(alone, plain(folder), inputs, drawn, algorithm)
+    expected, advantages = loss_alone(alone, plain(folder), inputs, sampled, algorithm)
     expected.backward()
     assert np.abs(advantages).max() > 0.05
     torch.testing.assert_close(output.loss, expected, atol=1e-5, rtol=1e-4)
@@ -162,7 +162,7 @@ def test_metrics_are_those_of_the_reference(folder: Path) -> None:
     objective, mini_batch = make_objective(policy, algorithm), make_mini_batch(17, 4, 14)
     (inputs,) = objective.prepare(mini_batch)
     objective.begin(0)
-    drawn = objective.draw(inputs)
+    sampled = objective.sample(inputs)
     objective.begin(0)
     values = objective.loss(mini_batch, inputs).metrics.values()
     frozen, plan = plain(folder), inputs.plan
@@ -171,7 +171,7 @@ def test_metrics_are_those_of_the_reference(folder: Path) -> None:
         document = inputs.documents[torch.from_numpy(plan.document_ids == plan.column_documents[column])]
         context = int(plan.contexts[column])
         samples = [
-            features_alone(frozen, torch.cat([document[:context], drawn[:, column + j]])) for j in range(SAMPLES)
+            features_alone(frozen, torch.cat([document[:context], sampled[:, column + j]])) for j in range(SAMPLES)
         ]
         truth = features_alone(frozen, document[: context + plan.num_steps])
         alignment, diversity, cfm = score_reference(np.stack(samples), truth, "sample")
@@ -232,7 +232,7 @@ def test_a_step_leaves_the_feature_network_as_it_was(folder: Path) -> None:
 
 
 def test_the_adapter_off_and_a_frozen_copy_give_the_same_rewards(folder: Path) -> None:
-    """Check rewards of equal draws, since both policies equal the initial model."""
+    """Check rewards of equal samples, since both policies equal the initial model."""
     values = []
     for adapter in ("lora", "none"):
         policy = load_policy(make_model_config(folder, adapter=adapter), LearnerConfig(), torch.device("cpu"))

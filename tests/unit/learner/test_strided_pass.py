@@ -26,7 +26,7 @@ from rlpipe.errors import ModelError
 from rlpipe.learner import policy, row_plan
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.policy import load_scorer
-from rlpipe.learner.strided_objective import StridedInputs, draw_blocks, plan_strided, score_blocks
+from rlpipe.learner.strided_objective import StridedInputs, plan_strided, sample_blocks, score_blocks
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import open_model
 
@@ -73,12 +73,12 @@ def make_inputs(lengths: tuple[int, ...], sizes: tuple[int, int, int], num_sampl
     return plan_strided(micro_batch, config, num_samples=num_samples, device=torch.device("cpu"))
 
 
-def draw(
+def sample(
     scorer: LogprobModel, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0, top_p: float = 1.0
 ) -> Tensor:
     uniforms = torch.rand(inputs.plan.num_steps, inputs.plan.num_columns, generator=torch.Generator().manual_seed(seed))
     config = StridedConfig(temperature=temperature, top_p=top_p)
-    return draw_blocks(scorer, inputs, uniforms, config=config, chunk_tokens=5)
+    return sample_blocks(scorer, inputs, uniforms, config=config, chunk_tokens=5)
 
 
 def contexts_of(inputs: StridedInputs) -> list[Tensor]:
@@ -91,10 +91,10 @@ def contexts_of(inputs: StridedInputs) -> list[Tensor]:
 
 
 @torch.no_grad()
-def logprobs_alone(name: str, inputs: StridedInputs, drawn: Tensor) -> Tensor:
+def logprobs_alone(name: str, inputs: StridedInputs, sampled: Tensor) -> Tensor:
     """Return the log-probs ``[g, C]`` of each block after its context, run as a sequence of its own."""
     columns = []
-    for context, tokens in zip(contexts_of(inputs), drawn.T, strict=True):
+    for context, tokens in zip(contexts_of(inputs), sampled.T, strict=True):
         logits = plain_model(name)(input_ids=torch.cat([context, tokens])[None]).logits[0]
         logprobs = (logits[len(context) - 1 : -1] / TEMPERATURE).log_softmax(1)
         columns.append(logprobs.gather(1, tokens[:, None])[:, 0])
@@ -102,15 +102,15 @@ def logprobs_alone(name: str, inputs: StridedInputs, drawn: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logprobs_packed(scorer: LogprobModel, inputs: StridedInputs, drawn: Tensor) -> Tensor:
-    return score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).drawn.view_as(drawn)
+def logprobs_packed(scorer: LogprobModel, inputs: StridedInputs, sampled: Tensor) -> Tensor:
+    return score_blocks(scorer, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).sampled.view_as(sampled)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple) -> None:
     inputs = make_inputs(*case)
-    drawn = draw(scorer_of("qwen3"), inputs)
-    packed, alone = logprobs_packed(scorer_of("qwen3"), inputs, drawn), logprobs_alone("qwen3", inputs, drawn)
+    sampled = sample(scorer_of("qwen3"), inputs)
+    packed, alone = logprobs_packed(scorer_of("qwen3"), inputs, sampled), logprobs_alone("qwen3", inputs, sampled)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -119,8 +119,8 @@ def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - LINEAR))
 def test_packed_logprobs_equal_separate_ones_for_common_families(name: str, attention: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
-    drawn = draw(scorer_of(name, attention), inputs)
-    packed, alone = logprobs_packed(scorer_of(name, attention), inputs, drawn), logprobs_alone(name, inputs, drawn)
+    sampled = sample(scorer_of(name, attention), inputs)
+    packed, alone = logprobs_packed(scorer_of(name, attention), inputs, sampled), logprobs_alone(name, inputs, sampled)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -134,8 +134,8 @@ def test_packed_logprobs_equal_separate_ones_with_flex_attention(name: str) -> N
     scorer.causal_model.set_attn_implementation("flex_attention")
     scorer.requires_grad_(False)  # its backward pass needs a GPU
     inputs = make_inputs((13, 41), (3, 4, 3), 4)
-    drawn = draw(scorer, inputs)
-    packed, alone = logprobs_packed(scorer, inputs, drawn), logprobs_alone(name, inputs, drawn)
+    sampled = sample(scorer, inputs)
+    packed, alone = logprobs_packed(scorer, inputs, sampled), logprobs_alone(name, inputs, sampled)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -147,9 +147,9 @@ def test_models_without_plain_attention_are_refused(name: str) -> None:
 
 def test_likelihoods_of_the_documents_come_from_the_same_pass() -> None:
     inputs = make_inputs((13, 26), (3, 4, 3), 2)
-    scorer, drawn = scorer_of("qwen3"), draw(scorer_of("qwen3"), inputs)
+    scorer, sampled = scorer_of("qwen3"), sample(scorer_of("qwen3"), inputs)
     with torch.no_grad():
-        got = score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).truth
+        got = score_blocks(scorer, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).truth
         expected = []
         for places in map(torch.from_numpy, (inputs.plan.document_ids == 0, inputs.plan.document_ids == 1)):
             document = inputs.documents[places]
@@ -160,10 +160,10 @@ def test_likelihoods_of_the_documents_come_from_the_same_pass() -> None:
 
 def test_a_row_without_blocks_still_scores_its_documents() -> None:
     inputs = make_inputs((7, 9), (8, 8, 8), 4)
-    scorer, drawn = scorer_of("qwen3"), draw(scorer_of("qwen3"), inputs)
-    assert drawn.shape == (8, 0)
+    scorer, sampled = scorer_of("qwen3"), sample(scorer_of("qwen3"), inputs)
+    assert sampled.shape == (8, 0)
     assert inputs.plan.num_skipped == 2
-    assert len(score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
+    assert len(score_blocks(scorer, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
 
 
 # Likely mistakes, planted one by one ----------------------------------------------------------------------------------
@@ -195,34 +195,34 @@ def block_major(plan: StridedRow) -> np.ndarray:
 @pytest.mark.parametrize("planted", [beside, one_early, at_the_context_end, block_major])
 def test_log_probs_read_at_another_place_are_other_ones(planted: Callable[[StridedRow], np.ndarray]) -> None:
     inputs = make_inputs((41,), (8, 8, 8), 2)
-    drawn = draw(scorer_of("qwen3"), inputs)
+    sampled = sample(scorer_of("qwen3"), inputs)
     wrong = replace(inputs, predecessors=torch.from_numpy(planted(inputs.plan)))
-    alone = logprobs_alone("qwen3", inputs, drawn)
-    assert (logprobs_packed(scorer_of("qwen3"), wrong, drawn) - alone).abs().max() > 1e-2
+    alone = logprobs_alone("qwen3", inputs, sampled)
+    assert (logprobs_packed(scorer_of("qwen3"), wrong, sampled) - alone).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
     inputs = make_inputs((41,), (8, 8, 8), 2)
-    drawn = draw(scorer_of("qwen3"), inputs)
-    alone = logprobs_alone("qwen3", inputs, drawn)
+    sampled = sample(scorer_of("qwen3"), inputs)
+    alone = logprobs_alone("qwen3", inputs, sampled)
     plan = inputs.plan
     visible = torch.from_numpy(plan.visible()).clone()
     visible[plan.num_document_tokens :] += shift
     positions = inputs.position_ids.clone()
     positions[plan.num_document_tokens :] += shift
     for wrong in (replace(inputs, mask=replace(inputs.mask, visible=visible)), replace(inputs, position_ids=positions)):
-        assert (logprobs_packed(scorer_of("qwen3"), wrong, drawn) - alone).abs().max() > 1e-4
+        assert (logprobs_packed(scorer_of("qwen3"), wrong, sampled) - alone).abs().max() > 1e-4
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
-def test_the_coldest_draws_are_what_each_block_alone_goes_on_with(name: str) -> None:
+def test_the_coldest_samples_are_what_each_block_alone_goes_on_with(name: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
-    drawn = draw(scorer_of(name), inputs, temperature=1e-6)
-    for context, tokens in zip(contexts_of(inputs), drawn.T, strict=True):
+    sampled = sample(scorer_of(name), inputs, temperature=1e-6)
+    for context, tokens in zip(contexts_of(inputs), sampled.T, strict=True):
         expected = context
         for _ in tokens:
             with torch.no_grad():
@@ -231,14 +231,14 @@ def test_the_coldest_draws_are_what_each_block_alone_goes_on_with(name: str) -> 
 
 
 @pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
-def test_draws_follow_the_policys_distribution(top_p: float) -> None:
+def test_samples_follow_the_policys_distribution(top_p: float) -> None:
     inputs = make_inputs((9,), (8, 8, 1), 20_000)
     with torch.no_grad():
         logits = plain_model("qwen3")(input_ids=inputs.documents[None, :8]).logits[0, -1]
     warped = TopPLogitsWarper(top_p)(None, logits[None] / 0.3)[0] if top_p < 1 else logits / 0.3
     probabilities = warped.softmax(0)
-    drawn = draw(scorer_of("qwen3"), inputs, temperature=0.3, top_p=top_p)
-    counts = drawn.flatten().bincount(minlength=len(logits))[: len(logits)]
+    sampled = sample(scorer_of("qwen3"), inputs, temperature=0.3, top_p=top_p)
+    counts = sampled.flatten().bincount(minlength=len(logits))[: len(logits)]
     possible = probabilities > 0
     assert not counts[~possible].any()
     expected = 20_000 * probabilities[possible]
@@ -246,9 +246,9 @@ def test_draws_follow_the_policys_distribution(top_p: float) -> None:
     assert deviations.square().sum() < 2 * possible.sum()  # chi-square, whose mean is the number of tokens less one
 
 
-def test_a_seed_draws_the_same_tokens_again() -> None:
+def test_a_seed_samples_the_same_tokens_again() -> None:
     inputs = make_inputs((41,), (8, 8, 8), 4)
-    first, again, other = (draw(scorer_of("qwen3"), inputs, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (sample(scorer_of("qwen3"), inputs, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -259,12 +259,12 @@ def test_a_seed_draws_the_same_tokens_again() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3-moe", "mistral"])
 def test_hidden_states_are_transformers_own_at_every_depth(name: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
-    drawn = draw(scorer_of(name), inputs)
-    row, plan = inputs.row(drawn), inputs.plan
+    sampled = sample(scorer_of(name), inputs)
+    row, plan = inputs.row(sampled), inputs.plan
     with torch.no_grad():
         depths = scorer_of(name).depths(row, [2, 0, 1, 1])
         for column, context in enumerate(contexts_of(inputs)):
-            alone = torch.cat([context, drawn[:, column]])[None]
+            alone = torch.cat([context, sampled[:, column]])[None]
             expected = plain_model(name)(input_ids=alone, output_hidden_states=True).hidden_states
             places = [plan.place(step).start + column for step in range(plan.num_steps)]
             for depth, got in zip((2, 0, 1, 1), depths, strict=True):

@@ -211,8 +211,8 @@ def test_weights_that_chunks_replace_count_as_free(monkeypatch: pytest.MonkeyPat
     model = nn.Linear(4096, 4096, bias=False)  # 64 MiB
     assert free_memory(CPU, replaced=model).host_bytes == int(0.9 * (2**33 + 2**26)) // 2
     with torch.device("meta"):
-        hollow = nn.Linear(2**16, 2**16)
-    assert free_memory(CPU, replaced=hollow).host_bytes == int(0.9 * 2**33) // 2
+        empty = nn.Linear(2**16, 2**16)
+    assert free_memory(CPU, replaced=empty).host_bytes == int(0.9 * 2**33) // 2
 
 
 def test_knobs_that_are_given_stay() -> None:

@@ -18,7 +18,7 @@ from rlpipe.learner.forward import find_layers
 from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_case import LearnerCase, TraceCache
-from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, HOST_BYTES, DeviceBytes, HostBytes, nf4_bytes, outline_policy
+from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, HOST_BYTES, DeviceBytes, HostBytes, meta_policy, nf4_bytes
 from rlpipe.plan.learner_plan import MOST_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
 from rlpipe.plan.learner_time import chunked_time, plain_time, read_work
 from rlpipe.plan.model_shape import describe_offline
@@ -87,14 +87,14 @@ def test_an_adapter_is_trained_over_a_base_in_its_own_type() -> None:
 
 def test_qlora_holds_linear_layers_in_four_bits() -> None:
     config = config_of(SMALL, "model=qlora", "rollout.engine_args.quantization=bitsandbytes")
-    outline = outline_policy(describe_offline(SMALL, config.model), config.model)
+    policy = meta_policy(describe_offline(SMALL, config.model), config.model)
     linear = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
-    assert sum(outline.nf4.values()) == linear
+    assert sum(policy.nf4.values()) == linear
     assert nf4_bytes(64 * 256) == 32 * 256 + 256 + 4
-    assert outline.stored_bytes() == 2 * (NUM_SMALL - linear) + nf4_bytes(linear) + 4 * outline.num_trained
+    assert policy.stored_bytes() == 2 * (NUM_SMALL - linear) + nf4_bytes(linear) + 4 * policy.num_trained
     found = plan(SMALL, "model=qlora", "rollout.engine_args.quantization=bitsandbytes")
     assert found.memory is not None
-    assert found.memory.device.weights == outline.stored_bytes()
+    assert found.memory.device.weights == policy.stored_bytes()
     assert found.time is not None
     plain = plan(SMALL).time
     assert plain is not None
@@ -182,13 +182,13 @@ def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_
     options = [f"algorithm={kind}", f"model={model}", f"model.path={QWEN_8B}", "model.dtype=bfloat16", *ROWS]
     config = load_config([*options, "learner.max_tokens_per_microbatch=2048"], need_files=False)
     described = describe_offline(QWEN_8B, config.model)
-    policy, rewards = outline_policy(described, config.model), outline_policy(described, config.model, head=kind)
+    policy, rewards = meta_policy(described, config.model), meta_policy(described, config.model, head=kind)
     head = [entry for name, entry in rewards.scorer.named_parameters() if ".score." in name and entry.requires_grad]
     size, lm_head = sum(entry.numel() for entry in head), described.vocab_size * described.hidden_size
     assert size in (num_labels * described.hidden_size, num_labels * (described.hidden_size + 1))  # may have a bias
     assert rewards.num_trained - policy.num_trained == (size if model == "lora" else size - lm_head)
     case = case_of(config)
-    assert case.outline.num_parameters == rewards.num_parameters
+    assert case.policy.num_parameters == rewards.num_parameters
     assert case.memory is not None
     assert case.memory.device.weights == rewards.stored_bytes()
     for strategy in ("fsdp2", "zero3"):
@@ -204,7 +204,7 @@ def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_
 
 def drafted_copy() -> PreTrainedModel:
     model = config_of(SMALL).model
-    return outline_policy(describe_offline(SMALL, model), model, frozen=True).scorer.causal_model
+    return meta_policy(describe_offline(SMALL, model), model, frozen=True).scorer.causal_model
 
 
 def test_minibatches_need_the_log_probs_of_the_start() -> None:
@@ -216,8 +216,8 @@ def test_minibatches_need_the_log_probs_of_the_start() -> None:
 
 def test_work_is_packed_as_in_a_run() -> None:
     config = config_of(SMALL, "learner.max_tokens_per_microbatch=16384")
-    outline = outline_policy(describe_offline(SMALL, config.model), config.model)
-    work = read_work(config, outline.scorer.layout)
+    policy = meta_policy(describe_offline(SMALL, config.model), config.model)
+    work = read_work(config, policy.scorer.layout)
     assert (work.num_sequences, work.sequence_tokens, work.step_tokens) == (256, 1536, 256 * 1536)
     assert (work.num_updates, work.num_micro_batches) == (1, 26)  # of 10 sequences each
     assert len(work.row.predictors) == 10 * 1024
@@ -404,7 +404,7 @@ def test_fsdp2_exchanges_unit_by_unit(reshards: bool) -> None:
         (Link(all_gather=second, reduce_scatter=free, all_reduce=free), gathers),
         (Link(all_gather=free, reduce_scatter=second, all_reduce=free), sums),
     ):
-        time = plain_time(case.outline, stages, case.config, case.work, replace(BIG_HOST, link=link))
+        time = plain_time(case.policy, stages, case.config, case.work, replace(BIG_HOST, link=link))
         passes = case.work.num_updates * case.work.num_micro_batches
         assert (case.work.num_logprob_passes, case.work.num_reference_passes) == (0, 0)
         assert time.exchange_s == pytest.approx(passes * count)

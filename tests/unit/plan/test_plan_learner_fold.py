@@ -14,7 +14,7 @@ from rlpipe.offload.planner.fake_trace import traceable_experts
 from rlpipe.offload.planner.profiler import trace_on
 from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold
 from rlpipe.plan.learner_case import trace_policy
-from rlpipe.plan.learner_memory import Outline, outline_policy
+from rlpipe.plan.learner_memory import MetaPolicy, meta_policy
 
 SMALL = {
     "vocab_size": 997,
@@ -32,8 +32,8 @@ def config_of(*overrides: str) -> Config:
     return load_config(["experiment=gsm8k", "model.dtype=bfloat16", *options], need_files=False)
 
 
-def trace_whole(outline: Outline, config: Config, dtype: torch.dtype | None) -> Trace:
-    scorer = outline.scorer
+def trace_whole(policy: MetaPolicy, config: Config, dtype: torch.dtype | None) -> Trace:
+    scorer = policy.scorer
     row = full_rows(scorer, 100)[-1]
 
     def loss_of(trace: Trace) -> Tensor:
@@ -41,7 +41,7 @@ def trace_whole(outline: Outline, config: Config, dtype: torch.dtype | None) -> 
         return scorer.logprobs(row, 1.0, config.learner.logprob_chunk_tokens, with_entropy=True)[0].sum()
 
     with traceable_experts(scorer):
-        return trace_on(DEVICE, scorer, outline.units, loss_of, compute_dtype=dtype)
+        return trace_on(DEVICE, scorer, policy.units, loss_of, compute_dtype=dtype)
 
 
 QWEN = Qwen3Config(num_hidden_layers=5, **SMALL)
@@ -51,10 +51,10 @@ GEMMA = Gemma3TextConfig(num_hidden_layers=6, layer_types=KINDS, sliding_window=
 
 def both_traces(described: PreTrainedConfig, adapter: str, dtype: torch.dtype | None) -> tuple[Trace, Trace]:
     config = config_of(f"model.adapter.kind={adapter}")
-    outline = outline_policy(described, config.model)
-    row = full_rows(outline.scorer, 100)[-1]
-    folded = trace_policy(outline, row, config, DEVICE, compute_dtype=dtype)
-    return folded, trace_whole(outline, config, dtype)
+    policy = meta_policy(described, config.model)
+    row = full_rows(policy.scorer, 100)[-1]
+    folded = trace_policy(policy, row, config, DEVICE, compute_dtype=dtype)
+    return folded, trace_whole(policy, config, dtype)
 
 
 @pytest.mark.covering(0)
@@ -81,11 +81,11 @@ def test_layers_of_two_kinds_are_each_folded() -> None:
 @pytest.mark.slow
 def test_the_model_is_whole_again_after_a_trace() -> None:
     config = config_of()
-    outline = outline_policy(GEMMA, config.model)
-    before = [name for name, _ in outline.scorer.named_parameters()]
-    trace_policy(outline, full_rows(outline.scorer, 50)[-1], config, DEVICE, compute_dtype=None)
-    assert [name for name, _ in outline.scorer.named_parameters()] == before
-    assert outline.scorer.causal_model.config.layer_types == KINDS
+    policy = meta_policy(GEMMA, config.model)
+    before = [name for name, _ in policy.scorer.named_parameters()]
+    trace_policy(policy, full_rows(policy.scorer, 50)[-1], config, DEVICE, compute_dtype=None)
+    assert [name for name, _ in policy.scorer.named_parameters()] == before
+    assert policy.scorer.causal_model.config.layer_types == KINDS
 
 
 def test_blocks_of_a_kind_are_stood_for_by_one() -> None:

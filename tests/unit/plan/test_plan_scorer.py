@@ -23,7 +23,7 @@ from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES
 from rlpipe.plan.learner_plan import plan_learner
 from rlpipe.plan.model_shape import describe_offline
-from rlpipe.plan.scorer_model import outline_scorer, read_scorer_setups
+from rlpipe.plan.scorer_model import meta_scorer, read_scorer_setups
 from rlpipe.plan.scorer_plan import ScorerPlan, UnplannedScorer, plan_scorers
 from rlpipe.plan.sections import Loop, read_loop
 from rlpipe.scoring.feature_scorer import FeatureSequence, open_feature_network
@@ -83,7 +83,7 @@ def test_a_pass_of_a_reward_model_takes_what_a_real_one_does(tmp_path: Path) -> 
     kwargs = f"scoring.rewards.preference.kwargs={{model: {tmp_path}, dtype: float32}}"
     config = config_of("reward_model", kwargs, "data.max_prompt_tokens=40", "rollout.sampling.max_tokens=24")
     (setup,) = read_scorer_setups(config, H100)
-    model = outline_scorer(setup, config, describe_offline(config.model.path, config.model))
+    model = meta_scorer(setup, config, describe_offline(config.model.path, config.model))
     reward = SequenceReward(model=str(tmp_path), dtype="float32")
     reward.setup()
     with TensorTracker() as tracker:
@@ -97,7 +97,7 @@ def test_a_pass_of_a_feature_network_takes_what_a_real_one_does(tmp_path: Path) 
     policy = make_tiny_policy(tmp_path / "policy")
     config = config_of("ebft", *FEATURES, f"model.path={policy}", "model.dtype=float32")
     (setup,) = read_scorer_setups(config, H100)
-    model = outline_scorer(setup, config, describe_offline(str(policy), config.model))
+    model = meta_scorer(setup, config, describe_offline(str(policy), config.model))
     cpu, features = torch.device("cpu"), config.algorithm.ebft.features
     reader = open_feature_network(config.model, features, cpu, max_tokens=4096)
     sequence = FeatureSequence(token_ids=np.zeros(64, np.int32), completion_mask=np.ones(64, np.bool_))

@@ -65,7 +65,7 @@ def test_chat_prompts_come_back_as_messages(tmp_path: Path) -> None:
 def test_images_come_back_with_their_places(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
     images = tuple(
-        PlacedImage(place=place, num_tokens=place + 1, content=content)
+        PlacedImage(start=place, num_tokens=place + 1, content=content)
         for place, content in enumerate([b"\x89PNG", b"", b"\xff\x00"])
     )
     original = group(0, [1.0, 0.0])

@@ -275,7 +275,7 @@ def test_a_group_that_has_just_finished_is_dropped_as_well(thread: EngineThread)
     assert [group.group_id for group in thread.collect(5, 5, "one/1")] == [1]
 
 
-def test_a_restarted_client_does_not_get_what_was_drawn_for_the_process_before_it(thread: EngineThread) -> None:
+def test_a_restarted_client_does_not_get_what_was_sampled_for_the_process_before_it(thread: EngineThread) -> None:
     thread.submit([request(0), request(1, min_version=1)], "one/1")
     thread.submit([replace(request(0), group_size=3)], "one/2")
     thread.load(manifest(1), [], timeout_s=5)

@@ -85,7 +85,7 @@ def test_a_vllm_for_gpus_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_engine(RolloutConfig(engine="vllm"))
 
 
-def test_rollouts_hold_prompt_and_drawn_tokens(path: Path) -> None:
+def test_rollouts_hold_prompt_and_sampled_tokens(path: Path) -> None:
     engine = open_hf(path)
     groups = sample(engine, [request(0), request(3, group_size=3)])
     assert [len(group) for group in groups] == [2, 3]
@@ -274,8 +274,8 @@ def test_stop_strings_and_stop_ids_end_a_completion_with_their_token(path: Path)
     for sampling in ({"stop": [character]}, {"stop_token_ids": [stop_id]}):
         stopped = sample(open_hf(path, sampling=sampling), [request(i, group_size=4) for i in range(3)])
         for before, after in zip(flatten(free), flatten(stopped), strict=True):
-            drawn = before.completion_ids.tolist()
-            expected = drawn[: drawn.index(stop_id) + 1] if stop_id in drawn else drawn
+            sampled = before.completion_ids.tolist()
+            expected = sampled[: sampled.index(stop_id) + 1] if stop_id in sampled else sampled
             assert after.completion_ids.tolist() == expected
             assert after.finish_reason == ("stop" if {stop_id, END} & {expected[-1]} else "length")
 
@@ -307,7 +307,7 @@ def test_a_request_without_the_adapter_is_answered_by_the_plain_model(path: Path
     assert len(tokens([rollout])[0]) < len(tokens([policy])[0]), "only rollouts end at the run's stop tokens"
     assert tokens(sample(engine, [request(0, use_adapter=False, **asked)])) == [expected]
     groups = sample(engine, [request(3)])
-    assert versions(groups) == {1}, "rollouts are drawn with the adapter again"
+    assert versions(groups) == {1}, "rollouts are sampled with the adapter again"
 
 
 def test_a_request_with_its_own_sampling_is_that_of_an_engine_with_it(path: Path) -> None:

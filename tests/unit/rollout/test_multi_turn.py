@@ -18,7 +18,7 @@ Answer = Callable[[GroupRequest, int], tuple[list[int], RolloutStatus]]
 
 
 class ScriptedEngine:
-    """A fake engine that answers every request at the next step, as drawn with ``version``."""
+    """A fake engine that answers every request at the next step, as sampled with ``version``."""
 
     has_work = True
 

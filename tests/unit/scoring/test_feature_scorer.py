@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.row_renderer import TruthRenderer
+from rlpipe.data.render.row_renderer import GroundTruthRenderer
 from rlpipe.data.row import UnusableRow
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.replay.assemble import reward_metrics, set_advantages
@@ -56,9 +56,9 @@ def make_group(*texts: str, truth: Any = "four", group_id: int = 0, chat: bool =
     return RolloutGroup(group_id=group_id, prompt=prompt, rollouts=rollouts)
 
 
-def renderer(**ebft: Any) -> TruthRenderer:
+def renderer(**ebft: Any) -> GroundTruthRenderer:
     chat = ebft.pop("chat", True)
-    return TruthRenderer(TOKENIZER, DataConfig(source="jsonl", chat=chat), EbftConfig(**ebft))
+    return GroundTruthRenderer(TOKENIZER, DataConfig(source="jsonl", chat=chat), EbftConfig(**ebft))
 
 
 class Reader:

@@ -51,16 +51,16 @@ class CharacterTokenizer:
 
 def make_rollout(index: int, text: str, task: dict[str, Any], version: int) -> Rollout:
     tokens = np.array([1] * PROMPT_TOKENS + [ord(c) for c in text] + [0], dtype=np.int32)
-    drawn = np.arange(len(tokens)) >= PROMPT_TOKENS
+    sampled = np.arange(len(tokens)) >= PROMPT_TOKENS
     return Rollout(
         group_id=5,
         sample_index=index,
         prompt_id=17,
         task=task,
         token_ids=tokens,
-        loss_mask=drawn,
+        loss_mask=sampled,
         logprobs=np.zeros(len(tokens), dtype=np.float32),
-        policy_versions=np.where(drawn, version, -1).astype(np.int32),
+        policy_versions=np.where(sampled, version, -1).astype(np.int32),
     )
 
 

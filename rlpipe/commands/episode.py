@@ -76,7 +76,7 @@ def _play(config: Config, request: GroupRequest) -> Rollout:
         ),
     )
 
-    async def draw(request: GroupRequest, _: Deadline) -> Rollout:
+    async def sample(request: GroupRequest, _: Deadline) -> Rollout:
         group = await asyncio.to_thread(engine.ask, request, config.environment.timeout_s)
         if group.failure is not None:
             raise EngineFailed(group.failure)
@@ -84,7 +84,7 @@ def _play(config: Config, request: GroupRequest) -> Rollout:
 
     async def play() -> Rollout:
         environment = replace(config.environment, on_error="raise")
-        player, _ = open_player(replace(config, environment=environment), draw)
+        player, _ = open_player(replace(config, environment=environment), sample)
         await player.start()
         group = await player.play(request)
         if group.failure is not None:
