@@ -190,6 +190,9 @@ def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
     for name in ("beta", "entropy_coef"):
         if getattr(algorithm.loss, name):
             yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
+    for name in ("aggregate", "clip_low", "clip_high"):
+        if getattr(algorithm.loss, name) != getattr(LossConfig(), name):
+            yield f"algorithm.loss.{name}: has no effect on the loss dpo; leave it out"
     if algorithm.loss.entropy_target is not None:
         yield "algorithm.loss.entropy_target: has no effect on the loss dpo; leave it out"
     if algorithm.combine != AlgorithmConfig().combine:
@@ -211,6 +214,11 @@ def check_preference(config: Config) -> Iterator[str]:
         yield f"algorithm.reference.sync_steps: {algorithm.preference.loss} has no reference; set it to 0"
     yield from _check_precomputed(config)
     yield from _check_preference_rows(config)
+    if config.model.adapter.path is not None and algorithm.preference.runs_reference:
+        yield (
+            "model.adapter.path: the reference is this adapter as it is now, whose log-probs must be known before it "
+            f"is trained; set {PRECOMPUTE}=true, or merge it (rlpipe merge) and give the merged model as model.path"
+        )
     if algorithm.preference.loss == "kto":
         for name, value in (("loss_mask", "all"), ("train_on_inputs", True)):
             if any(getattr(source.data, name) == value for source in all_sources(config.data)):

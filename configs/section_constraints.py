@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import ROLE_OPTION, mixed_sources, read_role_boundaries
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, RewardKlConfig
-from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.data_config import SET_BY_OPTIONS, SET_FOR_EACH_ROW, DataConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import ServeConfig
@@ -285,14 +285,6 @@ def _check_masks(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator
         yield "data.roles_to_train: empty, so no token of a conversation is trained; name roles, as in [assistant]"
 
 
-OPTIONS = {"tools": "data.tools", "chat_template": "model.chat_template"}
-GIVEN = {
-    *("conversation", "conversations", "messages", "add_generation_prompt", "continue_final_message", "tokenize"),
-    *("return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length"),
-    "tokenizer_kwargs",
-}
-
-
 def check_template(data: DataConfig) -> Iterator[str]:
     shared = [*_check_template(data, "data")]
     yield from shared
@@ -304,7 +296,7 @@ def check_template(data: DataConfig) -> Iterator[str]:
 def _check_template(data: DataConfig, at: str) -> Iterator[str]:
     for name in data.chat_template_kwargs:
         option = f"{at}.chat_template_kwargs.{name}"
-        if name in OPTIONS:
-            yield f"{option}: can't be set here; set {OPTIONS[name].replace('data', at)} instead"
-        elif name in GIVEN:
+        if name in SET_BY_OPTIONS:
+            yield f"{option}: can't be set here; set {SET_BY_OPTIONS[name].replace('data', at)} instead"
+        elif name in SET_FOR_EACH_ROW:
             yield f"{option}: rlpipe sets it for each row; leave it out"

@@ -132,9 +132,21 @@ def trl_loss(values: ForeignValues, value: Any) -> Made:
     if values.run.method == "sft":
         return "it is the loss here" if value in ("nll", "chunked_nll") else NO_LOSS
     names = value if isinstance(value, list) else [value]
+    if len(names) == 2 and names[1] == "sft":
+        return _with_cross_entropy(values, names[0])
     if len(names) != 1:
-        return "a sum of losses: algorithm.preference.loss is one"
+        return "a sum of losses: algorithm.preference.loss is one, and preference.cross_entropy_coef adds a second"
     return named(f"{PREFERENCE}.loss", PREFERENCE_LOSSES).make(values, names[0])
+
+
+def _with_cross_entropy(values: ForeignValues, name: Any) -> Made:
+    """Translate the sum of a loss of pairs and the chosen completions' cross-entropy, up to its scale."""
+    made, weights = named(f"{PREFERENCE}.loss", PREFERENCE_LOSSES).make(values, name), values.get("loss_weights")
+    weights = [1.0, 1.0] if weights is None else weights
+    are_weights = isinstance(weights, list) and len(weights) == 2 and all(isinstance(w, int | float) for w in weights)
+    if not isinstance(made, dict) or not are_weights or weights[0] <= 0:
+        return made
+    return {**made, f"{PREFERENCE}.cross_entropy_coef": weights[1] / weights[0]}
 
 
 @about(HIGH)
@@ -256,6 +268,7 @@ def of_covariance(loss: str, name: str) -> Rule:
 
 LOSSES = (
     SettingRow(trl_loss, "loss_type"),
+    SettingRow(Rule(f"{PREFERENCE}.cross_entropy_coef", lambda *_: UsedBy(f"{PREFERENCE}.loss")), "loss_weights"),
     SettingRow(named(NAME, VERL_LOSSES, NO_LOSS), verl=VERL_LOSS),
     SettingRow(named(NAME, OPENRLHF_LOSSES, NO_LOSS), openrlhf="policy_loss_type"),
     SettingRow(switched(NAME, "reinforce"), verl="actor.use_gpg_loss"),

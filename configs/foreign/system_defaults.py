@@ -38,6 +38,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("axolotl", "rl"): {**GRPO, "max_completion_length": 256},
     ("axolotl", "ebft"): {"num_generations": 8, "max_completion_length": 256},
     ("axolotl", "simpo"): {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
+    ("axolotl", "process_reward_model"): {"step_separator": "\n"},
     ("axolotl", ""): AXOLOTL,
     ("verl", "rl"): {
         "algorithm.adv_estimator": "gae",
@@ -48,6 +49,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "actor.ppo_mini_batch_size": 256,
         "actor.loss_agg_mode": "token-mean",
         "actor.clip_ratio_c": 3.0,
+        "actor.policy_loss.ppo_kl_coef": 0.1,
         "actor.optim.lr": 1e-6,
         "actor.optim.weight_decay": 0.01,
         "model.enable_gradient_checkpointing": True,
@@ -89,6 +91,7 @@ INSTEAD = {
     "actor.clip_ratio_c": ("actor.policy_loss.loss_mode",),
     "algorithm.rollout_correction.rollout_is": ("actor.tis_imp_ratio_cap", "algorithm.rollout_is"),
     "enable_vllm_is_correction": ("vllm_enable_is_correction",),
+    "step_separator": tuple(f"datasets.{index}.step_separator" for index in range(10)),
     "per_device_train_batch_size": ("auto_find_batch_size",),
 }
 """Settings with which a default has no effect."""

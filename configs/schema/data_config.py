@@ -7,6 +7,15 @@ from typing import Any
 
 from rlpipe.configs.schema.option import MAX_STEPS, MAX_TOKENS, MAX_WEIGHT, MISSING, PROSE, Freezable, option
 
+SET_BY_OPTIONS = {"tools": "data.tools", "chat_template": "model.chat_template"}
+"""Arguments of chat templates that have options of their own."""
+SET_FOR_EACH_ROW = {
+    *("conversation", "conversations", "messages", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length"),
+    "tokenizer_kwargs",
+}
+"""Arguments of ``apply_chat_template`` that rendering sets."""
+
 
 @dataclass(kw_only=True)
 class HeldOutConfig(Freezable):

@@ -64,7 +64,9 @@ class PreferenceConfig(UserFunction):
 @dataclass(kw_only=True)
 class RewardModelConfig(Freezable):
     margin_column: str | None = option(
-        None, "Column with the margin by which the chosen completion's reward should exceed the rejected one's."
+        "margin",
+        "Column with the margin by which the chosen completion's reward should exceed the rejected one's; rows without "
+        "a column margin have none, a column of another name must be there; null: no margins.",
     )
     center_coef: float = option(
         0.0,

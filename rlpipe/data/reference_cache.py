@@ -33,7 +33,7 @@ from rlpipe.data.render.images import file_state
 from rlpipe.errors import RunError
 from rlpipe.types import FloatArray, MicroBatch, MiniBatch, TrainBatch
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file format."""
 KEY_BYTES = 16
 FLUSH_BYTES = 64 * 2**20
@@ -171,6 +171,11 @@ class ReferenceCache:
         for micro_batch in all_micro_batches(mini for batch in batches for mini in batch.mini_batches):
             micro_batch.ref_logprobs = np.zeros(micro_batch.num_tokens, np.float32)
             for key, place in keyed_sequences(micro_batch):
+                if key not in self._known:
+                    raise RunError(
+                        "a row has other tokens than when its reference's log-probs were computed: let data.transform "
+                        "return the same each time, or prepare the rows beforehand (rlpipe data prepare)"
+                    )
                 micro_batch.ref_logprobs[place][micro_batch.loss_mask[place]] = self._known[key]
 
 

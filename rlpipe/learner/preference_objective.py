@@ -70,10 +70,14 @@ class Preferences(PackedRows):
         return _sum_by_sequence(inputs.ref_logprobs, inputs)
 
     def reference_logprobs(self, mini_batch: MiniBatch) -> dict[bytes, FloatArray]:
-        """Return the log-probs of the loss tokens by the policy without its adapter, by the keys of the sequences."""
+        """Return the log-probs of the loss tokens by the policy as it begins, by the keys of the sequences.
+
+        A new adapter, which changes nothing yet, is off; one that training continues belongs to the reference.
+        """
         policy, found = self._policy, dict[bytes, FloatArray]()
+        is_new = isinstance(policy.model, PeftModel) and policy.config.adapter.path is None
         for micro_batch in self.micro_batches(mini_batch):
-            without_adapter = policy.adapter_off() if isinstance(policy.model, PeftModel) else nullcontext()
+            without_adapter = policy.adapter_off() if is_new else nullcontext()
             with without_adapter, policy.inference():
                 logprobs = self._token_logprobs(prepare(policy, micro_batch))
             values = np.zeros(micro_batch.num_tokens, np.float32)

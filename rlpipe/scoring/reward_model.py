@@ -6,7 +6,8 @@ Shapes: S sequences, T tokens in the longest, L labels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from transformers import (
 )
 
 from rlpipe.common.imports import reading_files
+from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.packing import padded_parts
 from rlpipe.data.render.processor import check_ids
+from rlpipe.data.render.template import ChatTemplate
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.loading import COMPLETE, load_complete, own_device, own_dtype
 from rlpipe.scoring.rewards import RewardActor
-from rlpipe.types import ChatMessages, RolloutGroup
+from rlpipe.types import RolloutGroup
 
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 HOW: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
@@ -40,8 +43,9 @@ class ClassifierReward(RewardActor):
 
     ``model`` is a folder or hub id. Conversations go through the chat template of its own tokenizer; a text prompt and
     its completion are concatenated. Batches have at most ``batch_tokens`` tokens, padding included; a sequence of more
-    than ``max_tokens`` fails its group. The model runs on the GPU if the process has one. ``dtype=auto`` is bfloat16
-    where that is faster on the device, else float32.
+    than ``max_tokens`` fails its group. Rows have their tools in ``tools_column``; ``tools`` and
+    ``chat_template_kwargs`` are those of the data that the model was trained on. The model runs on the GPU if the
+    process has one. ``dtype=auto`` is bfloat16 where that is faster on the device, else float32.
     """
 
     auto_class: Any
@@ -56,12 +60,18 @@ class ClassifierReward(RewardActor):
         batch_tokens: int = 16384,
         max_tokens: int = 8192,
         trust_remote_code: bool = False,
+        tools: Sequence[Any] = (),
+        tools_column: str | None = "tools",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         self.source, self.dtype = model, dtype
         self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
+        self._data = DataConfig(
+            tools=list(tools), tools_column=tools_column, chat_template_kwargs=dict(chat_template_kwargs or {})
+        )
 
     def setup(self) -> None:
         self._device = own_device()
@@ -71,6 +81,7 @@ class ClassifierReward(RewardActor):
             self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
             if self._own.pad_token_id is None:
                 self._own.pad_token = self._own.eos_token
+            self._template = ChatTemplate(self._own, self._data)
             loaded = load_complete(self.auto_class, self.source, dtype=dtype, **self.options)
         loaded.config.pad_token_id = self._own.pad_token_id
         loaded.config.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
@@ -94,10 +105,27 @@ class ClassifierReward(RewardActor):
     def prompt_and_answer(self, group: RolloutGroup, text: str) -> list[int]:
         """Return the tokens of the prompt followed by the completion."""
         prompt = group.prompt.prompt
-        if isinstance(prompt, str):
+        if not isinstance(prompt, str):
+            return self.tokens(self._template_of(group).text([*prompt, {"role": "assistant", "content": text}]))
+        if self._ends_texts:
             return self.tokens(prompt + text, special=True)
-        messages: ChatMessages = [*prompt, {"role": "assistant", "content": text}]
-        return self.tokens(str(self._own.apply_chat_template(messages, tokenize=False)))
+        return self.tokens(prompt, special=True) + self.tokens(text)
+
+    def prompt_tokens(self, group: RolloutGroup) -> list[int]:
+        """Return the tokens of the prompt, after which a completion begins."""
+        prompt = group.prompt.prompt
+        if isinstance(prompt, str):
+            return self.tokens(prompt, special=True)
+        return self.tokens(self._template_of(group).prompt_text(prompt))
+
+    def _template_of(self, group: RolloutGroup) -> ChatTemplate:
+        """Return the reward model's own template, with the tools and options of the group's row."""
+        return self._template.for_row(group.prompt.task)
+
+    @cached_property
+    def _ends_texts(self) -> bool:
+        """Whether the tokenizer adds a token at a text's end, so that two texts can't be encoded one by one."""
+        return self.tokens("a", special=True)[-1] in self._own.all_special_ids
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -172,14 +200,7 @@ class StepReward(ClassifierReward):
     def _cut(self, group: RolloutGroup, text: str) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt and the steps, and the indices of the tokens that end a step."""
         steps = [step for step in text.split(self._separator) if step.strip()]
-        prompt = group.prompt.prompt
-        if isinstance(prompt, str):
-            token_ids = self.tokens(prompt, special=True)
-        else:
-            token_ids = self.tokens(
-                str(self._own.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-            )
-        ends = []
+        token_ids, ends = self.prompt_tokens(group), list[int]()
         for step in steps:
             token_ids += self.tokens(step) + self.tokens(self._mark)
             ends.append(len(token_ids) - 1)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, takewhile
-from typing import Any
 
 import numpy as np
 
@@ -87,16 +86,16 @@ class ConversationMask:
         images: Sequence[bytes] = (),
         *,
         first_message: int = 0,
-        tools: Sequence[Any] | None = None,
+        template: ChatTemplate | None = None,
     ) -> tuple[Encoded, BoolArray]:
         """Return the conversation's T tokens, and its loss mask ``[T]``: by roles, False before ``first_message``.
 
-        ``tools`` are the row's own, in place of the config's.
+        ``template`` has the row's own tools and options; None: those of the config.
 
         Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if the mask would
         leave out a text that is to be trained, or train another.
         """
-        template = self._template.with_tools(tools)
+        template = template or self._template
         taken = template.as_taken(messages)
         if self._by_generation:
             text, blocks = template.generation_spans(taken)

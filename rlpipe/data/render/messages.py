@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlpipe.configs.schema.data_config import SET_BY_OPTIONS, SET_FOR_EACH_ROW
 from rlpipe.data.row import Row, UnusableRow
 from rlpipe.errors import ConfigError, did_you_mean
 from rlpipe.types import ChatMessages
@@ -18,6 +19,8 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
 }
 """Role for each value of ShareGPT's key ``from``."""
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""The column with a row's own arguments of the chat template."""
 CALLS = ("tool_calls", "function_call")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 INSTEAD = (*CALLS, *REASONING_KEYS)
@@ -138,6 +141,22 @@ def row_tools(row: Row, column: str | None) -> list[Any] | None:
     except UnusableRow as problem:
         hint = "set data.tools_column=null if it holds something else"
         raise UnusableRow(f"column {column!r}{problem.reason}; {hint}") from None
+
+
+def row_template_options(row: Row) -> dict[str, Any]:
+    """Return a row's own arguments of the chat template, as TRL reads them; without those that a table set to null.
+
+    Raises ``UnusableRow`` for a value that is no dictionary, and for arguments that are set for each row anyway.
+    """
+    value = row.get(TEMPLATE_OPTIONS)
+    if value is None:
+        return {}
+    name = f"column {TEMPLATE_OPTIONS!r}"
+    if not isinstance(value, Mapping):
+        raise UnusableRow(f"{name}: expected a dictionary of arguments of the chat template, found {value!r:.80}")
+    if reserved := sorted(value.keys() & {*SET_BY_OPTIONS, *SET_FOR_EACH_ROW}):
+        raise UnusableRow(f"{name}: {reserved[0]!r} is set for each row already; leave it out")
+    return {key: own for key, own in value.items() if own is not None}
 
 
 def check_tools(tools: Sequence[Any]) -> list[Any]:

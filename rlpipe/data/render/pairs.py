@@ -303,7 +303,7 @@ class RewardRenderer(PreferenceRenderer):
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raise ``DataError`` if the columns hold no pair, or not the margin."""
         super().check(columns, location, nulls)
-        if self._margin_column is not None:
+        if self._margin_column not in (None, RewardModelConfig().margin_column):
             fix = "algorithm.reward_model.margin_column or data.transform"
             require_columns(columns, [self._margin_column], location, fix)
 
@@ -329,7 +329,8 @@ class RewardRenderer(PreferenceRenderer):
         return rollout
 
     def _margin(self, columns: Row) -> float:
-        if self._margin_column is None:
+        is_usual = self._margin_column == RewardModelConfig().margin_column
+        if self._margin_column is None or (is_usual and self._margin_column not in columns):
             return 0.0
         value = present(columns, self._margin_column)
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not isfinite(value):

@@ -17,7 +17,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.render.formats import SupervisedForm
 from rlpipe.data.render.images import count_images, take_images
-from rlpipe.data.render.messages import column_messages, row_tools
+from rlpipe.data.render.messages import TEMPLATE_OPTIONS, column_messages
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.render.template import ChatTemplate, token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
@@ -58,7 +58,7 @@ class GroundTruthRenderer:
 
     def render(self, prompt: Prompt) -> GroundTruth:
         """Render the ground truth of a prompt's row; raise ``UnusableRow`` if it has none that can be rendered."""
-        row = {**self._tools(prompt), self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
+        row = {**self._options(prompt), self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
         encoded, loss_mask = self._renderer.encode(row)
         first = int(np.argmax(loss_mask))
         return GroundTruth(token_ids=encoded.token_ids[first:], is_assistant=loss_mask[first:])
@@ -78,8 +78,9 @@ class GroundTruthRenderer:
         gaps = [truth.token_ids[end:start] for (_, end), (start, _) in pairwise(spans)]
         return replace(prompt, max_tokens=limit, turns=gaps, truth=truth)
 
-    def _tools(self, prompt: Prompt) -> Row:
-        return {name: value for name, value in prompt.task.items() if name == self._tools_column}
+    def _options(self, prompt: Prompt) -> Row:
+        """Return the columns by which the prompt was rendered."""
+        return {name: value for name, value in prompt.task.items() if name in (self._tools_column, TEMPLATE_OPTIONS)}
 
     def _answer(self, prompt: Prompt) -> Any:
         truth, remaining = prompt.task.get(self._column), prompt.task.get(REMAINING_TURNS)
@@ -141,18 +142,12 @@ class PromptRenderer:
             return self._prompt(value, encoded, task, at)
         messages = column_messages(value, self._data.prompt_column, "user")
         messages, contents = take_images(messages, images, images_folder(self._data))
-        return self.render_taken(messages, contents, task, at, tools=row_tools(task, self._data.tools_column))
+        return self.render_taken(messages, contents, task, at, row=task)
 
     def render_taken(
-        self,
-        messages: ChatMessages,
-        contents: Sequence[bytes],
-        task: Mapping[str, Any],
-        at: RowLocation,
-        *,
-        tools: Sequence[Any] | None,
+        self, messages: ChatMessages, contents: Sequence[bytes], task: Mapping[str, Any], at: RowLocation, *, row: Row
     ) -> Prompt:
-        """Render the prompt of messages and images from ``take_images``, and tools from ``row_tools``."""
+        """Render the prompt of messages and images from ``take_images``, as the options of a ``row`` say."""
         if contents and self._processor is None:
             raise DataError(f"{at.location}: {NO_IMAGES}")
         messages = self._template.with_system_prompt(messages)
@@ -160,7 +155,7 @@ class PromptRenderer:
             raise UnusableRow("the prompt is empty")
         if contents:
             task = {**task, self._data.images_column: list(contents)}
-        template = self._template.with_tools(tools)
+        template = self._template.for_row(row)
         encoded = template.encode(template.prompt_text(messages), contents)
         return self._prompt(messages, encoded, task, at)
 
@@ -244,9 +239,8 @@ class SequenceRenderer:
         if self._data.messages_column in row:
             roles = [message["role"] for message in messages]
             end = roles.index("assistant") if "assistant" in roles else len(roles)
-        tools = row_tools(row, self._data.tools_column)
         contents = contents[: count_images(messages[:end])]
-        return self._prompts.render_taken(messages[:end], contents, task, at, tools=tools)
+        return self._prompts.render_taken(messages[:end], contents, task, at, row=row)
 
     def render(self, row: Row, at: RowLocation) -> Rollout:
         """Render the row's training sequence; raise ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit`` do."""
@@ -325,8 +319,8 @@ class SequenceRenderer:
             raise DataError(NO_IMAGES)
         with_system = self._template.with_system_prompt(messages)
         num_earlier = first + len(with_system) - len(messages) if first else 0
-        tools = row_tools(row, self._data.tools_column)
-        return self._mask.tokens(with_system, images, first_message=num_earlier, tools=tools)
+        template = self._template.for_row(row)
+        return self._mask.tokens(with_system, images, first_message=num_earlier, template=template)
 
     def _is_plain(self, row: Row) -> bool:
         """Return whether a pair of prompt and completion is rendered without the chat template."""

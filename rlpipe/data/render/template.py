@@ -16,9 +16,17 @@ from jinja2 import TemplateError
 
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.messages import CALLS, INSTEAD, check_tools, with_arguments_as_text, with_parsed_arguments
+from rlpipe.data.render.messages import (
+    CALLS,
+    INSTEAD,
+    check_tools,
+    row_template_options,
+    row_tools,
+    with_arguments_as_text,
+    with_parsed_arguments,
+)
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.row import UnusableRow
+from rlpipe.data.row import Row, UnusableRow
 from rlpipe.errors import DataError
 from rlpipe.types import ChatMessages, IntArray
 
@@ -63,7 +71,7 @@ def _holds_instead(message: dict[str, Any]) -> bool:
 class ChatTemplate:
     """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``.
 
-    A row's own tools replace the config's by ``with_tools``.
+    A row's own tools and template options replace the config's by ``for_row``.
     """
 
     def __init__(
@@ -74,6 +82,16 @@ class ChatTemplate:
         self._system_prompt = data.system_prompt
         self._options: dict[str, Any] = dict(data.chat_template_kwargs)
         self._tools = check_tools(data.tools) or None
+        self._tools_column = data.tools_column
+
+    def for_row(self, row: Row) -> ChatTemplate:
+        """Return the template with a row's own tools and options; raise ``UnusableRow`` if its columns hold others."""
+        template, options = self.with_tools(row_tools(row, self._tools_column)), row_template_options(row)
+        if not options:
+            return template
+        template = copy(template)
+        template._options = {**self._options, **options}
+        return template
 
     def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
         """Return the template with a row's own tools in place of the config's, or itself for None."""

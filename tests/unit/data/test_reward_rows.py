@@ -16,11 +16,14 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.data.prompts import open_run_sequences
 from rlpipe.data.render.pairs import RewardRenderer, StepRenderer
+from rlpipe.data.render.row_renderer import PromptRenderer
+from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.render_rows import prepare_rows
 from rlpipe.data.row import SkipKind, UnusableRow
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer
-from rlpipe.types import Rollout
+from rlpipe.scoring.reward_model import SequenceReward, StepReward
+from rlpipe.types import Rollout, RolloutGroup
 
 STEPS = {"prompt": "2+2+1?", "completions": ["2+2=4.", "4+1=6."], "labels": [True, False]}
 """A row with a good and a bad step."""
@@ -95,6 +98,46 @@ def test_margins_are_numbers_in_a_column_that_exists() -> None:
             pair_of({**PAIR, "lead": value}, margin="lead")
     with pytest.raises(UnusableRow, match="column 'lead' is null"):
         pair_of({**PAIR, "lead": None}, margin="lead")
+
+
+def test_a_column_margin_is_read_as_trl_reads_it() -> None:
+    usual = RewardModelConfig().margin_column
+    assert pair_of({**PAIR, "margin": 2}, margin=usual).advantages.max() == 2
+    assert pair_of(PAIR, margin=usual).advantages.max() == 0
+    assert pair_of({**PAIR, "margin": 2}, margin=None).advantages.max() == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"tools": [{"name": "look", "parameters": {}}]}, {}),
+        ({"chat_template_kwargs": {"mood": "glad"}}, {"chat_template_kwargs": {"mood": "calm"}}),
+        ({}, {"chat_template_kwargs": {"mood": "calm"}, "tools": [{"name": "look", "parameters": {}}]}),
+        ({"prompt": "A: ", "chosen": "yes", "rejected": "no"}, {"chat": False}),
+        ({"prompt": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "It is"}]}, {}),
+    ],
+    ids=["tools", "row_options", "data_options", "text", "continued"],
+)
+@pytest.mark.parametrize("kind", ["pair", "steps"])
+def test_scorers_run_the_tokens_that_were_trained(row: dict[str, Any], options: dict[str, Any], kind: str) -> None:
+    if kind == "pair" and "role" in str(row):
+        pytest.skip("a completion is a turn of its own in a pair")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ mood }}{% if tools %}{{ tools }}{% endif %}" + str(tokenizer.chat_template)
+    data = DataConfig(source="jsonl", **options)
+    prompt = PromptRenderer(tokenizer, data).render({**(PAIR if kind == "pair" else STEPS), **row}, PLACE)
+    group = RolloutGroup(group_id=0, prompt=prompt, rollouts=[])
+    given = {name: value for name, value in options.items() if name != "chat"}
+    scorer: Any = (SequenceReward if kind == "pair" else StepReward)(model="none", **given)
+    scorer._own, scorer._template = tokenizer, ChatTemplate(tokenizer, scorer._data)
+    if kind == "pair":
+        trained = pair_of({**PAIR, **row}, tokenizer=tokenizer, **options)
+        text = str({**PAIR, **row}["chosen"])
+        assert run_and_read(trained)[0] == scorer.prompt_and_answer(group, text)
+    else:
+        renderer = StepRenderer(tokenizer, data, ProcessRewardConfig(), max_tokens=500)
+        trained = renderer.fit(renderer.whole({**STEPS, **row}, PLACE), PLACE)
+        assert run_and_read(trained)[0] == scorer._cut(group, "\n\n".join(STEPS["completions"]))[0]
 
 
 def test_a_pair_fits_with_its_marks() -> None:

@@ -113,6 +113,23 @@ def test_template_gets_its_options_and_tools() -> None:
     assert tokenizer.decode(prompt.token_ids) == "calm add"
 
 
+def test_a_rows_own_template_options_are_used_in_prompts_and_sequences() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ mood }}{% for message in messages %}[{{ message.role }}]{{ message.content }}<|end|>{% endfor %}"
+    )
+    data = DataConfig(source="jsonl", chat_template_kwargs={"mood": "calm"})
+    row = {"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"mood": "glad", "other": None}}
+    prompts, sequences = PromptRenderer(tokenizer, data), SequenceRenderer(tokenizer, data, max_tokens=100)
+    assert tokenizer.decode(prompts.render(row, PLACE).token_ids).startswith("glad[user]x")
+    row["completion"] = [{"role": "assistant", "content": "y"}]
+    assert tokenizer.decode(sequences.render(row, PLACE).token_ids).startswith("glad[user]x")
+    with pytest.raises(UnusableRow, match="'tools' is set for each row already"):
+        prompts.render({**row, "chat_template_kwargs": {"tools": []}}, PLACE)
+    with pytest.raises(UnusableRow, match="expected a dictionary"):
+        prompts.render({**row, "chat_template_kwargs": "loud"}, PLACE)
+
+
 def test_nulls_that_tables_add_to_messages_are_dropped() -> None:
     prompt = prompt_of({"prompt": [{"role": "user", "content": "hi", "tool_calls": None}]})
     assert prompt.prompt == [{"role": "user", "content": "hi"}]

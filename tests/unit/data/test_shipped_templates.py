@@ -23,7 +23,7 @@ REFUSED = ("the chat template raised", "the chat template leaves out")
 def outcome(mask: ConversationMask, case: Case) -> str | None:
     """Return why a row is skipped, or None; fail if its mask is wrong."""
     try:
-        encoded, marked = mask.tokens(chat_messages(case.messages), tools=case.tools)
+        encoded, marked = mask.tokens(chat_messages(case.messages), template=mask._template.with_tools(case.tools))
     except (UnusableRow, DataError) as problem:
         return str(problem)
     tokenizer = mask._template.tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner_cases import make_learner
+from learner_cases import make_adapter_config, make_learner, make_model_config
 from preference_cases import algorithm_of, make_pairs
 
 from rlpipe import cli
@@ -77,8 +77,23 @@ def test_batches_are_due_once_and_again_if_they_are_given_up(tiny: Path, tmp_pat
     assert [cache.is_due(batches), cache.is_due(batches), cache.is_due([])] == [True, False, False]
     cache.forget_due()
     assert cache.is_due(batches)
-    with pytest.raises(KeyError):
+    with pytest.raises(RunError, match=r"a row has other tokens than when .*data\.transform"):
         cache.fill(batches)
+
+
+def test_the_reference_of_an_adapter_that_training_continues_is_that_adapter(tiny: Path, tmp_path: Path) -> None:
+    algorithm = algorithm_of("dpo", precompute_ref_log_probs=True)
+    first = make_learner(tiny, algorithm=algorithm_of("dpo"))
+    first.train_step(pack("dpo", 0)[0])
+    first.policy.scorer.model.save_pretrained(tmp_path / "adapter")
+    model = make_model_config(tiny, adapter=make_adapter_config(path=str(tmp_path / "adapter")))
+    learner, cache = make_learner(tiny, model=model, algorithm=algorithm), ReferenceCache(tmp_path)
+    batches = pack_step(make_pairs(), step=0, num_ranks=1, max_tokens=40)
+    cache.add(learner.reference_logprobs(batches[0].mini_batches))
+    cache.fill(batches)
+    values = learner.train_step(batches[0])
+    assert values["rewards/chosen"] == pytest.approx(0, abs=1e-6), "policy and reference begin equal"
+    assert values["loss"] == pytest.approx(np.log(2), abs=1e-6)
 
 
 def test_damaged_files_are_ignored_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -609,6 +609,13 @@ def test_what_a_file_leaves_out_is_its_systems_default(text: str, options: Mappi
     assert {name: made.get(name) for name in options} == options
 
 
+def test_a_preference_loss_and_a_cross_entropy_are_one_sum(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ROWS}beta: 0.2\nloss_type: [sigmoid, sft]\nloss_weights: [2.0, 0.5]\n")
+    made = translate(read_foreign(tmp_path / "run.yaml")).options
+    preference = "algorithm.preference"
+    assert (made[f"{preference}.loss"], made[f"{preference}.cross_entropy_coef"]) == ("dpo", 0.25)
+
+
 @pytest.mark.parametrize(
     ("mark", "algorithm"),
     [
