@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -34,6 +35,8 @@ LEAST_FREE = 2**30
 """Bytes below which a disk is nearly full."""
 FULL_SHARE = 0.95
 """Share of a disk from which on Ray starts no more tasks."""
+USED_SHARE = 0.05
+"""Share of a GPU's memory above which other programs use it; drivers take a little."""
 MAX_CLOCK_S = 2.0
 FIRST_YEAR = 2025
 IMPORT_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 5.0
@@ -120,6 +123,24 @@ def check_devices(config: Config | None) -> Iterator[Observation]:
         yield warning("devices", f"{found} GPUs ({names}) are not used", f"set {advice}{shared}")
     else:
         yield ok("devices", f"{found} GPUs ({names})" if found else f"{num_cores()} CPU cores, no GPU")
+    if found:
+        yield from _check_free_gpus()
+
+
+def _check_free_gpus() -> Iterator[Observation]:
+    """Warn of GPUs whose memory other programs use; torch would tell, but take memory of each GPU to do so."""
+    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=CONNECT_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", listed, re.MULTILINE):
+        if int(used) > USED_SHARE * int(total):
+            yield warning(
+                "devices",
+                f"{gib(int(used) * 2**20)} of the {gib(int(total) * 2**20)} of GPU {index} are in use",
+                "end the programs that nvidia-smi lists, or leave it out of CUDA_VISIBLE_DEVICES",
+            )
 
 
 def check_memory() -> Iterator[Observation]:
@@ -171,8 +192,10 @@ def check_clock(folder: Path) -> Iterator[Observation]:
             file.write(b"1")
             file.flush()
             ahead = os.fstat(file.fileno()).st_mtime - time.time()
-    except OSError:
-        return  # the output's own check tells that it can't be written
+    except OSError as error:
+        if os.access(there, os.W_OK):  # else the output's own check tells
+            yield problem("output", f"nothing can be written in {there}: {error}", "free its quota, or choose another")
+        return
     if abs(ahead) > MAX_CLOCK_S:
         yield problem(
             "clock", f"the file system of {there} is {ahead:+.0f} s from this machine's clock", "set both by NTP"

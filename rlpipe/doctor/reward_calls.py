@@ -41,7 +41,7 @@ def call_rewards(
 
     A function that ends its process, or takes longer than its ``timeout_s``, is the last one that is called.
     """
-    groups = [_answered(number, prompt, eos_id) for number, prompt in enumerate(prompts)]
+    groups = [group for number, prompt in enumerate(prompts) for group in _answered(2 * number, prompt, eos_id)]
     context = multiprocessing.get_context("spawn")
     results, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_score, args=(theirs, rewards, model, groups), name=SUBJECT)
@@ -66,11 +66,12 @@ def call_rewards(
         results.close()
 
 
-def _answered(number: int, prompt: Prompt, eos_id: int | None) -> RolloutGroup:
+def _answered(number: int, prompt: Prompt, eos_id: int | None) -> Iterator[RolloutGroup]:
+    """Yield the prompt with an empty answer, and with one that repeats its end."""
     end = np.asarray([] if eos_id is None else [eos_id], np.int32)
-    answers = [end, np.concatenate([prompt.token_ids[-16:], end])]
-    rollouts = [_rollout(number, place, prompt, answer) for place, answer in enumerate(answers)]
-    return RolloutGroup(group_id=number, prompt=prompt, rollouts=rollouts)
+    for group_id, answer in enumerate([end, np.concatenate([prompt.token_ids[-16:], end])], start=number):
+        rollouts = [_rollout(group_id, 0, prompt, answer)]
+        yield RolloutGroup(group_id=group_id, prompt=prompt, rollouts=rollouts)
 
 
 def _rollout(group_id: int, index: int, prompt: Prompt, answer: IntArray) -> Rollout:
@@ -116,14 +117,19 @@ def _ending(code: int | None) -> str:
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
+def _failures(groups: Sequence[GroupScores]) -> Iterator[str]:
+    return (reason for group in groups for reason in group.failures.values())
+
+
 def _describe(name: str, config: RewardConfig, found: Sequence[GroupScores]) -> Observation:
-    failures = [reason for group in found for reason in group.failures.values()]
-    if failures:
-        text = f"{name} failed on answers to {len(failures)} of the first {len(found)} rows: {failures[0]}"
-        stops = len(failures) == len(found) or config.fail == "raise"
+    on_empty, on_texts = ([*_failures(groups)] for groups in (found[::2], found[1::2]))
+    if failures := on_texts or on_empty:
+        what = "answers" if on_texts else "empty answers"
+        text = f"{name} failed on {what} to {len(failures)} of the first {len(found) // 2} rows: {failures[0]}"
+        stops = len(on_texts) == len(found) // 2 or config.fail == "raise"
         return (problem if stops else warning)(SUBJECT, text, FIX)
-    columns = zip(*(group.scores[name] for group in found), strict=True)
-    empty, repeated = (_range([value for value in values if value is not None]) for values in columns)
+    values = ([group.scores[name][0] for group in groups] for groups in (found[::2], found[1::2]))
+    empty, repeated = (_range([value for value in own if value is not None]) for own in values)
     return ok(SUBJECT, f"{name} gives {empty} to an empty answer, {repeated} to one that repeats the question")
 
 

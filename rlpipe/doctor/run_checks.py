@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlpipe.common.atomic_io import existing_folder, is_held
+from rlpipe.common.atomic_io import existing_folder, is_held, why_not_writable
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts, open_source
@@ -27,6 +27,8 @@ from rlpipe.hardware.dtype_speed import cpu_types, gpu_device_types
 from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes
 from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.plan.report import Report, make_report
+from rlpipe.replay.ledger.query import ledger_path
+from rlpipe.replay.ledger.restore import why_unusable
 from rlpipe.run.prepare import (
     Run,
     check_adapter_targets,
@@ -35,6 +37,7 @@ from rlpipe.run.prepare import (
     collect_rewards,
     prepare_run,
     read_resume_point,
+    run_start,
 )
 from rlpipe.types import Prompt
 
@@ -77,6 +80,11 @@ class RunChecks:
         """Check that the output can be written, that no other run writes there, and what the run would resume from."""
         output = Path(self.config.output).absolute()
         point = read_resume_point(self.config)
+        folder = self.config.ledger.folder
+        if folder is not None and cluster_address(self.config) is None:
+            if (reason := why_not_writable(Path(folder).absolute())) is not None:
+                raise ConfigError(f"ledger.folder={folder}: {reason}; choose another")
+            why_unusable(ledger_path(output, self.config.name, folder), run_start(self.config, point))
         if is_held(output):
             raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
         yield ok("output", f"{output}, " + ("a new run" if point.checkpoint is None else f"from {point.checkpoint}"))

@@ -50,7 +50,7 @@ def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iter
     """Train one step of as few groups as there are ranks, beside the run's output; raise what the run would raise."""
     from rlpipe.run.pipeline import train  # Ray takes a second
 
-    scratch = ScratchFolder(".rlpipe-doctor-", existing_folder(Path(config.output).absolute().parent))
+    scratch = ScratchFolder(".rlpipe-doctor-", existing_folder(Path(config.output).absolute()))
     folder = Path(scratch.path)
     try:
         small = load_config([*overrides, *shrunken(config), f"output={folder}/run"], file=file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,6 +70,7 @@ class ViewedRun:
         """Why the run could not be read at the last look."""
         self._changed_at = 0.0
         self._known_algorithm: Mapping[str, Any] | None = None
+        self._diagnosing = threading.Lock()
         self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), 0.0, [])
 
     # Files --------------------------------------------------------------------------------------------------------
@@ -81,19 +83,27 @@ class ViewedRun:
         self._changed_at = _last_change(map(_state, self._files()))
         self.revision += 1
 
-    def refresh(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Read what is new in the run's files, if any has changed."""
+    def refresh(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Read what is new in the run's files until ``stopped``; return whether nothing is left."""
+        self.read_new()
+        return self._index_new(stopped)
+
+    def read_new(self) -> None:
+        """Read what is new in the files other than the ledger, which takes no time."""
         if self._ledger_path is None:
             self._find_ledger()
         seen = tuple(map(_state, self._files()))
-        if seen == self._seen:
-            return
         if seen != self._read:
             self.series.update()
             self._known_algorithm = None  # a run may be made longer when it is resumed
             self._changed_at = _last_change(seen)
             self.revision += 1  # the curves are new, also if no index can be written
             self._read = seen
+
+    def _index_new(self, stopped: Callable[[], bool]) -> bool:
+        seen = tuple(map(_state, self._files()))
+        if seen == self._seen:
+            return True
         if self._ledger_path is not None and self.index is not None:
             file = self._ledger_path.stat()
             with self.ledger() as ledger:
@@ -101,6 +111,7 @@ class ViewedRun:
                 self.index.update(ledger, (file.st_dev, file.st_ino, ledger.get("run_id")), stopped)
         self._seen = () if stopped() else seen
         self.revision += 1
+        return self._seen == seen
 
     def _find_ledger(self) -> None:
         try:
@@ -188,11 +199,14 @@ class ViewedRun:
         """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
         known, made_at, lines = self._diagnosis
         seen = (self.revision, self._state(read_outcome(self.folder)))
-        if seen != known and (seen[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S):
+        is_due = seen != known and (seen[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S)
+        if is_due and self._diagnosing.acquire(blocking=False):  # a page that asks meanwhile gets the known lines
             try:
                 lines = [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
             except InputError as error:
                 lines = [{"subject": "run", "status": "skipped", "text": str(error), "fix": ""}]
+            finally:
+                self._diagnosing.release()
             self._diagnosis = (seen, time.monotonic(), lines)
         return lines
 

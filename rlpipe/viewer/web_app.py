@@ -7,8 +7,8 @@ import json
 import math
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from rlpipe.viewer.viewed_run import NotInRun, ViewedRun, ViewedRuns
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names that a browser may ask for, whatever the port, so that it can be forwarded; any other is refused."""
 REFRESH_S = 1.0
-LOOK_EVERY = 5
-"""Refreshes from one look for new runs to the next."""
+LOOK_S = 5.0
+"""Seconds from one look for new runs to the next."""
+INDEX_S = 1.0
+"""Seconds of indexing one run's groups, after which the other runs are read again."""
 LARGEST_PAGE = 500
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}
 HEADERS = {
@@ -266,23 +268,34 @@ class Refresher(threading.Thread):
 
     def run(self) -> None:
         self._read(ViewedRun.read_metrics)
-        for number in count():
-            if self._ended.wait(REFRESH_S):  # at first, the page is drawn before anything is indexed
-                return
-            if number % LOOK_EVERY == 0:
+        is_complete, looked_at = True, 0.0
+        # At first, the page is drawn before anything is indexed.
+        while not self._ended.wait(REFRESH_S if is_complete or not looked_at else 0):
+            if time.monotonic() - looked_at > LOOK_S:
                 self._runs.look()
-            self._read(lambda run: run.refresh(self._ended.is_set))
+                looked_at = time.monotonic()
+            self._read(ViewedRun.read_new, is_all=False)
+            is_complete = self._read(self._refresh)
 
-    def _read(self, read: Callable[[ViewedRun], None]) -> None:
+    def _refresh(self, run: ViewedRun) -> bool:
+        """Read a run's files and index its groups for a moment, so that the other runs' curves go on."""
+        until = time.monotonic() + INDEX_S
+        return run.refresh(lambda: self._ended.is_set() or time.monotonic() > until)
+
+    def _read(self, read: Callable[[ViewedRun], bool | None], *, is_all: bool = True) -> bool:
+        """Read all runs, or if not ``is_all`` only a part of each; return whether nothing is left."""
+        is_complete = True
         for run in self._runs:
             try:
-                read(run)
-                run.problem = ""
+                is_complete &= read(run) is not False
+                if is_all:
+                    run.problem = ""
             # A ledger that is being replaced is missing for a moment.
             except (InputError, OSError, sqlite3.Error) as error:
                 run.problem = str(error)
             except Exception as error:  # noqa: BLE001 - files of a run may hold anything, and other runs are read on
                 run.problem = f"a file of the run can't be read: {describe_error(error)}"
+        return is_complete
 
     def stop(self) -> None:
         self._ended.set()

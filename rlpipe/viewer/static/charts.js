@@ -179,11 +179,12 @@ export class Chart {
 
   // Areas on top of each other: each line is drawn at its own value plus those of the lines before it.
   stack(lines) {
-    const joined = lines.length ? uPlot.join(lines.map(({ steps, values }) => ordered([steps, values]))) : [[]];
-    const data = [joined[0]];
-    const sums = new Array(joined[0].length).fill(0);
-    for (const column of joined.slice(1)) {
-      column.forEach((value, index) => { sums[index] += value ?? 0; });
+    const tables = lines.map(({ steps, values }) => ordered([steps, values]));
+    const steps = tables.reduce((longest, [own]) => (own.length > longest.length ? own : longest), []);
+    const data = [steps];
+    const sums = new Array(steps.length).fill(0);
+    for (const table of tables) {
+      onSteps(steps, table).forEach((value, index) => { sums[index] += value; });
       data.push([...sums]);
     }
     const series = lines.map(({ label, place }, index) => {
@@ -233,6 +234,18 @@ function ordered([steps, ...columns]) {
   const places = new Map(steps.map((step, index) => [step, index]));
   const kept = [...places.keys()].sort((one, other) => one - other);
   return [kept, ...columns.map((column) => kept.map((step) => column[places.get(step)]))];
+}
+
+// A line's values at the steps of another, longer one: the mean of those since its step before, 0 where there are none.
+function onSteps(steps, [own, values]) {
+  let next = 0;
+  return steps.map((step, index) => {
+    let sum = 0, count = 0;
+    for (; next < own.length && (own[next] <= step || index === steps.length - 1); next += 1) {
+      if (values[next] !== null) { sum += values[next]; count += 1; }
+    }
+    return count ? sum / count : 0;
+  });
 }
 
 // As many marks as can be told apart, from all parts of the range: deaths before others, discarded groups last.

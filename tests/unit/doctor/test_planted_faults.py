@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import socket
@@ -37,7 +39,11 @@ def needs_more(completions, solution):
 
 def divides(completions):
     print("printed")
-    return [1 / len(answer["content"]) for (answer,) in completions]
+    return [1 / 0 for _ in completions]
+
+
+def first_word(completions):
+    return [float(answer["content"].split()[0] == "1") for (answer,) in completions]
 
 
 def odd(completions, answer):
@@ -198,6 +204,30 @@ def failing_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) 
     _add_reward(folder, options, "divides")
 
 
+def reward_that_reads_a_word(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    _add_reward(folder, options, "first_word")
+
+
+def gpu_in_use(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "NVIDIA L4"}.items():
+        patch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 0, 20000, 23034\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    patch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def ledger_of_another_user(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    (folder / "file").write_text("")
+    options.append(f"ledger.folder={folder / 'file'}")
+
+
+def disk_quota(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    def refuse(**_: Any) -> Any:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    patch.setattr(machine_checks.tempfile, "NamedTemporaryFile", refuse)
+
+
 def sometimes_failing_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     _add_reward(folder, options, "odd")
     options.append("data.shuffle=false")
@@ -329,6 +359,9 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (broken_reward, "rewards", "PROBLEM", r"a_package_that_is_not_there"),
     (missing_column, "data", "PROBLEM", r"needs the column solution"),
     (failing_reward, "reward calls", "PROBLEM", r"divides failed .* 4 of .* 4 rows: Zero.*rewards\.py:\d+\).*None"),
+    (reward_that_reads_a_word, "reward calls", "warning", r"first_word failed on empty answers to 4 of .* 4 rows"),
+    (ledger_of_another_user, "output", "PROBLEM", r"ledger\.folder=.*file is not a folder; choose another"),
+    (disk_quota, "output", "PROBLEM", r"nothing can be written in .*Disk quota exceeded"),
     (sometimes_failing_reward, "reward calls", "warning", r"odd failed on answers to 1 of the first 4 rows: Zero"),
     (hanging_reward, "reward calls", "PROBLEM", r"hangs: no value after 2 s \(scoring\.rewards\.hangs\.timeout_s\)"),
     (exiting_reward, "reward calls", "PROBLEM", r"leaves ended its process \(exit code 3\)"),
@@ -336,6 +369,7 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (no_rows, "config", "PROBLEM", r"data\.path: there is no file .*rows\.jsonl"),
     (unusable_rows, "data", "PROBLEM", r"all 8 rows for training are skipped.*data\.max_prompt_tokens=1"),
     (gpu_that_is_not_there, "devices", "PROBLEM", r"asks for 1 GPUs, and torch .* is built for CPUs.*CUDA build"),
+    (gpu_in_use, "devices", "warning", r"19\.5 GiB of the 22\.5 GiB of GPU 0 are in use; end the programs"),
     (no_cluster, "network", "PROBLEM", r"no Ray cluster answers at 127\.0\.0\.1.*ray start --head"),
     (busy_port, "network", "PROBLEM", r"environment\.port: 127\.0\.0\.1:\d+ can't be used here .*set a free port"),
     (folder_of_one_host, "hosts", "PROBLEM", r"host 10\.0\.0\.2 does not see .*all hosts share"),

@@ -7,7 +7,9 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -23,6 +25,8 @@ from rlpipe.errors import Interrupted, RunError
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
 from rlpipe.tracking.outcome import OUTCOME_FILE, read_outcome
+from rlpipe.viewer import web_app
+from rlpipe.viewer.group_index import GroupIndex
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
@@ -489,6 +493,52 @@ def test_what_a_run_has_written_ends_no_other_runs_view(tmp_path: Path) -> None:
     refresher._read(ViewedRun.refresh)
     assert bad.revision == revision, "nothing is drawn anew while nothing changes"
     assert (good.problem, good.index and good.index.num_indexed) == ("", 4)
+
+
+def test_an_index_that_takes_long_holds_up_no_other_runs_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("large", "small"):
+        finished_run(tmp_path / name, num_steps=1)
+    runs, indexed = ViewedRuns([tmp_path]), threading.Event()
+
+    def index_until(self: GroupIndex, ledger: Any, source: Any, stopped: Callable[[], bool]) -> None:
+        while not stopped():
+            time.sleep(0.001)
+        indexed.set()
+
+    monkeypatch.setattr(GroupIndex, "update", index_until)
+    monkeypatch.setattr(web_app, "INDEX_S", 0.05)
+    refresher = Refresher(runs)
+    refresher.start()
+    assert indexed.wait(10)
+    with (tmp_path / "small" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward": 0.5}\n')
+    small = next(run for run in runs if run.name == "small")
+    deadline = time.monotonic() + 10
+    while small.series.last_step < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    refresher.stop()
+    assert small.series.last_step == 2
+
+
+def test_one_diagnosis_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run(tmp_path / "run", num_steps=1)
+    run, begun, ends = ViewedRun(tmp_path / "run", "run"), threading.Event(), threading.Event()
+
+    def diagnose(_: Path) -> list[Any]:
+        assert not begun.is_set(), "a second one begins"
+        begun.set()
+        assert ends.wait(10)
+        return []
+
+    monkeypatch.setattr("rlpipe.viewer.viewed_run.diagnose", diagnose)
+    first = threading.Thread(target=run.diagnosis)
+    first.start()
+    assert begun.wait(10)
+    assert run.diagnosis() == []
+    ends.set()
+    first.join(10)
 
 
 def test_long_series_are_means_of_neighbours(tmp_path: Path) -> None:
