@@ -203,8 +203,8 @@ def check_adapter(config: Config) -> Iterator[str]:
     for name in ("use_dora", "modules_to_save", "target_parameters", "merge"):
         if getattr(adapter, name) and adapter.kind == "none":
             yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"
-    folds = config.weights.serve == "merged"
-    if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model) and not folds:
+    merges = config.weights.serve == "merged"
+    if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model) and not merges:
         yield (
             "model.adapter.merge: engines can only serve A and B of linear layers over an unchanged base, and this "
             "adapter has more; set null, or weights.serve=merged"

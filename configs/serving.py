@@ -39,7 +39,7 @@ def check_serve(config: Config) -> Iterator[str]:
 
 
 def unmergeable(config: Config) -> Iterator[str]:
-    """Yield why engines can't fold the adapter into their base, as the ends of sentences, with the fix."""
+    """Yield why engines can't merge the adapter into their base, as the ends of sentences, with the fix."""
     if config.model.adapter.kind == "qlora":
         yield "computes every version from the base's files, which are not in NF4; set auto, or model.adapter.kind=lora"
     if rescales_weights(config.model):

@@ -397,7 +397,7 @@ class WeightsKind(StrEnum):
     LORA = "lora"
     """An adapter, which is served on top of the base."""
     MERGED = "merged"
-    """An adapter, which engines fold into the base's weights; its digest is that of the weights that result."""
+    """An adapter, which engines merge into the base's weights; its digest is that of the weights that result."""
     FULL = "full"
     """A whole model."""
 

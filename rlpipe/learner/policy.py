@@ -93,7 +93,7 @@ class Policy:
 
     @cached_property
     def served(self) -> ServedWeights:
-        """The weights of engines that fold the adapter into the base, from the base's files."""
+        """The weights of engines that merge the adapter into the base, from the base's files."""
         return ServedWeights(replace(self.config, dtype=self.served_dtype))
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The weights that an engine serves if it folds each adapter into its weights, computed from the base's files.
+"""The weights that an engine serves if it merges each adapter into its weights, computed from the base's files.
 
 Engines compute them to load them, and the learner and ``rlpipe audit`` to know their digest. The files are mapped into
 memory, so that all processes of a machine share one copy of the base, and every version is computed from the unchanged
@@ -31,7 +31,7 @@ from rlpipe.models.loading import describe_model, empty_model
 from rlpipe.models.model_files import model_folder
 from rlpipe.models.weight_files import open_files
 from rlpipe.weights.buckets import MAGNITUDE, add_checksum, check_parameters, digest_of_sums, lora_scaling, merge_sums
-from rlpipe.weights.folding import low_rank
+from rlpipe.weights.exact_merge import low_rank
 
 PREFIX = "base_model.model."
 """Prefix of all tensor names in PEFT's files."""
@@ -40,7 +40,7 @@ NESTED = ".base_layer"
 EXPERTS, EXPERT_DIMENSIONS = ".experts.", 3
 _PART = re.compile(rf"(?P<module>.+)\.(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]|{MAGNITUDE})")
 
-Fold = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+Merge = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """Function from a parameter of the base and the adapter's tensors to the parameter that is served."""
 
 
@@ -106,23 +106,23 @@ class ServedWeights:
             device: the device to compute on.
 
         Raises:
-            ModelError: the adapter does not fit the base, or can't be folded into it.
+            ModelError: the adapter does not fit the base, or can't be merged into it.
         """
-        folds = self._folds(config, adapter)
+        merges = self._merges(config, adapter)
         placed = {name: tensor.to(device) for name, tensor in adapter.items()}
         beside = [name for name in self._parameters if EXPERTS in name] if self.changes_experts(config, adapter) else []
-        self._touched |= dict.fromkeys(folds)
+        self._touched |= dict.fromkeys(merges)
         units = {id(unit): unit for unit in (self._units[name] for name in [*self._touched, *beside])}
         for unit in units.values():
             parameters = self._read(unit, device)
             yield (
                 unit,
-                {name: folds[name](value, placed) if name in folds else value for name, value in parameters.items()},
+                {name: merges[name](value, placed) if name in merges else value for name, value in parameters.items()},
             )
 
     def changes_experts(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor]) -> bool:
         """Return whether ``changed`` yields experts of a mixture; raise as it does."""
-        return any(EXPERTS in name for name in [*self._folds(config, adapter), *self._touched])
+        return any(EXPERTS in name for name in [*self._merges(config, adapter), *self._touched])
 
     @torch.no_grad()
     def digest(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor], device: torch.device) -> str:
@@ -151,54 +151,54 @@ class ServedWeights:
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def _folds(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Fold]:
+    def _merges(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Merge]:
         """Return how each parameter that the adapter changes is computed; the adapters of a run share their layout."""
         if self._plan is None or not self._plan.fits(config, names):
-            folds = plan_folds(self._model, config, names, self.dtype)
-            check_parameters(folds, self._parameters, complete=False)
-            self._plan = _Plan(dict(config), set(names), folds)
-        return self._plan.folds
+            merges = plan_merges(self._model, config, names, self.dtype)
+            check_parameters(merges, self._parameters, complete=False)
+            self._plan = _Plan(dict(config), set(names), merges)
+        return self._plan.merges
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     config: Mapping[str, Any]
     names: Collection[str]
-    folds: Mapping[str, Fold]
+    merges: Mapping[str, Merge]
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return self.names == set(names) and self.config == config
 
 
-def plan_folds(
+def plan_merges(
     model: PreTrainedModel, config: Mapping[str, Any], names: Collection[str], dtype: torch.dtype
-) -> dict[str, Fold]:
-    """Return a fold for each parameter of ``model`` that adapter tensors of these names change.
+) -> dict[str, Merge]:
+    """Return a merge for each parameter of ``model`` that adapter tensors of these names change.
 
     Raises ``ModelError`` for tensors without a place in the model, and for a tied parameter.
     """
     parts: dict[str, dict[str, str]] = {}
-    folds: dict[str, Fold] = {}
+    merges: dict[str, Merge] = {}
     for name in sorted(names):
         plain = name.removeprefix(PREFIX)
         if match := _PART.fullmatch(plain):
             parts.setdefault(match["module"], {})[match["part"].removesuffix(".weight")] = name
         else:
-            folds[plain] = _replacing(name, dtype)
+            merges[plain] = _replacing(name, dtype)
     for module, own in parts.items():
-        folds |= _folds_of(model, module, own, config, dtype)
-    if tied := changed_tie(model, folds):
+        merges |= _merges_of(model, module, own, config, dtype)
+    if tied := changed_tie(model, merges):
         raise ModelError(
             f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
             "separately: leave it out of model.adapter, or use a model with tie_word_embeddings=false"
         )
-    return folds
+    return merges
 
 
-def _folds_of(
+def _merges_of(
     model: PreTrainedModel, module: str, own: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Fold]:
-    """Return the folds of the parameters that one of PEFT's layers changes, from its tensors ``own``, by part."""
+) -> dict[str, Merge]:
+    """Return the merges of the parameters that one of PEFT's layers changes, from its tensors ``own``, by part."""
     plain = module.replace(NESTED, "")
     layer = dict(model.named_modules()).get(plain)
     changed = None if layer is None else _changed_parameter(layer, plain, module.count(NESTED), config)
@@ -211,12 +211,12 @@ def _folds_of(
     name = f"{plain}.{changed}"
     scaling = lora_scaling(config, plain if changed == "weight" else name)
     if cast(Tensor, getattr(layer, changed)).ndim == EXPERT_DIMENSIONS:
-        return {name: _folding_experts(a, b, scaling, dtype, transposed=getattr(layer, "is_transposed", False))}
+        return {name: _merging_experts(a, b, scaling, dtype, transposed=getattr(layer, "is_transposed", False))}
     transposed = isinstance(layer, Conv1D | nn.Embedding)
-    folds = {name: _folding(a, b, own.get(MAGNITUDE), scaling, dtype, transposed=transposed)}
+    merges = {name: _merging(a, b, own.get(MAGNITUDE), scaling, dtype, transposed=transposed)}
     if "lora_B.bias" in own:
-        folds[f"{plain}.bias"] = _adding(own["lora_B.bias"], scaling, dtype)
-    return folds
+        merges[f"{plain}.bias"] = _adding(own["lora_B.bias"], scaling, dtype)
+    return merges
 
 
 def _changed_parameter(layer: nn.Module, name: str, depth: int, config: Mapping[str, Any]) -> str | None:
@@ -245,34 +245,36 @@ def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, 
     return None
 
 
-def _replacing(name: str, dtype: torch.dtype) -> Fold:
+def _replacing(name: str, dtype: torch.dtype) -> Merge:
     return lambda base, adapter: adapter[name].to(dtype).view_as(base)
 
 
-def _adding(name: str, scaling: float, dtype: torch.dtype) -> Fold:
+def _adding(name: str, scaling: float, dtype: torch.dtype) -> Merge:
     return lambda base, adapter: (base.double() + adapter[name].double() * scaling).float().to(dtype)
 
 
-def _folding(a: str, b: str, magnitude: str | None, scaling: float, dtype: torch.dtype, *, transposed: bool) -> Fold:
-    """Return the fold of a layer's weight; ``transposed`` ones are stored as ``[I, O]``."""
+def _merging(
+    a: str, b: str, magnitude: str | None, scaling: float, dtype: torch.dtype, *, transposed: bool
+) -> Merge:
+    """Return the merge of a layer's weight; ``transposed`` ones are stored as ``[I, O]``."""
 
-    def fold(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+    def merge(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         change = low_rank(adapter[a], adapter[b], scaling, None if magnitude is None else adapter[magnitude])
-        return change.fold(base.T, dtype).T if transposed else change.fold(base, dtype)
+        return change.merge_into(base.T, dtype).T if transposed else change.merge_into(base, dtype)
 
-    return fold
+    return merge
 
 
-def _folding_experts(a: str, b: str, scaling: float, dtype: torch.dtype, *, transposed: bool) -> Fold:
-    """Return the fold of experts ``[E, O, I]``, or ``[E, I, O]``, for A ``[E * r, I]`` and B ``[O, r * E]``."""
+def _merging_experts(a: str, b: str, scaling: float, dtype: torch.dtype, *, transposed: bool) -> Merge:
+    """Return the merge of experts ``[E, O, I]``, or ``[E, I, O]``, for A ``[E * r, I]`` and B ``[O, r * E]``."""
 
-    def fold(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-        folded, num_experts = torch.empty_like(base, dtype=dtype), len(base)
+    def merge(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        merged, num_experts = torch.empty_like(base, dtype=dtype), len(base)
         of_a = adapter[a].view(num_experts, -1, adapter[a].shape[1])  # [E, r, I]
         of_b = adapter[b].view(len(adapter[b]), -1, num_experts)  # [O, r, E]
         for expert, weight in enumerate(base):
             change = low_rank(of_a[expert], of_b[:, :, expert], scaling)
-            folded[expert] = change.fold(weight.T, dtype).T if transposed else change.fold(weight, dtype)
-        return folded
+            merged[expert] = change.merge_into(weight.T, dtype).T if transposed else change.merge_into(weight, dtype)
+        return merged
 
-    return fold
+    return merge

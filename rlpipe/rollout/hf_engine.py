@@ -173,7 +173,7 @@ class HfEngine:
         if manifest.kind is WeightsKind.LORA:
             digest = self._load_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
         elif manifest.kind is WeightsKind.MERGED:
-            digest = self._fold_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
+            digest = self._merge_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
         else:
             digest = self._load_full(buckets)
         self._version, self._digest = manifest.version, digest
@@ -295,7 +295,7 @@ class HfEngine:
         return lora_digest(_served_pairs(layers))
 
     @torch.no_grad()
-    def _fold_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    def _merge_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         assert self._served is not None, "the engine was opened to serve merged weights"
         served = untied_state(self._base)
         for _, parameters in self._served.changed(config, tensors, self._base.device):

@@ -83,7 +83,7 @@ def _why_whole(config: Config) -> str | None:
     if needs_merging(model) and model.adapter.kind == "qlora":
         return f"{_feature(model.adapter)} over a base in NF4 can only be merged by the learner"
     if needs_merging(model) and not _is_safetensors(model.path):
-        return f"{_feature(model.adapter)} can only be folded into a base in safetensors"
+        return f"{_feature(model.adapter)} can only be merged into a base in safetensors"
     return None
 
 
@@ -118,7 +118,7 @@ def _tokens_per_version(config: Config) -> float:
 
 
 def _least_tokens(path: str, adapter: AdapterConfig) -> float:
-    """Return the tokens per version from which folding costs less than an adapter, by the widths of a layer.
+    """Return the tokens per version from which merging costs less than an adapter, by the widths of a layer.
 
     Attention has four square matrices, and the MLP three.
     """

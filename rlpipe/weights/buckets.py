@@ -7,7 +7,7 @@ LoRA beside its base: XXH3-128 over all adapted modules in order of name: the mo
 scaling, in the type that they are served in. A missing module, a changed element or type, or a wrong scaling changes
 the digest.
 
-Whole models, and adapters that engines fold into the base (``rlpipe.models.served_weights``): engines fuse, pad and
+Whole models, and adapters that engines merge into the base (``rlpipe.models.served_weights``): engines fuse, pad and
 shard tensors, so the digest is independent of the layout: every element's bits are mixed to 64 bits and added up modulo
 2^64, separately for every layer, and XXH3-128 is taken over these sums. A missing or altered element, a wrong type, or
 two swapped layers change the digest. A permutation of elements within one layer does not, which is why the engines also

@@ -92,7 +92,7 @@ def publish_adapter(policy: Any, version: int) -> Published:
 
 
 def publish_merged(policy: Any, version: int, path: Path, dtype: str = "float32") -> Published:
-    """Publish an adapter for engines that fold it into the base in ``path``."""
+    """Publish an adapter for engines that merge it into the base in ``path``."""
     served = ServedWeights(ModelConfig(path=str(path), dtype=dtype))
     return _publish(
         WeightsKind.MERGED,

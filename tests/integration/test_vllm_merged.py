@@ -1,4 +1,4 @@
-"""Versions that vLLM folds into its own fused weights, and weights that it packs for the CPU."""
+"""Versions that vLLM merges into its own fused weights, and weights that it packs for the CPU."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class VllmEngine:
         if self._kind is WeightsKind.LORA:
             digest = self._load_adapter(manifest, buckets)
         elif self._kind is WeightsKind.MERGED:
-            digest = self._fold_adapter(manifest, buckets)
+            digest = self._merge_adapter(manifest, buckets)
         elif manifest.transfer is None:
             digest = self._load_full(buckets)
         else:
@@ -339,10 +339,10 @@ class VllmEngine:
             self._drop_unused(previous.lora_int_id)
         return digests[0]
 
-    def _fold_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+    def _merge_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         with self._whole_versions():
             arguments = adapter_bucket(manifest, buckets), manifest.adapter_config
-            return digest_of_sums(merge_sums(self._llm.collective_rpc("fold_adapter", args=arguments)))
+            return digest_of_sums(merge_sums(self._llm.collective_rpc("merge_adapter", args=arguments)))
 
     def _load_full(self, buckets: Buckets) -> str:
         with self._whole_versions():

@@ -46,7 +46,7 @@ if parent_process() is not None and current_platform.is_cpu():
 
 _EXPERTS = ".experts."
 _LOAD_BYTES = 2**26
-"""Bytes of folded tensors after which they are loaded; vLLM takes a millisecond for each call."""
+"""Bytes of merged tensors after which they are loaded; vLLM takes a millisecond for each call."""
 
 
 class WeightsExtension:
@@ -91,20 +91,20 @@ class WeightsExtension:
     def drop_adapter(self, adapter_id: int) -> None:
         self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
 
-    def fold_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any]) -> dict[int, int]:
+    def merge_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any]) -> dict[int, int]:
         """Load the base's weights with an adapter in them, and return the checksums of all weights that are served."""
         served = self._served
         assert served is not None, "the engine was opened to serve merged weights"
         model, tensors = self.model_runner.model, unpack(bucket)
         with_experts = served.changes_experts(adapter_config, tensors)
         self._begin_load(with_experts=with_experts)
-        folded: dict[str, Tensor] = {}
+        merged: dict[str, Tensor] = {}
         for unit, parameters in served.changed(adapter_config, tensors, self.device):
-            folded |= unit.to_sources(parameters)
-            if sum(tensor.nbytes for tensor in folded.values()) > _LOAD_BYTES:
-                self._load(folded)
-                folded = {}
-        self._load(folded)
+            merged |= unit.to_sources(parameters)
+            if sum(tensor.nbytes for tensor in merged.values()) > _LOAD_BYTES:
+                self._load(merged)
+                merged = {}
+        self._load(merged)
         if with_experts:
             end_experts(model, self.vllm_config)
         return self.checksums(served.file_names)

@@ -41,7 +41,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_engines_serve_what_the_learner_publishes_for_them_to_fold(path: Path, adapter: str) -> None:
+def test_engines_serve_what_the_learner_publishes_for_them_to_merge(path: Path, adapter: str) -> None:
     model = make_model_config(path, adapter=make_adapter_config(**ADAPTERS[adapter]))
     learner, weights = make_learner(path, model=model), WeightsConfig(serve="merged")
     engine = open_engine("engine-0", model, rollout_config("hf"), weights, max_prompt_tokens=16)

@@ -13,7 +13,7 @@ from rlpipe.rollout.serving_choice import settle_serving
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
 LONG = ["rollout.sampling.max_tokens=4096", "algorithm.group_size=64"]
-"""Enough tokens for every version that folding it pays."""
+"""Enough tokens for every version that merging it pays."""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_all_linear_of_a_mixture_is_folded(model: Path, described: dict[str, Any
 def test_a_base_in_other_files_is_merged_by_the_learner(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     _, chosen = settle_serving(make(model, "model.adapter.use_dora=true"), "vllm")
-    assert (chosen.kind, chosen.reason) == ("full", "use_dora can only be folded into a base in safetensors")
+    assert (chosen.kind, chosen.reason) == ("full", "use_dora can only be merged into a base in safetensors")
 
 
 def test_higher_ranks_pay_sooner(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""The product of an adapter folded into its base weight, with the same bits on every device.
+"""The product of an adapter merged into its base weight, with the same bits on every device.
 
 Engines and the learner compute the same weights on different devices, with different numbers of threads, and of shards,
 and compare their digests. A product of two matrices in floating point depends on the order of its sums, so here no sum
@@ -37,22 +37,22 @@ class LowRank:
     magnitude: Tensor | None = None  # [O], float64, DoRA's norms of the rows
 
     @torch.no_grad()
-    def fold(self, base: Tensor, dtype: torch.dtype) -> Tensor:
+    def merge_into(self, base: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``base`` [O, I] with the change, in ``dtype``, laid out in memory as ``base`` is."""
         if base.shape != (len(self.rows), self.columns.shape[1]):
             raise ModelError(
                 f"an adapter changes a weight of shape {[len(self.rows), self.columns.shape[1]]}, but the base has "
                 f"{list(base.shape)}"
             )
-        folded = torch.empty_like(base, dtype=dtype)
+        merged = torch.empty_like(base, dtype=dtype)
         step = max(1, (CPU_CHUNK if base.device.type == "cpu" else DEVICE_CHUNK) // base.shape[1])
         for start in range(0, len(base), step):
             part = slice(start, start + step)
             weight = (self.rows[part] @ self.columns).add_(base[part])
             if self.magnitude is not None:
                 weight *= (self.magnitude[part] / _norms(weight))[:, None]
-            folded[part] = weight if dtype is torch.float32 else weight.float()
-        return folded
+            merged[part] = weight if dtype is torch.float32 else weight.float()
+        return merged
 
 
 @torch.no_grad()
