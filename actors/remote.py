@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
@@ -23,6 +25,10 @@ class ObjectsLost(RunError):
 KILLED = "its process died or was killed"
 MAX_DETAIL = 200
 """Limit on the characters of Ray's description of a death."""
+STOOD_STILL_S = 1.0
+"""Seconds by which a wait ends late if the process stood still, as after Ctrl-Z or in a debugger."""
+CATCH_UP_S = 5.0
+"""Seconds that a process which stood still has to read the answers that came meanwhile."""
 
 
 def run_event_loop(main: Coroutine[Any, Any, Result]) -> Result:
@@ -50,6 +56,42 @@ def run_event_loop(main: Coroutine[Any, Any, Result]) -> Result:
             raise
 
 
+async def wait_within(timeout_s: float, call: Awaitable[Result]) -> Result:
+    """Return a call's answer; raise ``TimeoutError`` if there is none after ``timeout_s``, and cancel the call.
+
+    An answer that is there counts, however late the event loop comes to it. ``asyncio.timeout`` would discard it: once
+    a process that stood still goes on, the timer is due as well, and wins.
+    """
+    answer = asyncio.ensure_future(call)
+    try:
+        while not answer.done():
+            deadline = time.monotonic() + timeout_s
+            await asyncio.wait((answer,), timeout=timeout_s)
+            if not answer.done() and time.monotonic() < deadline + STOOD_STILL_S:
+                raise TimeoutError
+            timeout_s = CATCH_UP_S
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+def call_in_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Call a function in a daemon thread: unlike ``asyncio.to_thread``, a run's end does not wait until it returns."""
+    answer: Future[Result] = Future()
+    answer.set_running_or_notify_cancel()  # cancelling the awaited future leaves this one alone
+
+    def run() -> None:
+        try:
+            answer.set_result(function())
+        except SystemExit:  # Ray raises it in threads that wait for something when the driver disconnects
+            pass
+        except Exception as error:  # noqa: BLE001 - the thread's boundary; raised again where it is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(answer)
+
+
 async def await_remote(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:
     """Return the answer of a remote call.
 
@@ -58,8 +100,7 @@ async def await_remote(call: ObjectRef | Awaitable[Any], what: str, *, within: f
     actor is gone for good; ``ObjectsLost`` if it was given something that is lost.
     """
     try:
-        async with asyncio.timeout(within):
-            return await call
+        return await wait_within(within, call)
     except asyncio.CancelledError:
         if isinstance(call, ObjectRef):
             ray.cancel(call, recursive=False)  # else Ray would repeat it on a new process once the actor is ended

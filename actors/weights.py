@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
-from rlpipe.actors.remote import KILLED, describe_failure
+from rlpipe.actors.remote import KILLED, describe_failure, wait_within
 from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMismatch
 from rlpipe.replay.step_queue import Notifier
 from rlpipe.types import WeightsManifest
@@ -156,9 +156,8 @@ class WeightsActor(Notifier):
         """Have an engine load a version; return the digest of what it serves then, or why it failed."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                digest: str = await call
-                return digest
+            digest: str = await wait_within(self._timeout_s, call)
+            return digest
         except TimeoutError:
             return NotLoaded(
                 Cause.ENGINE,

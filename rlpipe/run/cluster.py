@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, own_node, private_services
-from rlpipe.actors.remote import describe_failure, root_cause
+from rlpipe.actors.remote import describe_failure, root_cause, wait_within
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
 from rlpipe.hardware.dtype_speed import Products
@@ -245,8 +245,7 @@ async def until_ready(
         called = time.monotonic()
         try:
             with _failures_at_start(name, timeout_s):
-                async with asyncio.timeout(timeout_s):
-                    await start
+                await wait_within(timeout_s, start)
         except DiedAtStart as death:
             is_restarting = death.may_live and time.monotonic() - called < AT_ONCE_S
             if not is_restarting or time.monotonic() >= deadline:

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from rlpipe.actors.remote import KILLED, ObjectsLost, describe_failure, root_cause
+from rlpipe.actors.remote import KILLED, ObjectsLost, describe_failure, root_cause, wait_within
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
@@ -281,8 +281,7 @@ class EnginePool:
         if death.process_alive:
             ray.kill(self._engines[name], no_restart=False)
         try:
-            async with asyncio.timeout(limit):
-                await self._until_started(name)
+            await wait_within(limit, self._until_started(name))
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
         except RayTaskError as error:
@@ -380,8 +379,7 @@ class EpisodePool:
             call: Any = self._processes[name].collect.options(num_returns=2)
             receipts_ref, groups = call.remote(POLL_S, MAX_GROUPS_PER_COLLECT)
             try:
-                async with asyncio.timeout(POLL_S + self._cluster.dead_after_s):
-                    receipts: Sequence[Receipt] = await receipts_ref
+                receipts: Sequence[Receipt] = await wait_within(POLL_S + self._cluster.dead_after_s, receipts_ref)
             except RayTaskError as error:
                 raise root_cause(error, f"{name} failed") from None
             except (RayError, TimeoutError) as error:

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 
-from rlpipe.actors.remote import ObjectsLost, await_remote, root_cause
+from rlpipe.actors.remote import ObjectsLost, await_remote, call_in_thread, root_cause, wait_within
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.served import ScorerHung
 from rlpipe.configs.schema.rollout_config import RewardConfig
@@ -148,9 +148,8 @@ class ScorerPool(ScoringPool):
         limit = self._timeout_s * len(indices)
         reason = None
         try:
-            async with asyncio.timeout(limit):
-                scores: list[GroupScores] = await process.actor.score.remote(groups, list(indices))
-                return scores
+            scores: list[GroupScores] = await wait_within(limit, process.actor.score.remote(groups, list(indices)))
+            return scores
         except TimeoutError:
             reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
         except (RayActorError, OutOfMemoryError):
@@ -217,8 +216,7 @@ class ServedPool(ScoringPool):
     async def start(self) -> None:
         """Deploy the replicas; raise ``WaitTimeout`` if they are late, ``RunError`` if they can't start."""
         try:
-            async with asyncio.timeout(self._start_timeout_s):
-                self._handle = await asyncio.to_thread(self._deploy)
+            self._handle = await wait_within(self._start_timeout_s, call_in_thread(self._deploy))
         except TimeoutError:
             raise WaitTimeout(
                 f"the replicas of {self._name} have not started within "
@@ -249,9 +247,8 @@ class ServedPool(ScoringPool):
             async with self._places:
                 try:
                     request: Any = self._handle.score.remote(groups, index, alone)
-                    async with asyncio.timeout(self._answer_timeout_s):
-                        scores: list[GroupScores] = await request
-                        return scores
+                    scores: list[GroupScores] = await wait_within(self._answer_timeout_s, request)
+                    return scores
                 except TimeoutError:
                     return f"no replica of {self._name} answered within {self._answer_timeout_s:g} seconds"
                 except RayTaskError as error:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from rlpipe.actors import remote
 from rlpipe.actors.remote import await_remote
+from rlpipe.errors import WaitTimeout
 from rlpipe.replay.step_queue import Notifier
 
 
@@ -47,3 +51,42 @@ def test_what_is_cancelled_ends_though_its_answer_comes_at_that_moment(
         assert task.cancelled()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+def test_an_answer_counts_though_this_process_stood_still_past_the_limit(
+    monkeypatch: pytest.MonkeyPatch, after_s: float
+) -> None:
+    """Check an answer that came while the process stood still, and one that comes shortly after."""
+    monkeypatch.setattr(remote, "STOOD_STILL_S", 0.05)
+
+    async def run() -> str:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[str] = loop.create_future()
+
+        def stand_still() -> None:
+            answering = threading.Timer(0.05, loop.call_soon_threadsafe, (answer,))
+            answering.start()
+            time.sleep(0.2)
+            answering.join()
+
+        def answer() -> None:
+            if after_s:
+                loop.call_later(after_s, done.set_result, "here")
+            else:
+                done.set_result("here")
+
+        loop.call_soon(stand_still)
+        return await await_remote(done, "an answer", within=0.1, option="a.option")
+
+    assert asyncio.run(run()) == "here"
+
+
+def test_a_call_without_an_answer_ends_at_its_limit_and_is_cancelled() -> None:
+    async def run() -> bool:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with pytest.raises(WaitTimeout, match=r"waited 0\.05 seconds \(a\.option\) for an answer; it has not answered"):
+            await await_remote(never, "an answer", within=0.05, option="a.option")
+        return never.cancelled()
+
+    assert asyncio.run(run())

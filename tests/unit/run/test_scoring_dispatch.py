@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from rlpipe.actors.remote import ObjectsLost
+from rlpipe.actors.remote import ObjectsLost, run_event_loop
 from rlpipe.actors.rollout import Receipt
-from rlpipe.configs.schema.rollout_config import RewardConfig
-from rlpipe.run.scoring_pools import ScoringDispatch, ScoringPool
+from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
+from rlpipe.errors import RunError, WaitTimeout
+from rlpipe.run.scoring_pools import ScoringDispatch, ScoringPool, ServedPool
 
 
 class Stations:
@@ -145,3 +148,31 @@ def test_a_batch_that_is_lost_is_generated_again_alone() -> None:
 
     lost = set[str]()
     asyncio.run(scenario())
+
+
+def test_replicas_that_never_start_do_not_keep_the_run_from_its_end() -> None:
+    """Check that nothing waits for the thread in which Serve deploys them, not even the end of the event loop."""
+    end = threading.Event()
+    pool = ServedPool(
+        "judge",
+        {"judge": RewardConfig(path="none", serve=ServeConfig(replicas=1))},
+        deploy=lambda: end.wait(10),
+        start_timeout_s=0.1,
+    )
+    began = time.monotonic()
+    try:
+        with pytest.raises(WaitTimeout, match=r"judge have not started within cluster\.start_timeout_s=0\.1 seconds"):
+            run_event_loop(pool.start())
+        assert time.monotonic() - began < 2
+    finally:
+        end.set()
+
+
+def test_why_replicas_cannot_start_is_told() -> None:
+    def deploy() -> None:
+        raise RuntimeError("no room")
+
+    served = {"judge": RewardConfig(path="none", serve=ServeConfig(replicas=1))}
+    pool = ServedPool("judge", served, deploy=deploy, start_timeout_s=5.0)
+    with pytest.raises(RunError, match=r"the replicas of judge can't start: .*no room"):
+        run_event_loop(pool.start())
