@@ -10,7 +10,7 @@ from enum import Enum
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
 from rlpipe.actors.remote import KILLED, describe_failure, wait_within
 from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMismatch
@@ -118,12 +118,20 @@ class WeightsActor(Notifier):
                 failure = await self._load(name, manifest, buckets)
                 if failure is None:
                     self._enrolled.add(name)
+                    self._regain(name)
                     return manifest.version
                 if failure.cause is not Cause.LEARNER:
                     break
                 self._newest = None
         await self.notify()  # the failure may end the run
         return failure
+
+    def _regain(self, name: str) -> None:
+        """Count an engine that came back among those that serve the version, in case nobody has been told yet."""
+        served = self._served
+        if served is not None and name in served.lost:
+            lost = {other: failure for other, failure in served.lost.items() if other != name}
+            self._served = replace(served, engines=(*served.engines, name), lost=lost)
 
     async def newest(self) -> int:
         """Return the newest published version, or -1, which makes the learner publish again, as after a restart."""
@@ -164,6 +172,8 @@ class WeightsActor(Notifier):
                 f"it has not loaded weights version {manifest.version} ({manifest.num_bytes:,} bytes) "
                 f"within weights.timeout_s={self._timeout_s:g} seconds",
             )
+        except ActorUnavailableError:  # the process may be alive, and still sample its groups
+            return NotLoaded(Cause.ENGINE, f"Ray could not reach it to load weights version {manifest.version}")
         except RayActorError:
             return NotLoaded(Cause.PROCESS, KILLED)
         except RayError as error:

@@ -40,6 +40,8 @@ class Notice(Protocol):
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Coroutine[Any, Any, None]]
 """Takes the reference to a list of groups, and their receipts."""
+Finished = Callable[[ObjectRef, Mapping[int, int]], Coroutine[Any, Any, None]]
+"""Takes the reference to a list of groups, and the ids of those that count, by their index in the list."""
 LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
 """Makes an engine load the newest version; returns the version that it then serves, or why loading failed."""
 
@@ -70,7 +72,7 @@ class EnginePool:
         cluster: ClusterConfig,
         start: Callable[[str], ObjectRef],
         load_newest: LoadNewest,
-        collected: Collected,
+        collected: Finished,
         notice: Notice,
         give_up: Callable[[EngineFailed], Awaitable[None]],
         episodes: EpisodePool | None = None,
@@ -225,36 +227,38 @@ class EnginePool:
                 raise EngineDied(describe_failure(error), process_alive=lives) from None
             self._fleet.answered(name, finished=bool(receipts))
             self._dispatch_waiting()  # the engine may have been the last suspect
-            requests = [request for receipt in receipts if (request := self._router.finish(receipt.group_id))]
-            assert len(requests) == len(receipts), "what is given to another engine is not collected from the first"
+            finished = [self._router.finish(receipt.group_id) for receipt in receipts]
             if receipts:
-                tasks.create_task(self._redispatch(name, groups, receipts, requests))
+                tasks.create_task(self._redispatch(name, groups, finished))
 
     async def _played(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
         """Take groups whose episodes are over; their engine may have died meanwhile."""
-        ended = {receipt.group_id for receipt in receipts}
-        requests = [request for request in self._waiting if request.group_id in ended]
-        self._waiting = [request for request in self._waiting if request.group_id not in ended]
-        for group_id in ended:
+        waiting = {request.group_id: request for request in self._waiting}
+        finished = []
+        for group_id in (receipt.group_id for receipt in receipts):
             if (engine := self._router.engine_of(group_id)) is not None:
                 self._fleet.finished_group(engine)
-            if (request := self._router.finish(group_id)) is not None:
-                requests.append(request)
-        await self._redispatch("episodes", groups, receipts, requests)
+            finished.append(self._router.finish(group_id) or waiting.pop(group_id, None))
+        self._waiting = list(waiting.values())
+        await self._redispatch("episodes", groups, finished)
 
     def _dispatch_waiting(self) -> None:
         if self._waiting and self._fleet.serving:
             waiting, self._waiting = self._waiting, []
             self.dispatch(waiting)
 
-    async def _redispatch(
-        self, name: str, groups: ObjectRef, receipts: Sequence[Receipt], requests: Sequence[GroupRequest]
-    ) -> None:
+    async def _redispatch(self, name: str, groups: ObjectRef, finished: Sequence[GroupRequest | None]) -> None:
+        """Pass finished groups on; ``finished`` are their requests, None for what another engine has finished."""
+        requests = {index: request for index, request in enumerate(finished) if request is not None}
+        if num_dropped := len(finished) - len(requests):  # a living engine that was given up still samples its groups
+            self._notice(name, f"{num_dropped} groups from {name} are dropped: they had been finished elsewhere")
+        if not requests:
+            return
         try:
-            await self._collected(groups, receipts)
+            await self._collected(groups, {index: request.group_id for index, request in requests.items()})
         except ObjectsLost as loss:
             self._notice(name, f"{len(requests)} groups from {name} are generated again: {loss}")
-            self.dispatch(requests)
+            self.dispatch(list(requests.values()))
 
     def _on_engine_death(self, name: str, reason: str) -> None:
         """Report an engine's death, and give its work to the others."""

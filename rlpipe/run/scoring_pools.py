@@ -16,7 +16,6 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from ray.serve.exceptions import RayServeException
 
 from rlpipe.actors.remote import ObjectsLost, await_remote, call_in_thread, root_cause, wait_within
-from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.served import ScorerHung
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ClusterConfig
@@ -325,9 +324,8 @@ class ScoringDispatch:
         """Return the states of all pools and their processes."""
         return [part for pool, queue in zip(self._pools, self._queues, strict=True) for part in pool.parts(queue)]
 
-    async def collected(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
+    async def collected(self, groups: ObjectRef, group_ids: GroupIds) -> None:
         """Record and score the groups that an engine has finished."""
-        group_ids = {index: receipt.group_id for index, receipt in enumerate(receipts)}
         kept = asyncio.ensure_future(self._generated(groups, group_ids))
         self._held.append((groups, group_ids, kept))
         if sum(len(ids) for _, ids, _ in self._held) >= self._batch_size or not self._num_generating():

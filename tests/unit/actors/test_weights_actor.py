@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 import weights_actor_cases
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 from weights_actor_cases import next_answer, place_engines, served
 
 from rlpipe.actors.remote import KILLED
@@ -133,6 +133,28 @@ def test_a_dead_engine_is_named(engines: dict[str, FakeEngine], death: Exception
 
     news: Served = play(act)
     assert (news.engines, dict(news.lost)) == (("a",), {"b": NotLoaded(Cause.PROCESS, KILLED)})
+
+
+def test_an_engine_that_ray_cannot_reach_may_be_alive(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [ActorUnavailableError("no connection", None)]
+
+    async def act(actor: WeightsActor) -> Served:
+        await actor.publish(manifest(0), [], 1)
+        return await served(actor)
+
+    assert play(act).lost["b"].process_alive
+
+
+def test_an_engine_that_came_back_before_anyone_was_told_is_not_lost(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [RayActorError()]
+
+    async def act(actor: WeightsActor) -> Served:
+        await actor.publish(manifest(0), [], 1)
+        assert await actor.load_newest("b") == 0
+        return await served(actor)
+
+    news: Served = play(act)
+    assert (news.engines, dict(news.lost)) == (("a", "b"), {})
 
 
 def test_weights_that_died_with_the_learner_blame_no_engine(engines: dict[str, FakeEngine]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.remote import ObjectsLost, run_event_loop
-from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.errors import RunError, WaitTimeout
 from rlpipe.run.scoring_pools import ScoringDispatch, ScoringPool, ServedPool
@@ -45,8 +44,7 @@ class Stations:
         self.calls.append(f"scored {groups}")
 
     def collect(self, groups: str, *group_ids: int) -> asyncio.Task[None]:
-        receipts = [Receipt(group_id=group_id, num_tokens=1) for group_id in group_ids]
-        call: Any = self.flow.collected(groups, receipts)  # type: ignore[arg-type]
+        call: Any = self.flow.collected(groups, dict(enumerate(group_ids)))  # type: ignore[arg-type]
         return asyncio.create_task(call)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +218,27 @@ def test_a_cache_may_be_made_in_another_thread(tmp_path: Path, caplog: pytest.Lo
         thread.submit(AnswerCache(path).put, "question", "7").result()
     assert AnswerCache(path).get("question") == "7"
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("timeout_s", "mode"), [(5.0, "wal"), (0.0, "delete")])
+def test_a_new_cache_file_that_another_process_has_locked_is_used_once_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, mode: str
+) -> None:
+    path = tmp_path / "judge.sqlite"
+    connect = sqlite3.connect
+    with closing(connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        released = threading.Timer(0.2, other.execute, ("COMMIT",))
+        released.start()
+        monkeypatch.setattr("rlpipe.scoring.judge.BUSY_TIMEOUT_S", timeout_s)
+        # The statements after the change of the mode wait in SQLite, by the connection's own timeout.
+        monkeypatch.setattr(sqlite3, "connect", lambda path, **options: connect(path, **{**options, "timeout": 5.0}))
+        cache = AnswerCache(str(path))
+        released.join()
+    assert cache._database is not None
+    assert cache._database.execute("PRAGMA journal_mode").fetchone() == (mode,)
+    cache.put("question", "7")
+    assert AnswerCache(str(path)).get("question") == "7"
 
 
 def test_the_cache_forgets_what_was_not_used_for_long() -> None:
