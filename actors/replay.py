@@ -137,6 +137,7 @@ class ReplayActor(StepServer):
         """Open the ledger that fits ``start``, and return its state, from which the driver continues."""
         ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
         self._opened = self._open_store(ledger)
+        self._error = None  # one that died before this call left no ledger, and none was lost
         return self._opened.resume_state(messages, first_step=start.step)
 
     async def admit(self, groups: Sequence[GroupTicket], place: Cursor, skipped: Sequence[SkipRecord]) -> None:

@@ -152,7 +152,7 @@ class Controller:
             watching = [self._monitor.watch(self._pool.describe), self._watch_engines()]
             loops = [self._pool.run(), self._follow_versions(tasks), *watching]
             endless += [tasks.create_task(loop) for loop in loops]
-            await self._resume_unfinished(tasks)
+            endless += await self._resume_unfinished(tasks)
             endless.append(tasks.create_task(self._release_learner()))
             await learner
             last = [tasks.create_task(self._until_finished()), tasks.create_task(self._stopped.wait())]
@@ -201,10 +201,10 @@ class Controller:
 
     # Admission ----------------------------------------------------------------------------------------------------
 
-    async def _resume_unfinished(self, tasks: asyncio.TaskGroup) -> None:
+    async def _resume_unfinished(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Continue with the groups that belonged to no step when the last driver died.
 
-        Groups that are already generated are scored; the others are generated.
+        Groups that are already generated are scored, by the tasks that it returns; the others are generated.
         """
         requests: list[GroupRequest] = []
         generated: dict[int, Prompt] = {}
@@ -218,17 +218,18 @@ class Controller:
                 generated[group.group_id] = prompt
         self._prompts.seek(self._resume_state.place)
         self._pool.dispatch(requests)
-        if generated:
-            groups = await self._ask(self._replay.unscored.remote(list(generated)), "return the groups without scores")
-            groups = await self._without_changed(groups, generated)
-            for group in groups:
-                prompt = generated[group.group_id]
-                if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
-                    prompt = replace(prompt, prompt=group.prompt.prompt)
-                group.prompt = prompt
-                group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]
-            ids = {index: group.group_id for index, group in enumerate(groups)}
-            tasks.create_task(self._scoring.score(ray.put(groups), ids))
+        if not generated:
+            return []
+        groups = await self._ask(self._replay.unscored.remote(list(generated)), "return the groups without scores")
+        groups = await self._without_changed(groups, generated)
+        for group in groups:
+            prompt = generated[group.group_id]
+            if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
+                prompt = replace(prompt, prompt=group.prompt.prompt)
+            group.prompt = prompt
+            group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]
+        ids = {index: group.group_id for index, group in enumerate(groups)}
+        return [tasks.create_task(self._scoring.score(ray.put(groups), ids))]
 
     async def _without_changed(
         self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]

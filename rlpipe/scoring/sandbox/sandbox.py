@@ -84,6 +84,9 @@ class Sandbox:
         except (EOFError, ConnectionError):
             self.close()
             raise SandboxFailed("the server of its sandbox died; another takes its place") from None
+        except BaseException:  # the rest of this exchange would be taken for the next call's
+            self.close()
+            raise
         if reason is not None:
             raise SandboxFailed(reason, is_crash=True)
         return read_answer(answer)
@@ -122,6 +125,9 @@ class Sandbox:
                 "wrong": "the server of the sandbox died at its start, or did not import the functions within "
                 f"{START_TIMEOUT_S:g} seconds; its output says why"
             }
+        except BaseException:
+            self.close()
+            raise
         names = ", ".join(self._rewards)
         if "obstacle" in found:
             self.close()

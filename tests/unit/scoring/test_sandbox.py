@@ -253,6 +253,19 @@ def test_a_dead_server_costs_one_call_and_is_replaced() -> None:
     sandbox.close()
 
 
+def test_a_call_without_memory_for_its_answer_leaves_none_to_the_next(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(text: bytes) -> Any:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(json, "loads", loads)
+    with pytest.raises(MemoryError):
+        values(sandbox, "well")
+    assert values(sandbox, "well") == [1.0, 1.0]
+
+
 def test_answers_are_never_trusted() -> None:
     good = read_answer(b'{"values": [1.0, null], "logged": [["n", 2.0]]}')
     assert (good.values, good.logged) == ([1.0, None], [("n", 2.0)])
