@@ -107,14 +107,17 @@ async def await_remote(call: ObjectRef | Awaitable[Any], what: str, *, within: f
         raise
     except TimeoutError:
         raise call_timeout(what, within, option) from None
-    except RayTaskError as error:
-        if isinstance(error.cause, ObjectLostError):
-            raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None
-        raise root_cause(error, f"while waiting for {what}") from None
-    except ObjectLostError as error:
-        raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None
     except RayError as error:
+        check_lost(error, what)
+        if isinstance(error, RayTaskError):
+            raise root_cause(error, f"while waiting for {what}") from None
         raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
+
+
+def check_lost(error: RayError, what: str) -> None:
+    """Raise ``ObjectsLost`` if a call failed because something that it was given is lost with its machine."""
+    if isinstance(getattr(error, "cause", None) or error, ObjectLostError):
+        raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None
 
 
 def get_remote(call: ObjectRef, what: str, *, within: float, option: str) -> Any:

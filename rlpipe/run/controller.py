@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Controller:
         first_step: int,
         num_steps_logged: int | None = None,
     ) -> None:
-        self._workers, self._replay, self._weights = workers, replay, weights
+        self._workers, self._config, self._replay, self._weights = workers, config, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
         self._sampling, self._seed, self._output = config.rollout.sampling, config.seed, Path(config.output)
         self._evaluate_every, self._last_evaluated = config.data.held_out.every_steps, first_step - 1
@@ -95,6 +95,7 @@ class Controller:
         self._scoring = ScoringDispatch(
             workers.pools,
             generated=self._generated,
+            stored=self._stored,
             scored=self._scored,
             num_generating=lambda: self._pool.num_groups,
             groups_per_step=self._algorithm.groups_per_step,
@@ -110,7 +111,6 @@ class Controller:
             give_up=self.stop,
             episodes=workers.episodes,
         )
-        self._config = config
         self._evaluations: list[asyncio.Task[None]] = []
         self._admitting: dict[int, asyncio.Future[None]] = {}
         """Ledger entries that are still being written, by group id."""
@@ -220,16 +220,16 @@ class Controller:
         self._pool.dispatch(requests)
         if not generated:
             return []
-        groups = await self._ask(self._replay.unscored.remote(list(generated)), "return the groups without scores")
-        groups = await self._without_changed(groups, generated)
+        groups = await self._without_changed(await self._unscored(generated), generated)
         for group in groups:
-            prompt = generated[group.group_id]
-            if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
-                prompt = replace(prompt, prompt=group.prompt.prompt)
-            group.prompt = prompt
-            group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]
+            add_columns(group, generated[group.group_id])
         ids = {index: group.group_id for index, group in enumerate(groups)}
         return [tasks.create_task(self._scoring.score(ray.put(groups), ids))]
+
+    async def _unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
+        call: Any = self._replay.unscored.remote(list(group_ids))
+        groups: list[RolloutGroup] = await self._ask(call, "return the groups without scores")
+        return groups
 
     async def _without_changed(
         self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]
@@ -303,15 +303,21 @@ class Controller:
         # The ledger entry must come first: actors may reorder calls, and an engine may finish before the entry exists.
         await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
         if len(training) < len(group_ids):
-            limit = self._cluster.call_timeout_s
-            what = "the groups of an evaluation"
-            self._evaluator.keep(await await_remote(groups, what, within=limit, option="cluster.call_timeout_s"))
+            await self._evaluator.fetch(groups, self._cluster.call_timeout_s)
         if training:
             call: Any = self._replay.generated.remote(groups, training)
             outcome = await self._ask(call, f"store {len(training)} generated groups")
             if (problem := self._failures.sampled(outcome)) is not None:
                 await self.stop(EngineFailed(problem))
             await self._settle(outcome)
+
+    async def _stored(self, requests: Sequence[GroupRequest]) -> list[RolloutGroup]:
+        """Return those of the groups that are stored without scores; the machine that sampled them may be lost."""
+        prompts = {own.group_id: own.prompt for own in requests if not self._evaluator.owns(own.group_id)}
+        groups = await self._unscored(prompts) if prompts else []
+        for group in groups:
+            add_columns(group, prompts[group.group_id])
+        return [*groups, *await self._evaluator.kept(requests)]
 
     async def _scored(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
         """Pass evaluation groups to their evaluation, and the scores of the other groups to the replay actor."""
@@ -437,6 +443,14 @@ def answers(group: RolloutGroup, prompt: Prompt) -> bool:
     if any(rollout.episode is not None for rollout in group):
         return group.prompt.prompt_id == prompt.prompt_id
     return np.array_equal(group.prompt.token_ids, prompt.token_ids)
+
+
+def add_columns(group: RolloutGroup, prompt: Prompt) -> None:
+    """Add the row's columns to a group that may come from the ledger, which does not record them."""
+    if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
+        prompt = replace(prompt, prompt=group.prompt.prompt)
+    group.prompt = prompt
+    group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]
 
 
 def _group_seed(seed: int, group_id: int) -> int:

@@ -40,8 +40,8 @@ class Notice(Protocol):
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Coroutine[Any, Any, None]]
 """Takes the reference to a list of groups, and their receipts."""
-Finished = Callable[[ObjectRef, Mapping[int, int]], Coroutine[Any, Any, None]]
-"""Takes the reference to a list of groups, and the ids of those that count, by their index in the list."""
+Finished = Callable[[ObjectRef, Mapping[int, GroupRequest]], Coroutine[Any, Any, None]]
+"""Takes the reference to a list of groups, and the requests of those that count, by their index in the list."""
 LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
 """Makes an engine load the newest version; returns the version that it then serves, or why loading failed."""
 
@@ -255,7 +255,7 @@ class EnginePool:
         if not requests:
             return
         try:
-            await self._collected(groups, {index: request.group_id for index, request in requests.items()})
+            await self._collected(groups, requests)
         except ObjectsLost as loss:
             self._notice(name, f"{len(requests)} groups from {name} are generated again: {loss}")
             self.dispatch(list(requests.values()))

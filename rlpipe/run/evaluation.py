@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rlpipe.actors.remote import await_remote
 from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.replay.assemble import EBFT, reward_metrics
@@ -75,9 +76,17 @@ class Evaluator:
         """Return whether the group belongs to an evaluation that still runs."""
         return group_id in self._running
 
+    async def fetch(self, groups: Awaitable[Sequence[RolloutGroup]], within: float) -> None:
+        """Fetch groups to this process and keep those that it owns, as ``keep`` does; raise as ``await_remote``."""
+        self.keep(await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s"))
+
     def keep(self, groups: Iterable[RolloutGroup]) -> None:
         """Keep those of the groups that it owns until their scores come; by then, their host may be lost."""
         self._kept |= {group.group_id: group for group in groups if self.owns(group.group_id)}
+
+    async def kept(self, requests: Iterable[GroupRequest]) -> list[RolloutGroup]:
+        """Return those of the requests' groups that are kept."""
+        return [self._kept[request.group_id] for request in requests if request.group_id in self._kept]
 
     def scored(self, group_ids: Iterable[int], scores: Sequence[Sequence[GroupScores]]) -> None:
         """Add kept groups with their scores, of every pool, to their evaluations."""

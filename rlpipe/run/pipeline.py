@@ -308,7 +308,7 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
     evaluator = _evaluator(run, prompts)
 
     async def keep(groups: ObjectRef, group_ids: GroupIds) -> None:
-        evaluator.keep(await groups)
+        await evaluator.fetch(groups, run.config.cluster.call_timeout_s)
 
     async def end(failure: EngineFailed) -> None:
         raise failure
@@ -319,7 +319,9 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
     async def deliver(groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
         evaluator.scored(group_ids.values(), scores)
 
-    flow = ScoringDispatch(parts.pools, generated=keep, scored=deliver, num_generating=lambda: pool.num_groups)
+    flow = ScoringDispatch(
+        parts.pools, generated=keep, stored=evaluator.kept, scored=deliver, num_generating=lambda: pool.num_groups
+    )
     pool = EnginePool(
         parts.engines,
         cluster=run.config.cluster,
@@ -454,8 +456,6 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
 
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-
-
 ONE_SIGNAL_S = 0.3
 """Seconds within which several signals count as one; people press Ctrl-C twice more slowly."""
 

@@ -12,10 +12,10 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 
-from rlpipe.actors.remote import ObjectsLost, await_remote, call_in_thread, root_cause, wait_within
+from rlpipe.actors.remote import ObjectsLost, await_remote, call_in_thread, check_lost, root_cause, wait_within
 from rlpipe.actors.served import ScorerHung
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ClusterConfig
@@ -28,6 +28,7 @@ from rlpipe.scoring.sandbox.sandbox import OVERHEAD_S
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.scoring.validation import describe_exception
 from rlpipe.tracking.part_states import PartState
+from rlpipe.types import GroupRequest, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +85,14 @@ class ScoringPool(ABC):
         retried: list[GroupScores] = []
         for index in chunk:
             again = await self._call(groups, [index])
-            retried += again if not isinstance(again, str) else [self._failed(group_ids[index], again)]
+            retried += again if not isinstance(again, str) else [self.failed(group_ids[index], again)]
         return retried
 
     @abstractmethod
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         """Return the scores, or the reason why the call failed."""
 
-    def _failed(self, group_id: int, reason: str) -> GroupScores:
+    def failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
 
 
@@ -154,7 +155,8 @@ class ScorerPool(ScoringPool):
         except (RayActorError, OutOfMemoryError):
             allowed = f", or used more memory than {self._memory} allows" if self._memory else ""
             reason = f"process {process.name} died while it scored {len(indices)} groups: it crashed, ended{allowed}"
-        except (RayTaskError, TaskCancelledError) as error:
+        except (RayTaskError, TaskCancelledError, ObjectLostError) as error:
+            check_lost(error, f"process {process.name} to score {len(indices)} groups")
             cause = getattr(error, "cause", error)
             if isinstance(cause, RlpipeError):
                 raise
@@ -235,7 +237,7 @@ class ServedPool(ScoringPool):
         scores = await self._ask(groups, index, alone=False)
         if isinstance(scores, str):  # another group of the batch may be the cause
             scores = await self._ask(groups, index, alone=True)
-        return [self._failed(group_ids[index], scores)] if isinstance(scores, str) else scores
+        return [self.failed(group_ids[index], scores)] if isinstance(scores, str) else scores
 
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         return await self._ask(groups, *indices, alone=True)
@@ -251,11 +253,13 @@ class ServedPool(ScoringPool):
                 except TimeoutError:
                     return f"no replica of {self._name} answered within {self._answer_timeout_s:g} seconds"
                 except RayTaskError as error:
+                    check_lost(error, f"{self._name} to score a group")
                     cause = getattr(error, "cause", error)
                     if isinstance(cause, RlpipeError):
                         raise
                     return str(cause) if isinstance(cause, ScorerHung) else describe_exception(cause)
-                except (RayActorError, RayServeException, RayError) as error:
+                except (RayServeException, RayError) as error:
+                    check_lost(error, f"{self._name} to score a group")
                     num_deaths += 1
                     logger.warning("scoring: a replica of %s died: %s", self._name, describe_exception(error))
                     if num_deaths == MAX_DEATHS:
@@ -291,6 +295,7 @@ class LearnerPool(ScoringPool):
 GroupIds = Mapping[int, int]
 """Group ids by index in a list of groups."""
 Generated = Callable[[ObjectRef, GroupIds], Awaitable[None]]
+Stored = Callable[[Sequence[GroupRequest]], Awaitable[Sequence[RolloutGroup]]]
 Scored = Callable[[ObjectRef, GroupIds, Sequence[Sequence[GroupScores]]], Awaitable[None]]
 
 
@@ -299,8 +304,9 @@ class ScoringDispatch:
 
     Groups stay in the object store; only their ids and scores pass through here. ``generated`` is called with the
     reference to a list of groups and with their ids while they are scored; ``scored`` is called afterwards, with the
-    scores of every pool as well. Without ``streaming``, groups are held back until there are enough for a step, or
-    until ``num_generating`` returns 0.
+    scores of every pool as well. Groups that are lost with their machine before they are scored are requested from
+    ``stored``, which returns those that were stored and have no scores yet. Without ``streaming``, groups are held
+    back until there are enough for a step, or until ``num_generating`` returns 0.
     """
 
     def __init__(
@@ -308,15 +314,16 @@ class ScoringDispatch:
         pools: Sequence[ScoringPool],
         *,
         generated: Generated,
+        stored: Stored,
         scored: Scored,
         num_generating: Callable[[], int],
         groups_per_step: int = 1,
         streaming: bool = True,
     ) -> None:
-        self._pools, self._generated, self._scored = pools, generated, scored
+        self._pools, self._generated, self._stored, self._scored = pools, generated, stored, scored
         self._num_generating = num_generating
         self._batch_size = 1 if streaming else groups_per_step
-        self._held: list[tuple[ObjectRef, GroupIds, asyncio.Future[None]]] = []
+        self._held: list[tuple[ObjectRef, Mapping[int, GroupRequest], asyncio.Future[None]]] = []
         self._queues = [0] * len(pools)
         """Groups that each pool has to score."""
 
@@ -324,13 +331,13 @@ class ScoringDispatch:
         """Return the states of all pools and their processes."""
         return [part for pool, queue in zip(self._pools, self._queues, strict=True) for part in pool.parts(queue)]
 
-    async def collected(self, groups: ObjectRef, group_ids: GroupIds) -> None:
-        """Record and score the groups that an engine has finished."""
-        kept = asyncio.ensure_future(self._generated(groups, group_ids))
-        self._held.append((groups, group_ids, kept))
+    async def collected(self, groups: ObjectRef, requests: Mapping[int, GroupRequest]) -> None:
+        """Record and score the groups that an engine has finished; ``requests`` are theirs, by index in ``groups``."""
+        kept = asyncio.ensure_future(self._generated(groups, _ids(requests)))
+        self._held.append((groups, requests, kept))
         if sum(len(ids) for _, ids, _ in self._held) >= self._batch_size or not self._num_generating():
             held, self._held = self._held, []
-            results = await asyncio.gather(*(self.score(*part) for part in held), return_exceptions=True)
+            results = await asyncio.gather(*(self._score_kept(*part) for part in held), return_exceptions=True)
             for part, result in zip(held, results, strict=True):
                 # Batches that are lost are generated again by their own calls.
                 if isinstance(result, BaseException) and (part[2] is kept or not isinstance(result, ObjectsLost)):
@@ -341,17 +348,38 @@ class ScoringDispatch:
             self._held = [part for part in self._held if part[2] is not kept]
             raise
 
-    async def score(self, groups: ObjectRef, group_ids: GroupIds, kept: Awaitable[None] | None = None) -> None:
-        """Score groups in all pools, and pass the scores on once ``kept``, which stores the groups' tokens, is done."""
+    async def score(self, groups: ObjectRef, group_ids: GroupIds) -> None:
+        """Score groups in all pools, and pass the scores on."""
+        await self._scored(groups, group_ids, await self._score_in_all(groups, group_ids))
+
+    async def _score_kept(
+        self, groups: ObjectRef, requests: Mapping[int, GroupRequest], kept: asyncio.Future[None]
+    ) -> None:
+        """Score groups as ``score`` does, while their tokens are being stored: the scores wait for ``kept``."""
         try:
-            scores = await asyncio.gather(
+            scores = await self._score_in_all(groups, _ids(requests))
+        except ObjectsLost as loss:
+            await kept
+            logger.warning("scoring: groups that the replay actor has stored are scored from there: %s", loss)
+            scores = await self._score_stored(await self._stored([*requests.values()]))
+        await kept
+        await self._scored(groups, _ids(requests), scores)
+
+    async def _score_stored(self, groups: Sequence[RolloutGroup]) -> list[list[GroupScores]]:
+        """Score groups that the driver holds; they fail if they do not reach the scorers either."""
+        group_ids = {index: group.group_id for index, group in enumerate(groups)}
+        try:
+            return await self._score_in_all(ray.put(groups), group_ids)
+        except ObjectsLost as loss:  # generating them again would give scores of other tokens than the stored ones
+            return [[pool.failed(group_id, str(loss)) for group_id in group_ids.values()] for pool in self._pools]
+
+    async def _score_in_all(self, groups: ObjectRef, group_ids: GroupIds) -> list[list[GroupScores]]:
+        try:
+            return await asyncio.gather(
                 *(self._score_in(place, groups, group_ids) for place in range(len(self._pools)))
             )
         except RayTaskError as error:
             raise root_cause(error, "scoring failed") from None
-        if kept is not None:
-            await kept
-        await self._scored(groups, group_ids, scores)
 
     async def _score_in(self, place: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores]:
         self._queues[place] += len(group_ids)
@@ -359,3 +387,7 @@ class ScoringDispatch:
             return await self._pools[place].score(groups, group_ids)
         finally:
             self._queues[place] -= len(group_ids)
+
+
+def _ids(requests: Mapping[int, GroupRequest]) -> GroupIds:
+    return {index: request.group_id for index, request in requests.items()}

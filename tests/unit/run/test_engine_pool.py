@@ -85,11 +85,11 @@ class Scene:
     async def load_newest(self, name: str) -> int | NotLoaded:
         return self.failures.pop(0) if self.failures else 0
 
-    async def take(self, groups: object, group_ids: Mapping[int, int]) -> None:
+    async def take(self, groups: object, requests: Mapping[int, GroupRequest]) -> None:
         self.loses -= 1
         if self.loses == 0:
             raise ObjectsLost("the machine is gone")
-        self.collected += group_ids.values()
+        self.collected += [request.group_id for request in requests.values()]
 
     async def give_up(self, failure: EngineFailed) -> None:
         self.given_up.append(failure)

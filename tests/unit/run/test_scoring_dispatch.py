@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from rlpipe.actors.remote import ObjectsLost, run_event_loop
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.errors import RunError, WaitTimeout
-from rlpipe.run.scoring_pools import ScoringDispatch, ScoringPool, ServedPool
+from rlpipe.run.scoring_pools import ScorerPool, ScoringDispatch, ScoringPool, ServedPool
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.types import GroupRequest
 
 
 class Stations:
@@ -26,6 +31,7 @@ class Stations:
         self.flow = ScoringDispatch(
             [self],  # type: ignore[list-item]
             generated=self.generated,
+            stored=self.stored,
             scored=self.scored,
             num_generating=lambda: self.num_generating,
             **options,
@@ -40,11 +46,16 @@ class Stations:
         await self.receipt.wait()
         self.calls.append(f"kept {groups}")
 
+    async def stored(self, requests: Sequence[GroupRequest]) -> list[Any]:
+        self.calls.append(f"restore {[request.group_id for request in requests]}")
+        return [SimpleNamespace(group_id=request.group_id) for request in requests]
+
     async def scored(self, groups: Any, group_ids: Mapping[int, int], scores: Any) -> None:
         self.calls.append(f"scored {groups}")
 
     def collect(self, groups: str, *group_ids: int) -> asyncio.Task[None]:
-        call: Any = self.flow.collected(groups, dict(enumerate(group_ids)))  # type: ignore[arg-type]
+        requests = {index: SimpleNamespace(group_id=group_id) for index, group_id in enumerate(group_ids)}
+        call: Any = self.flow.collected(groups, requests)  # type: ignore[arg-type]
         return asyncio.create_task(call)
 
 
@@ -109,7 +120,11 @@ def test_the_queue_of_a_pool_is_what_it_has_to_score() -> None:
         stations = Stations()
         stations.receipt.set()
         stations.flow = ScoringDispatch(
-            [pool], generated=stations.generated, scored=stations.scored, num_generating=lambda: 0
+            [pool],
+            generated=stations.generated,
+            stored=stations.stored,
+            scored=stations.scored,
+            num_generating=lambda: 0,
         )
         assert [(part.name, part.state, part.queue) for part in stations.flow.parts()] == [("right", "idle", 0)]
         task = stations.collect("a", 0, 1)
@@ -146,6 +161,90 @@ def test_a_batch_that_is_lost_is_generated_again_alone() -> None:
 
     lost = set[str]()
     asyncio.run(scenario())
+
+
+LOST = ObjectLostError("00" * 28, None, "")
+
+
+class FakeScorer:
+    """A stand-in for the handle of a process or of replicas, whose calls raise ``losses`` first."""
+
+    def __init__(self, losses: list[Exception]) -> None:
+        self.score, self.losses = self, losses
+        self.scored: list[Any] = []
+
+    def remote(self, groups: Any, indices: Any, *alone: bool) -> Any:
+        answer = asyncio.get_running_loop().create_future()
+        if self.losses:
+            answer.set_exception(self.losses.pop(0))
+        else:
+            indices = [indices] if alone else indices
+            self.scored.append(groups)
+            answer.set_result([GroupScores(group_id=groups[index].group_id) for index in indices])
+        return answer
+
+
+def pool_of(kind: str, scorer: FakeScorer) -> ScoringPool:
+    """Return a started pool of one process, or of replicas."""
+    if kind == "replicas":
+        rewards = {"right": RewardConfig(path="none", serve=ServeConfig(replicas=1))}
+        return ServedPool("right", rewards, deploy=lambda: scorer, start_timeout_s=5.0)
+
+    def spawn(name: str, place: str) -> Any:
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        return scorer, ready
+
+    return ScorerPool("scorer", {"right": RewardConfig(path="none")}, size=1, spawn=spawn, start_timeout_s=5.0)
+
+
+@pytest.mark.parametrize("kind", ["processes", "replicas"])
+@pytest.mark.parametrize("loss", [LOST, RayTaskError("score", "", LOST)], ids=["lost", "within"])
+def test_groups_that_are_lost_while_they_wait_for_scores_are_scored_as_they_were_stored(
+    monkeypatch: pytest.MonkeyPatch, kind: str, loss: Exception
+) -> None:
+    """Check that their machine's death is no fault of the scorer, and that it costs no group, not even a held one."""
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "put", lambda groups: groups)
+
+    async def scenario() -> None:
+        stations = Stations(num_generating=1, groups_per_step=3, streaming=False)
+        scorer = FakeScorer([loss, loss])
+        pool = pool_of(kind, scorer)
+        await pool.start()
+        stations.flow._pools = [pool]
+        stations.receipt.set()
+        await stations.collect("a", 7, 8)
+        await stations.collect([SimpleNamespace(group_id=9)], 9)  # type: ignore[arg-type]
+        assert "restore [7, 8]" in stations.calls
+        assert sum(call.startswith("scored") for call in stations.calls) == 2
+        assert {group.group_id for groups in scorer.scored for group in groups} == {7, 8, 9}
+        assert not scorer.losses
+
+    asyncio.run(scenario())
+    assert not killed
+
+
+def test_groups_that_reach_no_scorer_from_the_driver_either_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "put", lambda groups: groups)
+    delivered: list[Any] = []
+
+    class Delivering(Stations):
+        async def scored(self, groups: Any, group_ids: Mapping[int, int], scores: Any) -> None:
+            delivered.extend(scores)
+
+    async def scenario() -> None:
+        stations = Delivering()
+        stations.flow._pools = [pool_of("processes", FakeScorer([LOST, LOST]))]
+        await stations.flow._pools[0].start()
+        stations.receipt.set()
+        await stations.collect("a", 7)
+
+    asyncio.run(scenario())
+    ((scores,),) = delivered
+    assert scores.group_id == 7
+    assert "ObjectLostError" in scores.failures["right"]
 
 
 def test_replicas_that_never_start_do_not_keep_the_run_from_its_end() -> None:
