@@ -9,19 +9,28 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from glob import glob
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from glob import escape, glob
 from hashlib import file_digest as hash_file
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
+
+logger = logging.getLogger(__name__)
 
 RESERVE = 16 * 2**20
 """Bytes that large files must leave free, so that the ledger and the metrics can still be written."""
 LOCK = ".lock"
+WAIT_S = 0.5
+"""Seconds between two looks at what another process creates."""
+LEFT_AFTER_S = 3600.0
+"""Age in seconds after which a text file that is being written counts as a killed process's leftover."""
 SEAL, DIGESTS = "digest", "digests"
 """Keys of a record: its own digest, and the digests of files by name; a record that has these also has its own."""
 
@@ -72,6 +81,23 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def create_once(target: Path, create: Callable[[], object]) -> None:
+    """Call ``create`` if there is no ``target`` yet; wait while another process creates it."""
+    lock = target.with_name(f".{target.name}.creating")
+    lock.mkdir(parents=True, exist_ok=True)
+    has_waited = False
+    while not target.exists():
+        with held(lock) as alone:
+            if alone:
+                if not target.exists():
+                    create()
+                return
+        if not has_waited:
+            logger.warning("another process is creating %s; waiting for it", target)
+        has_waited = True
+        time.sleep(WAIT_S)
+
+
 def begin_folder(target: Path) -> Path:
     """Create an empty temporary folder next to ``target``, in which its content is written."""
     temporary = writing_path(target)
@@ -95,14 +121,18 @@ def complete_folder(temporary: Path, target: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file that replaces ``path`` once it is complete."""
-    temporary = writing_path(path)
+    """Write a text file that replaces ``path`` once it is complete; several processes may do so at one time."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.writing")
     try:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    for leftover in path.parent.glob(f".{escape(path.name)}.*.writing"):  # of killed processes
+        with suppress(OSError):
+            if leftover.stat().st_mtime < time.time() - LEFT_AFTER_S:
+                leftover.unlink()
 
 
 def existing_folder(path: Path) -> Path:

@@ -164,9 +164,13 @@ class FeatureQueue(Notifier):
         return [] if job is None else list(job.groups[rank :: self._num_ranks])
 
     def answer(self, job_id: int, rank: int, scores: Sequence[GroupScores]) -> None:
-        """Keep the scores of a rank's share; once all ranks have answered, the job is done."""
+        """Keep the scores of a rank's share; once all ranks have answered, the job is done.
+
+        Scores of other groups are ignored: a dead process, whose numbers began at 0 as well, gave that job to the rank.
+        """
         job = self._jobs.get(job_id)
-        if job is None:
+        asked = [group.group_id for group in self.share(job_id, rank)]
+        if job is None or [entry.group_id for entry in scores] != asked:
             return
         job.answers[rank] = list(scores)
         if len(job.answers) == self._num_ranks:

@@ -14,7 +14,7 @@ import ray
 
 from rlpipe.actors.node import ask_nodes, node_types
 from rlpipe.actors.remote import get_remote
-from rlpipe.common.atomic_io import held, why_not_writable, write_whole
+from rlpipe.common.atomic_io import create_once, held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
@@ -81,7 +81,8 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
     """
     run_rewards, callables = collect_rewards(config, rewards)
     if config.model.prepare is not None and not Path(config.model.path).exists():
-        import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
+        prepare = import_object(config.model.prepare, what="model.prepare", error=ConfigError)
+        create_once(Path(config.model.path), lambda: prepare(config))
     with _converting(config.model.path):
         model = _with_absolute_paths(config.model)
     return Run(

@@ -74,7 +74,7 @@ class RunView:
         self._started = self._clock()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics |= metrics
+        self._metrics = {**self._metrics, **metrics}  # another thread, which draws, may be reading the earlier ones
         if "eval/accuracy" in metrics:
             self._accuracy = (step, metrics["eval/accuracy"])
         if step <= self.step:

@@ -1,5 +1,6 @@
 """Tests that folders and files appear whole or not at all."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -43,6 +44,29 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
     write_whole(path, "new")
     assert path.read_text() == "new"
+
+
+def test_two_processes_may_write_one_file_at_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rates.json"
+    replace = Path.replace
+
+    def replace_late(self: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        write_whole(path, "the other's")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_late)
+    write_whole(path, "this one's")
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("this one's", [path])
+
+
+def test_what_a_killed_process_has_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    for name in ("old", "new"):
+        (tmp_path / f".rates.json.{name}.writing").write_text("half")
+    os.utime(tmp_path / ".rates.json.old.writing", (0, 0))
+    write_whole(path, "whole")
+    assert sorted(found.name for found in tmp_path.iterdir()) == [".rates.json.new.writing", "rates.json"]
 
 
 def test_what_keeps_a_folder_from_being_made_is_named(tmp_path: Path) -> None:

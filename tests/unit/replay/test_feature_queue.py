@@ -80,6 +80,26 @@ def test_new_ranks_score_a_job_anew() -> None:
     assert asyncio.run(scenario()) == [0, 1, 2, 3]
 
 
+def test_scores_of_a_dead_process_s_job_do_not_count_for_one_with_the_same_number() -> None:
+    """Check a queue that replaces another, and gets the repeated calls in another order."""
+
+    async def scenario() -> list[int]:
+        dead, board = FeatureQueue(num_ranks=1), FeatureQueue(num_ranks=1)
+        first, second = groups(2)
+        calls = [asyncio.create_task(dead.score([first])), asyncio.create_task(board.score([second]))]
+        job = await dead.due(5.0)
+        assert job is not None
+        assert await board.due(5.0) == job
+        board.answer(job, 0, scores(dead.share(job, 0)))
+        await asyncio.sleep(0)
+        assert not calls[1].done()
+        board.answer(job, 0, scores(board.share(job, 0)))
+        calls[0].cancel()
+        return ids(await calls[1])
+
+    assert asyncio.run(scenario()) == [1]
+
+
 def test_a_job_that_nobody_waits_for_is_over() -> None:
     async def scenario() -> tuple[int | None, list[RolloutGroup]]:
         board = FeatureQueue(num_ranks=1)

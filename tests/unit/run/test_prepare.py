@@ -1,6 +1,8 @@
 """Checks and completions of a config before any process of a run starts."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,10 @@ import pytest
 from disk_cases import largest_file
 
 import rlpipe
+from rlpipe import quickstart
 from rlpipe.algorithms.plugins import record_code
-from rlpipe.common.atomic_io import file_digest
+from rlpipe.common import atomic_io
+from rlpipe.common.atomic_io import file_digest, whole_folder
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
@@ -273,6 +277,36 @@ def test_wrong_reward_is_found_before_the_policy_is_made(options: list[str]) -> 
     assert not made.exists()
     prepare_run(load_config([*options, *overrides, reward("bare")]))
     assert (made / "config.json").exists()
+
+
+def test_runs_that_begin_at_one_time_make_their_policy_once(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(atomic_io, "WAIT_S", 0.02)
+    made = Path(options[0].partition("=")[2]).with_name("made")
+    begun, goes_on, num_made = threading.Event(), threading.Event(), []
+
+    def make(config: Config) -> None:
+        num_made.append(1)
+        with whole_folder(made) as folder:
+            begun.set()
+            goes_on.wait(5)
+            (folder / "weights").write_text("whole")
+
+    monkeypatch.setattr(quickstart, "make_policy", make)
+    prepare = "model.prepare=rlpipe.quickstart:make_policy"
+    config = load_config([*options, f"model.path={made}", prepare, reward("bare")])
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(prepare_run, config)
+        assert begun.wait(5)
+        second = threads.submit(prepare_run, config)
+        wait([second], timeout=0.1)
+        assert not second.done()
+        goes_on.set()
+        first.result(5)
+        second.result(5)
+    assert (len(num_made), (made / "weights").read_text()) == (1, "whole")
+    assert f"another process is creating {made}; waiting for it" in caplog.messages
 
 
 def test_the_code_of_own_functions_is_in_the_runs_files(options: list[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from rlpipe.configs.schema.root_config import TrackingConfig
+from rlpipe.tracking import view
 from rlpipe.tracking.progress import LiveProgress, NoProgress, PlainProgress, open_progress
 from rlpipe.tracking.view import RunView, format_duration, format_number
 
@@ -240,3 +241,15 @@ def test_durations(seconds: float | None, text: str) -> None:
 )
 def test_numbers(value: float, text: str) -> None:
     assert format_number(value) == text
+
+
+def test_a_step_that_ends_while_the_display_is_drawn_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = RunView(Clock())
+    state.update(1, METRICS)
+
+    def is_reward(metric: str) -> bool:
+        state.update(2, {f"new/{metric}": 1.0})  # as the event loop does in the midst of what another thread draws
+        return False
+
+    monkeypatch.setattr(view, "is_reward", is_reward)
+    assert ("reward", "0.500") in state.figures()
