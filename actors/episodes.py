@@ -37,17 +37,20 @@ class EpisodeActor:
     def __init__(self, name: str, setup: EpisodeSetup) -> None:
         self._name, self._setup = name, setup
         self._player: GroupPlayer | None = None
-        self._started = asyncio.Event()
+        self._started, self._starting = asyncio.Event(), asyncio.Lock()
         self._client = TurnClient(name, setup.engines)
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._finished: list[RolloutGroup] = []
+        """Groups that the driver has not received yet, as far as this process knows."""
         self._error: RunError | None = None
         self._changed = asyncio.Event()
 
     async def start(self) -> list[str]:
         """Import the environment, and try the template's bridges; return messages for the user."""
-        if self._player is not None:
-            return []
+        async with self._starting:  # Ray may repeat the call while the first one runs
+            return await self._start() if self._player is None else []
+
+    async def _start(self) -> list[str]:
         setup = self._setup
         enter_folder(setup.folder)
         start_reaper()  # of programs, servers of tools, and what environments start
@@ -79,7 +82,7 @@ class EpisodeActor:
             await self._started.wait()
             assert self._player is not None, "it has started"
             group = await self._player.play(request)
-            self._finished.append(group)  # looked up now: ``collect`` has replaced the list meanwhile
+            self._finished.append(group)  # looked up now: ``collect`` may have replaced the list meanwhile
         except RunError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - a group that is lost in silence would hold up the run
@@ -89,11 +92,15 @@ class EpisodeActor:
             self._client.release(request.group_id)
             self._changed.set()
 
-    async def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
+    async def collect(
+        self, timeout_s: float, max_groups: int, received: Sequence[int]
+    ) -> tuple[list[Receipt], list[RolloutGroup]]:
         """Return finished groups with their receipts, as soon as there is one; none after ``timeout_s``.
 
-        Raises ``EnvironmentFailed`` if a failure is to stop the run.
+        A group is returned until a call names it as ``received``: the answer to a call may not reach the driver. Raises
+        ``EnvironmentFailed`` if a failure is to stop the run.
         """
+        self._finished = [group for group in self._finished if group.group_id not in received]
         if not self._finished and self._error is None:
             self._changed.clear()
             try:
@@ -103,5 +110,4 @@ class EpisodeActor:
                 pass
         if self._error is not None:
             raise self._error
-        groups, self._finished = self._finished[:max_groups], self._finished[max_groups:]
-        return with_receipts(groups, self._name)
+        return with_receipts(self._finished[:max_groups], self._name)

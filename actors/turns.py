@@ -51,6 +51,9 @@ class TurnClient:
         self._unsent: defaultdict[str, list[int]] = defaultdict(list)
         self._dropped: defaultdict[str, list[int]] = defaultdict(list)
         self._polls: dict[str, asyncio.Task[None]] = {}
+        self._unsure: set[str] = set()
+        """Engines with calls that have failed since they answered: they may lack turns, or have answered to nobody."""
+        self._again: dict[str, asyncio.TimerHandle] = {}
         self._sends: set[asyncio.Task[None]] = set()
 
     def assign(self, group_ids: Iterable[int], engine: str) -> None:
@@ -115,7 +118,7 @@ class TurnClient:
         try:
             await self._call(engine, method, argument)
         except RayError:
-            self._stop(engine)
+            self._failed(engine)
 
     def _call(self, engine: str, method: str, argument: Any) -> Any:
         call: Any = getattr(self._engines[engine], method).options(concurrency_group=TURNS)
@@ -124,18 +127,39 @@ class TurnClient:
     async def _poll(self, engine: str) -> None:
         """Take an engine's answers for as long as turns are open."""
         while self._turns:
-            answer = asyncio.ensure_future(self._call(engine, "poll_turns", POLL_S))
+            wait_s = 0.0 if engine in self._unsure else POLL_S
+            answer = asyncio.ensure_future(self._call(engine, "poll_turns", wait_s))
             try:
                 if not (await asyncio.wait([answer], timeout=POLL_S + SILENCE_S))[0]:
                     self._stop(engine)
                 groups: list[RolloutGroup] = await answer
             except RayError:
-                self._stop(engine)
+                self._failed(engine)
                 await asyncio.sleep(PAUSE_S)
                 continue
             self._resume(engine)
             for group in groups:
                 self._answer(group)
+            if engine in self._unsure:
+                self._unsure.discard(engine)
+                self._send_open(engine)
+
+    def _failed(self, engine: str) -> None:
+        """Stop the deadlines of an engine's turns, and send these again once it answers; it knows those that it has.
+
+        They are sent once more when no call that has failed here can still take answers there.
+        """
+        self._stop(engine)
+        self._unsure.add(engine)
+        if engine in self._again:
+            self._again[engine].cancel()
+        loop = asyncio.get_running_loop()
+        self._again[engine] = loop.call_later(POLL_S + SILENCE_S, self._send_open, engine)
+
+    def _send_open(self, engine: str) -> None:
+        for number, turn in self._turns.items():
+            if self._assigned.get(turn.group_id) == engine and not turn.answer.done():
+                self._send(engine, number)
 
     def _stop(self, engine: str) -> None:
         """Stop the deadlines of a dead or silent engine's turns; the driver assigns their groups to another one."""

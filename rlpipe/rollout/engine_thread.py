@@ -70,7 +70,8 @@ class EngineThread:
     def submit(self, requests: Sequence[GroupRequest], client: str = "") -> None:
         """Accept requests; ``collect`` returns their groups to the same client, whose ids are its own.
 
-        A client is named ``name/process``; the requests of an earlier process of the same name are dropped.
+        A client is named ``name/process``; the requests of an earlier process of the same name are dropped. It may send
+        a request again, which is sampled anew only if it was collected before.
         """
         with self._changed:
             self._check()
@@ -78,6 +79,9 @@ class EngineThread:
                 self._add(requests)
                 return
             self._end_predecessor(client)
+            known = {given for of, given in self._of_clients.values() if of == client}
+            known |= {group.group_id for group in self._finished.get(client, ())}
+            requests = [request for request in requests if request.group_id not in known]
             ids = [self._take_id() for _ in requests]
             self._of_clients |= {own: (client, request.group_id) for own, request in zip(ids, requests, strict=True)}
             self._add([replace(request, group_id=own) for own, request in zip(ids, requests, strict=True)])

@@ -379,11 +379,13 @@ class EpisodePool:
 
     async def _serve(self, name: str, tasks: asyncio.TaskGroup, finished: Collected, notice: Notice) -> None:
         num_deaths = 0
+        receipts: Sequence[Receipt] = []
         while True:
             call: Any = self._processes[name].collect.options(num_returns=2)
-            receipts_ref, groups = call.remote(POLL_S, MAX_GROUPS_PER_COLLECT)
+            received = [receipt.group_id for receipt in receipts]
+            receipts_ref, groups = call.remote(POLL_S, MAX_GROUPS_PER_COLLECT, received)
             try:
-                receipts: Sequence[Receipt] = await wait_within(POLL_S + self._cluster.dead_after_s, receipts_ref)
+                receipts = await wait_within(POLL_S + self._cluster.dead_after_s, receipts_ref)
             except RayTaskError as error:
                 raise root_cause(error, f"{name} failed") from None
             except (RayError, TimeoutError) as error:

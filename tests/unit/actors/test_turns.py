@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rlpipe.actors import turns
 from rlpipe.actors.turns import TurnClient
@@ -24,6 +24,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.is_dead = self.is_frozen = False
+        self.lost: set[str] = set()
+        """Names of methods whose next call is carried out, or not, and has no answer."""
         self.asked: list[GroupRequest] = []
         self.finished: list[RolloutGroup] = []
         self.submit_turns, self.poll_turns, self.cancel = map(
@@ -38,6 +40,9 @@ class Engine:
 
     async def _submit_turns(self, requests: list[GroupRequest]) -> None:
         self._check()
+        if "submit_turns" in self.lost:
+            self.lost.remove("submit_turns")
+            raise ActorUnavailableError("a cut", None)
         self.asked += requests
 
     async def _poll_turns(self, _: float) -> list[RolloutGroup]:
@@ -47,6 +52,9 @@ class Engine:
                 await asyncio.sleep(0.01)
             self._check()
         found, self.finished = self.finished, []
+        if found and "poll_turns" in self.lost:
+            self.lost.remove("poll_turns")
+            raise ActorUnavailableError("a cut", None)
         return found
 
     async def _cancel(self, _: list[int]) -> None:
@@ -121,6 +129,51 @@ def test_no_time_passes_while_an_engine_is_frozen(monkeypatch: pytest.MonkeyPatc
         engine.is_frozen = False
         with pytest.raises(TimeoutError):  # it goes on, and takes too long
             await playing
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["submit_turns", "poll_turns"])
+def test_a_turn_whose_call_is_lost_is_sent_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PAUSE_S", 0.01)
+
+    async def run() -> None:
+        engine = Engine()
+        engine.lost = {method}
+        client = TurnClient("episodes-0", {"a": engine})  # type: ignore[dict-item]
+        client.assign([1], "a")
+        playing = asyncio.create_task(client.sample(request(1), Deadline(60)))
+        async with asyncio.timeout(5):
+            while not playing.done():
+                await asyncio.sleep(0.05)
+                engine.answer()
+                engine.asked.clear()
+        assert await playing == "answer"  # type: ignore[comparison-overlap]
+        assert not engine.lost
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_an_abandoned_call_takes_later_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE_S", "POLL_S", "SILENCE_S"):
+        monkeypatch.setattr(turns, name, 0.1)
+
+    async def run() -> None:
+        engine = Engine()
+        client = TurnClient("episodes-0", {"a": engine})  # type: ignore[dict-item]
+        client.assign([1], "a")
+        playing = asyncio.create_task(client.sample(request(1), Deadline(60)))
+        await asyncio.sleep(0.02)
+        engine.is_dead = True
+        await asyncio.sleep(0.05)
+        engine.is_dead = False
+        await asyncio.sleep(0.15)
+        engine.asked.clear()  # it was sent again at once, and its answer went to nobody
+        async with asyncio.timeout(5):
+            while not engine.asked:
+                await asyncio.sleep(0.01)
+        engine.answer()
+        assert await playing == "answer"  # type: ignore[comparison-overlap]
 
     asyncio.run(run())
 

@@ -253,6 +253,19 @@ def test_a_client_gets_its_own_groups_under_its_own_ids(thread: EngineThread) ->
     assert [group.group_id for group in collect(thread, 1)] == [5]
 
 
+def test_a_request_that_a_client_sends_again_is_sampled_again_once_it_was_collected(thread: EngineThread) -> None:
+    for _ in range(2):
+        thread.submit([request(0), request(1, min_version=1)], "one/1")  # the latter waits for its version
+        while thread.outstanding_tokens > request(1).outstanding_tokens:
+            time.sleep(0.001)
+    assert [group.group_id for group in thread.collect(5, 5, "one/1")] == [0]
+    thread.submit([request(0), request(1, min_version=1)], "one/1")
+    assert [group.group_id for group in thread.collect(5, 5, "one/1")] == [0]
+    thread.load(manifest(1), [], timeout_s=5)
+    assert [group.group_id for group in thread.collect(5, 5, "one/1")] == [1]
+    assert thread.outstanding_tokens == 0
+
+
 def test_cancelled_requests_do_not_come_back(engine: FakeEngine, thread: EngineThread) -> None:
     thread.submit([request(0, min_version=1), request(1, min_version=1)], "one/1")
     thread.submit([request(0, min_version=1)], "two/1")

@@ -318,3 +318,42 @@ def test_groups_of_a_dead_engine_are_moved_and_not_begun_again() -> None:
     pool.play("rollout-0", [request(0), request(1)])
     pool.play("rollout-1", [request(0), request(2)])
     assert players.calls == [("play", [0, 1], "rollout-0"), ("play", [2], "rollout-1"), ("move", [0], "rollout-1")]
+
+
+def test_groups_whose_answer_did_not_arrive_are_asked_for_again() -> None:
+    """Check that a process names what it has received, and only that, after a call that failed."""
+    answers: list[list[int] | Exception] = [[0, 1], ActorUnavailableError("a cut", None), [2]]
+    players, asked = FakePlayers(), []
+
+    async def answer(received: list[int]) -> list[Receipt]:
+        asked.append(received)
+        if not answers:
+            await asyncio.sleep(60)
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return [Receipt(group_id=own, num_tokens=1) for own in found]
+
+    def collect(wait_s: float, max_groups: int, received: list[int]) -> Any:
+        return asyncio.ensure_future(answer(received)), object()
+
+    players.collect = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=collect))  # type: ignore[attr-defined]
+
+    async def scenario() -> None:
+        def start(name: str) -> Any:
+            found = asyncio.get_running_loop().create_future()
+            found.set_result([])
+            return found
+
+        async def finished(groups: Any, receipts: Sequence[Receipt]) -> None:
+            pass
+
+        pool = EpisodePool({"episodes-0": players}, start=start, cluster=CLUSTER)  # type: ignore[dict-item]
+        running = asyncio.create_task(pool.run(finished, lambda *_: None))
+        async with asyncio.timeout(5):
+            while len(asked) < 4:
+                await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(scenario())
+    assert asked == [[], [0, 1], [0, 1], [2]]
