@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -18,6 +19,7 @@ from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
 from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, read_turn, tokens_after
+from rlpipe.episodes.tools import whole_characters
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
@@ -70,6 +72,10 @@ class ChatQuestion:
         if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
             raise RequestRefused(400, "invalid", "tools must be a list of objects")
         tools = () if body.get("tool_choice") == "none" else tools
+        try:
+            messages, tools = whole_characters(messages), whole_characters(tools)
+        except RecursionError:
+            raise RequestRefused(400, "invalid", "messages or tools are nested too deeply") from None
         return cls(messages=_as_read(messages), tools=tools, max_tokens=limit, stop=list(stop))
 
     @property
@@ -138,8 +144,13 @@ class ChatAnswer:
     sampled: SampledTurn
     tools: str
     branching: str | None
+    """Reason why its conversation begins anew, if it does and is not the first one."""
+    fills_room: bool
+    """Whether it was cut off because its conversation has no tokens left."""
     node: Node | None = None
     """The turn in the graph, once it was delivered."""
+    counted: str | None = None
+    """Reason that it is counted with, among the others that were delivered."""
 
 
 @dataclass(slots=True)
@@ -170,7 +181,7 @@ class AgentSession:
         """Equal requests, by their digest."""
         self.limits_met: dict[str, str] = {}
         """Limits that refused requests, by the messages; another conversation of the program may go on."""
-        self._num_sampled = 0
+        self._num_sampled, self._num_failed = 0, 0
         self._is_sealed = False
         self._templates: dict[str, ChatTemplate] = {}
         self._parsers: dict[str, Parser] = {}
@@ -186,7 +197,7 @@ class AgentSession:
         if unknown:
             raise RequestRefused(400, "invalid", f"there is no answer {', '.join(map(repr, sorted(unknown)))}")
         for value in rewards.values():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not _is_finite(value):
                 raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
         self.rewards = {own: float(value) for own, value in rewards.items()}
         self.is_rewarded = True
@@ -225,8 +236,8 @@ class AgentSession:
         equal = self._asked.setdefault(question.digest, [])
         known = [asked for asked in reversed(equal) if not _has_failed(asked.answer)]
         asked = next((asked for asked in known if not (asked.is_received or asked.listens())), None)
-        if asked is None and is_retry:
-            asked = next(iter(known), None)
+        if asked is None and is_retry and equal and not _has_failed(equal[-1].answer):  # else it was an earlier one's
+            asked = equal[-1]
         if asked is None:
             asked = _Asked(asyncio.ensure_future(self._answer(question)), listens)
             equal.append(asked)
@@ -239,12 +250,19 @@ class AgentSession:
         if answer.node is not None or self._is_sealed:
             return
         begins = answer.continuation.node
+        if begins is None and answer.branching is None:  # it was asked when nothing was received yet
+            found = locate(self.episode.graph, answer.continuation.new).branching
+            answer.counted = None if found is Branching.FIRST else found
+        else:
+            answer.counted = answer.branching
         observed = self.episode.graph.observe(begins, answer.continuation.new, answer.context)
         if begins is None:
             self._tools[id(observed)] = answer.tools
             self.episode.opening = self.episode.opening or answer.continuation.new
-        if answer.branching is not None:
-            self.episode.branches_by_reason[answer.branching] += 1
+        if answer.counted is not None:
+            self.episode.branches_by_reason[answer.counted] += 1
+        if answer.fills_room:
+            self.episode.end_early("length")
         self._received.append(answer)
         answer.node = self.episode.add_turn(observed, answer.parsed, answer.sampled)
 
@@ -256,6 +274,10 @@ class AgentSession:
         self.episode.graph.remove_turn(answer.node)
         self._known.clear()  # its keys are places in memory, which other nodes may get
         self._received.remove(answer)
+        if answer.counted is not None:
+            self.episode.branches_by_reason -= Counter([answer.counted])
+        if answer.fills_room and self.episode.end == "length":
+            self._go_on_after_length()
         answer.node = None
 
     def _request(self, question: ChatQuestion, answer: ChatAnswer) -> _Asked:
@@ -263,7 +285,7 @@ class AgentSession:
         return next(own for own in asked if own.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
-        if self._num_sampled >= self._rules.max_turns:
+        if self._num_sampled - self._num_failed >= self._rules.max_turns:
             raise self._meet("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
@@ -285,11 +307,15 @@ class AgentSession:
             raise self._meet("length", "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
         if self.episode.end == "length":  # the program has made room, and goes on
-            self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
+            self._go_on_after_length()
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
-        with self.episode.timed("engine_wait"):
-            sampled = await self._sample(context, max_tokens=limit, turn=number, stop=question.stop)
-        text = read_turn(sampled.token_ids, bridge)
+        try:
+            with self.episode.timed("engine_wait"):
+                sampled = await self._sample(context, max_tokens=limit, turn=number, stop=question.stop)
+        except Exception:
+            self._num_failed += 1
+            raise
+        text = read_turn(sampled, bridge, context)
         for stop in question.stop:
             text = text.partition(stop)[0]
         parsed = parse_turn(self._parser_of(question.tools, tools), text, f"{number}c")
@@ -310,7 +336,11 @@ class AgentSession:
             sampled=sampled,
             tools=tools,
             branching=branching,
+            fills_room=sampled.finish_reason == "length" and len(sampled.token_ids) >= room,
         )
+
+    def _go_on_after_length(self) -> None:
+        self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
 
     def _meet(self, limit: str, code: str, message: str) -> RequestRefused:
         self.limits_met[message] = limit
@@ -330,7 +360,7 @@ class AgentSession:
             return Continuation(node=None, new=messages), whole, Branching.REWRITTEN.value
         if node is not None:
             try:
-                return place, bridge.suffix(node.messages[-1], place.new).after(node.token_ids, bridge.end_ids), None
+                return place, bridge.suffix(node.messages[-1], place.new).after(node.token_ids, bridge), None
             except Unbridgeable:
                 place = Continuation(node=None, new=messages)
         whole = self._rendered(messages, bridge)
@@ -353,6 +383,13 @@ class AgentSession:
         if key not in self._templates:
             self._templates[key] = self._bridge.template.with_tools(list(tools))
         return replace(self._bridge, template=self._templates[key])
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the floats
+        return False
 
 
 def _has_failed(answer: asyncio.Task[ChatAnswer]) -> bool:

@@ -21,6 +21,7 @@ from rlpipe.data.masks.derivation import ASSISTANT
 from rlpipe.data.masks.rules import find_boundaries
 from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
+from rlpipe.episodes.tools import whole_characters
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray
 
@@ -51,6 +52,11 @@ def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
     return found
 
 
+def special_ids(template: ChatTemplate) -> set[int]:
+    """Return the tokenizer's special tokens, which are no text, unlike markers such as those of calls."""
+    return {number for number, token in template.tokenizer.added_tokens_decoder.items() if token.special}
+
+
 @dataclass(slots=True, frozen=True)
 class Suffix:
     """The end token of an answer in its template, and the tokens after it up to the next answer."""
@@ -58,18 +64,20 @@ class Suffix:
     end_id: int
     token_ids: IntArray
 
-    def after(self, turn: IntArray, end_ids: Collection[int]) -> IntArray:
+    def after(self, turn: IntArray, bridge: Bridge) -> IntArray:
         """Return the tokens after a turn: the suffix, after an end token if the turn was cut off before its own."""
-        is_open = not len(turn) or turn[-1] not in end_ids
-        return np.array([*([self.end_id] if is_open else []), *self.token_ids], np.int32)
+        end = [] if bridge.has_ended(turn) else [self.end_id]
+        return np.array([*end, *self.token_ids], np.int32)
 
 
 @dataclass
 class Bridge:
-    """Text of a template after the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
+    """Text of a template after the end of an answer; ``end_ids`` are the tokens that end the policy's turns in it."""
 
     template: ChatTemplate
     end_ids: Collection[int]
+    further_end_ids: Collection[int] = ()
+    """Tokens that end a turn in the engines alone, such as the end of a text in a template with another marker."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Kinds of messages that no bridge leads over, with the reasons; see ``check_bridge``."""
     _choices_of_content: dict[tuple[str, int], Sequence[str | None]] = field(default_factory=dict, init=False)
@@ -77,6 +85,10 @@ class Bridge:
 
     Finding it takes four renderings.
     """
+
+    def has_ended(self, turn: Sequence[int] | IntArray) -> bool:
+        """Return whether the last token of a turn ends it."""
+        return len(turn) > 0 and (turn[-1] in self.end_ids or turn[-1] in self.further_end_ids)
 
     @cached_property
     def _controls(self) -> re.Pattern[str] | None:
@@ -97,7 +109,7 @@ class Bridge:
         choices = self._choices_of_content.get((kind, probe.num_calls), EMPTY_CONTENTS)
         try:
             taken = self.template.as_taken([asked, probe.answer, *texts.hidden(new)], choices)
-            rendered = self.template.render(taken, add_generation_prompt=True)
+            rendered = whole_characters(self.template.render(taken, add_generation_prompt=True))
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error
         self._choices_of_content[kind, probe.num_calls] = (taken[1]["content"],)
@@ -122,7 +134,7 @@ class Bridge:
         """
         texts = ControlTokens(self.template, self._controls)
         try:
-            text = self.template.text(texts.hidden(messages), add_generation_prompt=True)
+            text = whole_characters(self.template.text(texts.hidden(messages), add_generation_prompt=True))
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error
         if not texts.hide_any:

@@ -128,6 +128,7 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
             for server in servers:
                 program, *arguments = server.command
                 process = ServerProcess()
+                stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends the server alone
                 env = {**mark, **server.env, **process.env}
                 started = StdioServerParameters(command=program, args=arguments, env=env)
                 client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))

@@ -14,11 +14,11 @@ import numpy as np
 from rlpipe.common.imports import describe_error, message_of
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
-from rlpipe.data.render.processor import load_tokenizer
+from rlpipe.data.render.processor import load_tokenizer, read_end_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import EndpointAccess
-from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
+from rlpipe.episodes.bridge import Bridge, check_bridge, special_ids, turn_ends
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import STARTS, isolate
@@ -55,9 +55,13 @@ class GroupPlayer:
         max_model_len: int,
         sampling: SamplingConfig,
         sample: SampleTurnOfGroup,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
+        """Make a player; ``stop_token_ids`` end turns in addition to the tokens at which engines end an answer."""
         self._kind, self._config, self._bridge, self._parser, self._sample = kind, config, bridge, parser, sample
-        self._max_model_len, self._sampling = max_model_len, sampling
+        self._max_model_len = max_model_len
+        self._sampling = replace(sampling, stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids])
+        self._sends_sampling = bool(stop_token_ids)
         self._places = asyncio.Semaphore(config.concurrency)
         self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
 
@@ -126,7 +130,9 @@ class GroupPlayer:
                     group_size=1,
                     max_tokens=max_tokens,
                     seed=(request.seed + SEED_STEP * number) % MAX_SEED,
-                    sampling=replace(self._sampling, stop=[*self._sampling.stop, *stop]) if stop else None,
+                    sampling=replace(self._sampling, stop=[*self._sampling.stop, *stop])
+                    if stop or self._sends_sampling
+                    else None,
                 ),
                 deadline,
             )
@@ -214,7 +220,9 @@ def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer,
     kind = isolate(import_kind(environment), environment)
     template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
-    bridge = Bridge(template, turn_ends(template, config.data))
+    end_ids = turn_ends(template, config.data)
+    known, special = _engine_ends(config, template), special_ids(template)
+    bridge = Bridge(template, end_ids, further_end_ids=known & special)
     bridge.refused = refused_messages(bridge, kind)
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
     limit = longest_conversation(config)
@@ -226,6 +234,8 @@ def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer,
         max_model_len=limit,
         sampling=config.rollout.sampling,
         sample=sample,
+        # An engine that did not know the end marker, as with a base model, would sample the next message, too.
+        stop_token_ids=sorted((end_ids & special) - known),
     )
     notes = [
         f"after {messages} the conversation is rendered anew, as a separate sequence: {reason}"
@@ -237,6 +247,12 @@ def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer,
             "turns included; set rollout.max_model_len if that is too few"
         )
     return player, notes
+
+
+def _engine_ends(config: Config, template: ChatTemplate) -> set[int]:
+    """Return the tokens at which the engines end an answer by the model's files and the run's config."""
+    end_id = template.tokenizer.eos_token_id
+    return {*read_end_ids(config.model), *config.rollout.sampling.stop_token_ids} | ({end_id} - {None})
 
 
 def refused_messages(bridge: Bridge, kind: EpisodeKind) -> dict[str, str]:

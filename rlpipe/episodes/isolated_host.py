@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from rlpipe.common.imports import describe_error, enter_folder
 from rlpipe.common.temporary_folders import remove_folder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
-from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_text
+from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_step, as_text, cut_off
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority
@@ -143,7 +143,7 @@ class ServedObject:
             if name == "call":
                 tool, given = arguments
                 value = await self._tools[tool].call(given)
-                answer = {"value": _plain(value)} if isinstance(value, Step) else {"text": as_text(value)}
+                answer = _as_result(value)
                 # An environment may still wait for processes that it has started, and reap them itself.
                 return answer if self._environment is not None else answer | {"is_alone": _is_alone()}
             if name == "run" and self._kind.agent is not None:
@@ -156,6 +156,8 @@ class ServedObject:
             value = getattr(self._environment, name)(*arguments)
             if asyncio.iscoroutine(value):
                 value = await value
+            if name == "step":
+                as_step(value)
             if name == "close":
                 self._environment, self._tools = None, {}
                 return {"is_alone": _is_alone()}
@@ -164,6 +166,13 @@ class ServedObject:
             return {"invalid": str(error)}
         except Exception as error:  # noqa: BLE001 - a user's code raises anything
             return {"raised": describe_error(error)}
+
+
+def _as_result(value: Any) -> dict[str, Any]:
+    """Return what a tool returned, with a text that is cut off already here: a long one would end the process."""
+    if not isinstance(value, Step):
+        return {"text": cut_off(as_text(value))}
+    return {"value": _plain(replace(value, observation=cut_off(as_text(value.observation))))}
 
 
 def _plain(value: Any) -> Any:

@@ -85,8 +85,11 @@ class Isolation:
         idle, loop = self._idle.get(tool, []), asyncio.get_running_loop()
         while idle:
             link = idle.pop()
-            if link.loop is loop and not link.has_ended:
+            if link.loop is not loop:
+                continue
+            if link.is_alive and link.host is self._host:
                 return link
+            link.close()
         ours, theirs = socket.socketpair()
         control, their_control = socket.socketpair()
         with theirs, their_control:
@@ -95,8 +98,9 @@ class Isolation:
                 host.fork(tool, fds)
             except OSError:  # the host has died, of what a user's code did at its import or of a lack of memory
                 await asyncio.to_thread(self._replace, host)
-                self._host.fork(tool, fds)
-        return ObjectLink(ours, control, loop)
+                host = self._host
+                host.fork(tool, fds)
+        return ObjectLink(ours, control, loop, host)
 
     async def ask_once(self, tool: str | None, name: str, *arguments: Any) -> dict[str, Any]:
         """Return the answer of a method in a process that does nothing else meanwhile."""
@@ -114,7 +118,8 @@ class Isolation:
 
         A process that is not alone has started others, which end with it.
         """
-        if is_alone and not link.has_ended and self._config.isolation == "process":
+        is_fit = is_alone and not link.has_ended and link.host is self._host
+        if is_fit and self._config.isolation == "process":
             self._idle.setdefault(tool, []).append(link)
         else:
             link.close()
@@ -174,6 +179,10 @@ class _IsolatedHost:
         """Have a process forked for a tool or the environment; raise ``OSError`` if the host has died."""
         socket.send_fds(self._socket, [json.dumps(tool).encode()], fds)
 
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
     def close(self) -> None:
         self._socket.close()
         self.process.kill()
@@ -187,8 +196,10 @@ class ObjectLink:
     A call that is cancelled ends the process, since it may hang.
     """
 
-    def __init__(self, link: socket.socket, control: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    def __init__(
+        self, link: socket.socket, control: socket.socket, loop: asyncio.AbstractEventLoop, host: _IsolatedHost
+    ) -> None:
+        self.loop, self.host = loop, host
         self._socket, self._control = link, Connection(control.detach())
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -226,6 +237,11 @@ class ObjectLink:
     @property
     def has_ended(self) -> bool:
         return self._end is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an idle process can serve: it tells when it ends, and lives seconds at most without its host."""
+        return self._end is None and self.host.is_alive and not self._control.poll()
 
     def close(self, reason: str = "its process was ended") -> None:
         """End the process, with all that it has started."""
@@ -278,7 +294,7 @@ class IsolatedEnvironment(Environment):
         return self._link is not None and self._link.timed_out
 
     async def final_reward(self) -> float:
-        if self._link is None or self._link.has_ended:  # a call took too long
+        if self._link is None or self._link.timed_out:  # one that ended in another way fails the episode
             return 0.0
         return float((await self.ask("final_reward"))["value"])
 

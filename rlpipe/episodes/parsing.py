@@ -91,7 +91,12 @@ def parse_turn(parser: Parser, text: str, prefix: str) -> ParsedTurn:
 
 
 def with_tools(parser: Parser, tools: Sequence[Any]) -> Parser:
-    """Return a parser that knows the schemas of the tools, if it can use them."""
+    """Return a parser that knows the schemas of the tools, if it can use them.
+
+    Without tools, a turn that looks like a call is a text for all parsers but a user's own.
+    """
+    if not tools and (parser in PARSERS.values() or isinstance(parser, VllmParser)):
+        return parse_text
     bind: Callable[[Sequence[Any]], Parser] | None = getattr(parser, "with_tools", None)
     return parser if bind is None else bind(tools)
 
@@ -103,9 +108,14 @@ def parse_text(text: str, prefix: str) -> ParsedTurn:
 
 
 def split_reasoning(text: str) -> tuple[str, str | None]:
-    """Return a turn's text without its thoughts, and these; a turn may begin within them, as prompts may end so."""
+    """Return a turn's text without its thoughts, and these; a turn may begin within them, as prompts may end so.
+
+    A turn that was cut off within its thoughts has no text.
+    """
     thoughts, end, rest = text.partition(END_THINK)
-    return (rest.lstrip(), thoughts.strip().removeprefix(THINK).strip()) if end else (text, None)
+    if not end and not text.lstrip().startswith(THINK):
+        return text, None
+    return rest.lstrip(), thoughts.strip().removeprefix(THINK).strip()
 
 
 def _read_call(text: str, prefix: str, number: int) -> ToolCall:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -16,9 +17,12 @@ import numpy as np
 from rlpipe.common.imports import describe_error
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import EpisodeGraph, Node
-from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_turn, with_tools
-from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, call_anywhere, one_at_a_time
+from rlpipe.episodes.parsing import END_THINK, THINK, ParsedTurn, Parser, parse_turn, with_tools
+from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, as_step, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
+
+MAX_THINK_TOKENS = 16
+"""Tokens of the mark of thoughts at the end of a prompt, with the space after it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -206,7 +210,7 @@ class Session:
 
     async def _play(self, episode: Episode, row: Mapping[str, Any], seed: int) -> None:
         with episode.timed("environment"):
-            first = as_messages(await call_anywhere(self._environment.reset, row, seed))
+            first = as_messages(await call_anywhere(self._environment.reset, row, seed), "reset")
         episode.opening = self._template.with_system_prompt(first)
         node = episode.graph.observe(None, episode.opening, self._rendered(episode.opening))
         for turn in range(self._rules.max_turns):
@@ -216,7 +220,7 @@ class Session:
                 return self._end_for_length(episode, len(context))
             with episode.timed("engine_wait"):
                 answer = await self._sample(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
-            parsed = parse_turn(self._parser, read_turn(answer.token_ids, self._bridge), f"{turn}c")
+            parsed = parse_turn(self._parser, read_turn(answer, self._bridge, context), f"{turn}c")
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
             if answer.finish_reason == "length" and len(answer.token_ids) >= room:
@@ -249,8 +253,9 @@ class Session:
                 sum(_finite(result.reward) for result in results),
                 any(result.done for result in results),
             )
-        step = await call_anywhere(self._environment.step, parsed.content)
-        return as_messages(step.observation), _finite(step.reward), bool(step.done)
+        step = as_step(await call_anywhere(self._environment.step, parsed.content))
+        is_done = bool(step.done)
+        return [] if is_done else as_messages(step.observation, "step"), _finite(step.reward), is_done
 
     def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
         """Add what follows a turn; after one that can't be bridged the conversation is rendered anew."""
@@ -268,7 +273,7 @@ class Session:
         except Unbridgeable:
             episode.branches_by_reason["unbridgeable"] += 1
             return episode.graph.observe(None, whole, self._rendered(whole))
-        return episode.graph.observe(node, new, suffix.after(node.token_ids, self._bridge.end_ids))
+        return episode.graph.observe(node, new, suffix.after(node.token_ids, self._bridge))
 
     def _rendered(self, messages: ChatMessages) -> IntArray:
         try:
@@ -289,9 +294,18 @@ def tokens_after(node: Node, rendered: IntArray) -> IntArray | None:
     return rendered[len(known) :] if np.array_equal(rendered[: len(known)], known) else None
 
 
-def read_turn(token_ids: Sequence[int], bridge: Bridge) -> str:
-    """Return a turn's text, without its end token."""
-    own = list(token_ids)
-    if own and own[-1] in bridge.end_ids:
+def read_turn(sampled: SampledTurn, bridge: Bridge, context: IntArray) -> str:
+    """Return a turn's text, without its end token; one that was cut off within thoughts begins with their mark.
+
+    The mark may be the context's end. A turn that ended by itself is not taken for thoughts alone: some models call
+    tools without closing them.
+    """
+    own = list(sampled.token_ids)
+    if bridge.has_ended(own):
         own.pop()
-    return cast(str, bridge.template.tokenizer.decode(own, skip_special_tokens=False))
+    decode = partial(bridge.template.tokenizer.decode, skip_special_tokens=False)
+    text = cast(str, decode(own))
+    may_be_thoughts = sampled.finish_reason == "length" and END_THINK not in text
+    if may_be_thoughts and cast(str, decode(context[-MAX_THINK_TOKENS:])).rstrip().endswith(THINK):
+        return f"{THINK}{text}"
+    return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.types import ChatMessages
 
 MAX_RESULT_CHARS = 16_384
+CUT_OFF = re.compile(r"\n\[cut off: \d+ more characters\]")
 Observation = str | ChatMessages
 """Text of a user's message, or messages."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -244,9 +246,7 @@ class Toolbox:
         return ToolResult(text=text, reward=float(value.reward), done=bool(value.done))
 
     def _cut(self, text: str) -> str:
-        if len(text) <= self._max_chars:
-            return text
-        return f"{text[: self._max_chars]}\n[cut off: {len(text) - self._max_chars} more characters]"
+        return cut_off(text, self._max_chars)
 
 
 _ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
@@ -255,11 +255,20 @@ _ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
 def as_text(value: Any) -> str:
     """Return a tool's value as the policy reads it: a text as it is, anything else as JSON."""
     if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(_ANYTHING.dump_python(value, mode="json"), ensure_ascii=False)
-    except ValueError:  # pydantic's errors are among these
-        return str(value)
+        text = value
+    else:
+        try:
+            text = json.dumps(_ANYTHING.dump_python(value, mode="json"), ensure_ascii=False)
+        except ValueError:  # pydantic's errors are among these
+            text = str(value)
+    return str(whole_characters(text))
+
+
+def cut_off(text: str, max_chars: int = MAX_RESULT_CHARS) -> str:
+    """Return a result's text with the count of what is left out beyond the limit; one that was cut stays as it is."""
+    if len(text) <= max_chars or CUT_OFF.fullmatch(text, max_chars):
+        return text
+    return f"{text[:max_chars]}\n[cut off: {len(text) - max_chars} more characters]"
 
 
 class Environment(ABC):
@@ -308,6 +317,27 @@ def _is_tool(own: Any) -> bool:
     return inspect.isfunction(own) and getattr(own, MARK, False)
 
 
-def as_messages(observation: Observation) -> ChatMessages:
-    """Return an observation as chat messages; a text is a user's."""
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+def as_messages(observation: Observation, method: str) -> ChatMessages:
+    """Return an observation of a method as chat messages; a text is a user's. Raise ``TypeError`` for another type."""
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}]
+    if not isinstance(observation, list | tuple) or not all(isinstance(own, Mapping) for own in observation):
+        raise TypeError(f"{method} gave {observation!r:.100} to be observed: give a text or a list of messages")
+    messages: ChatMessages = whole_characters([dict(own) for own in observation])
+    return messages
+
+
+def as_step(value: Any) -> Step:
+    """Return what an environment's ``step`` returned; raise ``TypeError`` if that is no ``Step``."""
+    if not isinstance(value, Step):
+        raise TypeError(f"step returned {value!r:.100}: return rlpipe.Step(observation, reward=..., done=...)")
+    return value
+
+
+def whole_characters(value: Any) -> Any:
+    """Return a text, or JSON's lists and objects of texts, with escapes for lone surrogates, which have no tokens."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {key: whole_characters(own) for key, own in value.items()}
+    return [whole_characters(own) for own in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,7 @@
 """An MCP server with a few tools, which counts its calls."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -25,6 +26,15 @@ def fail() -> str:
 
 
 @server.tool()
+def start() -> str:
+    """Start a process that leaves the session."""
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True, **quiet)
+    note(started.pid)
+    return "started"
+
+
+@server.tool()
 def hang() -> str:
     """Hang."""
     time.sleep(300)
@@ -37,7 +47,11 @@ def leave() -> str:
     os._exit(3)
 
 
-if __name__ == "__main__":
+def note(pid: int) -> None:
     with open(sys.argv[1], "a") as file:
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{pid}\n")
+
+
+if __name__ == "__main__":
+    note(os.getpid())
     server.run()

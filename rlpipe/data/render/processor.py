@@ -95,14 +95,38 @@ def check_ids(folder: Path) -> None:
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
     """Return the chat template that older models with images store only with their processor, or None."""
+    template: str | None = _read_json_file(path, "chat_template.json", config, local).get("chat_template")
+    return template
+
+
+def _read_json_file(path: str, name: str, config: ModelConfig, local: bool) -> dict[str, Any]:
+    """Return the object in a JSON file of a model, an empty one if the model has no such file."""
     from transformers.utils import cached_file
 
     options = {"revision": config.revision, "local_files_only": local}
-    file = cached_file(path, "chat_template.json", _raise_exceptions_for_missing_entries=False, **options)
-    if file is None:
-        return None
-    template: str | None = json.loads(Path(file).read_text()).get("chat_template")
-    return template
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
+    found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text())
+    return found
+
+
+def read_end_ids(config: ModelConfig) -> set[int]:
+    """Return the tokens at which engines end an answer by the model's generation config, read without the weights.
+
+    A model without one has them in its config. Raises ``ModelError`` if the files can't be read.
+    """
+    path = model_folder(config.path)
+    folder = Path(path).expanduser()
+    local = folder.exists() or not hub_has(
+        path, kind="model", option="model.path", error=ModelError, revision=config.revision
+    )
+    source = str(folder) if folder.exists() else path
+    with reading_files(f"model.path={config.path} can't be read", "give another", error=ModelError):
+        found = _read_json_file(source, "generation_config.json", config, local)
+        if not found:
+            found = _read_json_file(source, "config.json", config, local)
+            found = {**(found.get("text_config") or {}), **found}
+    own = found.get("eos_token_id")
+    return {own_id for own_id in (own if isinstance(own, list) else [own]) if isinstance(own_id, int)}
 
 
 def _read_template(file: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from covering import one_in
 from template_cases import TOOLS, made_tokenizer, shipped_templates
@@ -114,3 +115,12 @@ def test_texts_that_quote_the_probe_do_no_harm() -> None:
 def test_a_template_that_ends_no_turn_is_refused() -> None:
     with pytest.raises(Unbridgeable, match="no end token"):
         bridge_of("vllm/template_blip2").suffix({"role": "assistant", "content": "so"}, KINDS["a user's message"][1])
+
+
+def test_a_turn_that_the_engine_ends_by_another_token_gets_no_second_end_marker() -> None:
+    bridge = bridge_of("trl/qwen2_5")
+    (other,) = bridge.template.token_ids("<|padding|>")
+    bridge.further_end_ids = {other}
+    after = bridge.suffix({"role": "assistant", "content": "so"}, KINDS["a user's message"][1])
+    assert after.after(np.array([1, other]), bridge).tolist() == after.token_ids.tolist()
+    assert after.after(np.array([1, 2]), bridge).tolist() == [after.end_id, *after.token_ids]

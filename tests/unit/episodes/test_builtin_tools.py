@@ -56,6 +56,14 @@ def test_each_episode_has_a_server_of_its_own(tmp_path: Path) -> None:
     assert_ended(pids)
 
 
+def test_a_server_that_ends_by_itself_leaves_nothing_behind(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    group, _ = play([call("start"), "done"], kind=kind(pids), prompt=ASKED, timeout_s=60.0)
+    assert results(group, 0) == ["started"]
+    assert len(pids.read_text().split()) == 3, "a server to try, one of the episode, and what that one has started"
+    assert_ended(pids)
+
+
 def test_a_server_that_hangs_or_dies_costs_its_calls(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     began = time.monotonic()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.agent_session import AgentSession
+from rlpipe.episodes.agent_session import AgentSession, ChatQuestion
 from rlpipe.episodes.bridge import Bridge, turn_ends
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import MAX_CALLS, parse_hermes
@@ -333,9 +334,84 @@ def test_a_question_that_failed_once_is_answered_when_it_is_asked_again() -> Non
         answer = await scene.client(max_retries=2).chat.completions.create(**body)
         return answer.choices[0].message.content
 
-    episode, text = play(Failing(["North.", "East."]), program)
+    rules = replace(RULES, max_turns=1)  # what was not sampled is no turn
+    episode, text = play(Failing(["North.", "East."], rules=rules), program)
     assert text == "East."
     assert len(episode.graph.turns) == 1
+
+
+def test_a_retry_of_a_question_that_was_answered_before_is_a_turn_of_its_own() -> None:
+    class Failing(Scene):
+        async def sample(
+            self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
+        ) -> SampledTurn:
+            if turn == 1:
+                raise ValueError("an odd text")
+            return await super().sample(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)
+
+    async def program(scene: Scene) -> list[str | None]:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        made = scene.client(max_retries=1).chat.completions.create
+        return [(await made(**body)).choices[0].message.content for _ in range(2)]
+
+    episode, texts = play(Failing(["North.", "East.", "South."]), program)
+    assert texts == ["North.", "South."]
+    assert len(episode.graph.turns) == 2
+
+
+def test_an_answer_that_fills_the_context_truncates_the_episode_unless_the_program_makes_room() -> None:
+    class Full(Scene):
+        async def sample(
+            self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
+        ) -> SampledTurn:
+            found = await super().sample(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)
+            if turn:
+                return found
+            few = {
+                name: [getattr(found, name)[0]] * max_tokens for name in ("token_ids", "logprobs", "policy_versions")
+            }
+            return SampledTurn(**few, finish_reason="length")
+
+    async def program(scene: Scene, count: int = 1) -> None:
+        made = scene.client().chat.completions.create
+        for text in ["word " * 580, "word"][:count]:
+            await made(model="any", messages=[{"role": "user", "content": text}])
+
+    rules = replace(RULES, max_tokens=3000)
+    episode, _ = play(Full(["x", "y"], rules=rules), program)
+    assert (episode.status, episode.end) == (RolloutStatus.TRUNCATED, "length")
+    episode, _ = play(Full(["x", "y"], rules=rules), partial(program, count=2))
+    assert (episode.status, episode.end) == (RolloutStatus.COMPLETED, "done")
+
+
+def test_conversations_are_counted_once_they_are_received() -> None:
+    async def program(scene: Scene) -> None:
+        session = scene.session
+        questions = [ChatQuestion.parse({"messages": [{"role": "user", "content": text}]}) for text in "aabc"]
+        answers = await asyncio.gather(*(session.ask(own, is_retry=False) for own in questions))
+        for question, answer in zip(questions[:3], answers, strict=False):
+            session.received(question, answer)
+        assert session.episode.branches_by_reason == {"compacted": 1, "subagent": 1}
+        session.lost(questions[2], answers[2])
+        assert session.episode.branches_by_reason == {"compacted": 1}
+        for question, answer in zip(questions[2:], answers[2:], strict=True):
+            session.received(question, answer)
+
+    episode, _ = play(Scene(["x"] * 4), program)
+    assert episode.branches_by_reason == {"compacted": 1, "subagent": 2}
+
+
+def test_half_a_character_is_a_text() -> None:
+    async def program(scene: Scene) -> int:
+        headers = {"Authorization": f"Bearer {scene.key}"}
+        body = {"messages": [{"role": "user", "content": "go \ud83d", "name": "\ud83d"}]}
+        url = f"{scene.gateway.base_url}/chat/completions"
+        async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json=body) as response:
+            return response.status
+
+    scene = Scene(["x"])
+    assert play(scene, program)[1] == 200
+    assert r"go \ud83d" in scene.template.tokenizer.decode(scene.contexts[0])
 
 
 def test_the_end_of_an_episode_refuses_open_requests() -> None:
@@ -407,6 +483,7 @@ def test_rewards_belong_to_answers_or_to_the_episode() -> None:
                 ({"other": 1}, 400),
                 ("x", 400),
                 (float("nan"), 400),
+                (10**400, 400),
             ):
                 async with http.post(f"{scene.gateway.base_url}/reward", json={"reward": reward}) as response:
                     assert response.status == status

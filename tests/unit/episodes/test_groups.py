@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from episode_cases import CALL, Guess, ScriptedTurns
 from template_cases import made_tokenizer, shipped_templates
+from transformers import AutoTokenizer
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
@@ -29,6 +31,7 @@ from rlpipe.episodes.groups import GroupPlayer, open_player, refused_messages
 from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
+from rlpipe.episodes.session import SampledTurn, read_turn
 from rlpipe.episodes.tools import FunctionTool, Step
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny import make_tiny_policy
@@ -67,6 +70,7 @@ def player_of(
     max_model_len: int = 4000,
     run_stop: Sequence[str] = (),
     sample: ScriptedTurns | None = None,
+    stop_token_ids: Sequence[int] = (),
     **options: Any,
 ) -> tuple[GroupPlayer, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
@@ -81,6 +85,7 @@ def player_of(
         max_model_len=max_model_len,
         sampling=SamplingConfig(stop=[*run_stop]),
         sample=turns,
+        stop_token_ids=stop_token_ids,
     )
     return player, turns
 
@@ -557,3 +562,32 @@ def test_a_user_is_told_how_long_conversations_may_be(tmp_path: Path) -> None:
         config = load_config([*options, *more], need_files=False)
         _, notes = open_player(config, sample=None)  # type: ignore[arg-type]
         assert [note.partition(" (")[0] for note in notes] == said
+
+
+def read(player: GroupPlayer, token_ids: list[int]) -> str:
+    nothing = [0] * len(token_ids)
+    sampled = SampledTurn(token_ids=token_ids, logprobs=nothing, policy_versions=nothing, finish_reason="stop")
+    return read_turn(sampled, player._bridge, np.zeros(0, np.int32))
+
+
+def test_turns_end_where_the_engine_ends_them_and_where_the_template_does(tmp_path: Path) -> None:
+    policy = make_tiny_policy(tmp_path / "policy", hidden_size=32, num_layers=1, intermediate_size=32)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    end, pad, tool_id, unknown = tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>", "<|tool|>", "<|unknown|>"])
+    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [pad, unknown]}))
+    plain = tokenizer.convert_tokens_to_ids("a")
+    options = ["data=jsonl", "data.path=rows.jsonl", f"model.path={policy}"]
+    config = load_config([*options, f"rollout.sampling.stop_token_ids=[{tool_id},{plain}]"], need_files=False)
+    player, _ = open_player(config, sample=None)  # type: ignore[arg-type]
+    for token in (end, pad, unknown, tool_id):
+        assert read(player, [plain, token]) == "a"
+    assert read(player, [plain, plain]) == "aa", "a text may end with it"
+    assert not player._sends_sampling
+
+    tokenizer.eos_token = "<|pad|>"  # as the tokenizers of base models have another end than the template
+    tokenizer.save_pretrained(policy)
+    player, _ = open_player(load_config(options, need_files=False), sample=None)  # type: ignore[arg-type]
+    assert player._sampling.stop_token_ids == [end]
+    _, turns = play(["20"], stop_token_ids=[end])
+    assert [own.sampling and own.sampling.stop_token_ids for own in turns.requests] == [[end]]
+    assert [own.sampling for own in play(["20"])[1].requests] == [None]

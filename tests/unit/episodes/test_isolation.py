@@ -51,6 +51,8 @@ class Counter(rlpipe.Environment):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
         if action == "flood":
             return rlpipe.Step("x" * 2**25)
+        if action == "tuple":
+            return "so", 1.0, True
         if action == "odd":
             return {("a", 1): 0.5}
         if action == "write":
@@ -67,6 +69,11 @@ class Counter(rlpipe.Environment):
         "Add to the count."
         self.count += amount
         return rlpipe.Step(f"now {self.count}", reward=0.1)
+
+    @rlpipe.tool
+    def flood(self) -> rlpipe.Step:
+        "Return a lot."
+        return rlpipe.Step("x" * 2**25, reward=0.5)
 
     @rlpipe.tool
     def look(self) -> dict:
@@ -155,7 +162,7 @@ def test_an_environment_plays_as_it_does_here(kind: EpisodeKind) -> None:
         assert await first.step("a") == Step("1", reward=0.5)  # type: ignore[misc]
         assert await second.step("a") == Step("1", reward=0.5)  # type: ignore[misc]
         tools = {tool.name: tool for tool in first.tools()}
-        assert list(tools) == ["add", "look"]
+        assert list(tools) == ["add", "flood", "look"]
         assert tools["add"].schema["function"]["parameters"]["properties"] == {"amount": {"type": "integer"}}
         assert await tools["add"].call({"amount": 1}) == Step("now 2", reward=0.1)
         assert await tools["look"].call({}) == '{"count": 2}'
@@ -239,13 +246,75 @@ def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str
         assert action != "hang" or time.monotonic() - began < 3
         with pytest.raises(Ended, match=words):
             await bad.step("a")  # type: ignore[misc]
-        assert await bad.final_reward() == 0.0  # type: ignore[misc]
+        if action == "hang":
+            assert await bad.final_reward() == 0.0  # type: ignore[misc]
+        else:
+            with pytest.raises(Ended, match=words):  # so that the episode fails, in place of one that was worth 0
+                await bad.final_reward()  # type: ignore[misc]
         await bad.close()  # type: ignore[misc]
         assert (await good.step("a")).observation == "1"  # type: ignore[misc]
         await good.close()  # type: ignore[misc]
 
     asyncio.run(play())
     wait_for(lambda: is_quiet(kind))
+
+
+@pytest.fixture
+def one_kind(file: Path) -> Iterator[EpisodeKind]:
+    config = EnvironmentConfig(path=f"{file}:Counter", timeout_s=20)
+    found = isolate(import_kind(config), config)
+    yield found
+    found.make.__self__.close()  # type: ignore[attr-defined]
+    wait_for(lambda: not own_processes())
+
+
+def test_a_long_result_is_cut_off_in_its_process_and_what_is_no_step_is_named(one_kind: EpisodeKind) -> None:
+    async def play() -> None:
+        environment = one_kind.make()
+        await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
+        result = await Toolbox(environment.tools(), timeout_s=10).call(ToolCall(id="1", name="flood"))
+        assert (result.failure, result.reward) == (None, 0.5)
+        assert result.text == "x" * 16384 + f"\n[cut off: {2**25 - 16384} more characters]"
+        with pytest.raises(Raised, match=r"step returned \('so', 1.0, True\): return rlpipe.Step"):
+            await environment.step("tuple")  # type: ignore[misc]
+        assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
+        await environment.close()  # type: ignore[misc]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("dying", ["host", "link", "replaced"])
+def test_no_episode_gets_an_idle_process_that_is_about_to_end(one_kind: EpisodeKind, dying: str) -> None:
+    isolation = one_kind.make.__self__  # type: ignore[attr-defined]
+
+    async def first_pid() -> int:
+        environments = [one_kind.make(), one_kind.make()]
+        firsts = [await own.reset({"word": "go"}, 3) for own in environments]  # type: ignore[misc]
+        await environments[0].close()  # type: ignore[misc]
+        pid = int(firsts[0][0]["content"].split()[2])
+        if dying == "replaced":
+            await asyncio.to_thread(isolation._replace, isolation._host)
+            with suppress(Ended):
+                await environments[1].close()  # type: ignore[misc]
+        elif dying == "host":
+            isolation._host.process.kill()
+            isolation._host.process.wait()
+        else:
+            psutil.Process(pid).kill()
+            wait_for(lambda: not psutil.pid_exists(pid))
+            await asyncio.sleep(0.2)
+        return pid
+
+    async def play() -> None:
+        pid = await first_pid()
+        environment = one_kind.make()
+        first = await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
+        assert int(first[0]["content"].split()[2]) != pid
+        assert len(isolation._idle.get(None, [])) == 0
+        assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
+        await environment.close()  # type: ignore[misc]
+
+    asyncio.run(play())
 
 
 @pytest.mark.slow

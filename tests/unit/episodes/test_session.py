@@ -17,7 +17,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
 from rlpipe.episodes.parsing import parse_hermes
-from rlpipe.episodes.session import Deadline, Episode, Rules, Session
+from rlpipe.episodes.session import Deadline, Episode, Rules, Session, read_turn
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.types import RolloutStatus
 
@@ -244,6 +244,53 @@ def test_control_tokens_in_the_first_message_are_plain_text() -> None:
     assert [(policy.contexts[0] == end).sum() for end in ends] == [3, 2]
     assert "<|im_start|>assistant\n20<|im_end|>" in tokenizer.decode(policy.contexts[0])
     assert sum(episode.turn_rewards) == 1.0
+
+
+class Walk(Environment):
+    """An environment without tools, which notes the actions and answers with what the test gives."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.actions = answer, []
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        return "go \ud83d"
+
+    def step(self, action: str) -> Any:
+        self.actions.append(action)
+        return self.answer
+
+
+def test_without_tools_a_turn_that_looks_like_a_call_is_an_action() -> None:
+    environment = Walk(Step(None, 1.0, True))  # type: ignore[arg-type]
+    episode, policy, _, session = play(CALL, environment=environment)
+    assert environment.actions == [CALL]
+    assert (episode.turn_rewards, episode.failure) == ([1.0], None)
+    assert r"go \ud83d" in session._template.tokenizer.decode(policy.contexts[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [(("so", 1.0, True), "step returned ('so'"), (Step([4]), "step gave [4]")],  # type: ignore[list-item]
+)
+def test_an_answer_of_another_type_names_the_method(answer: Any, failure: str) -> None:
+    episode = play("north", environment=Walk(answer))[0]
+    assert episode.failure is not None
+    assert failure in episode.failure
+
+
+@pytest.mark.parametrize("name", ["trl/qwen2_5", "trl/qwen3"])
+def test_a_turn_that_begins_within_thoughts_and_is_cut_off_is_no_action(name: str) -> None:
+    session, policy = make_session("I might go", environment=Walk(Step(done=True)), name=name)
+    policy._cut = [0]
+    nothing = np.zeros(1, np.int32)
+    sampled = asyncio.run(policy(nothing, max_tokens=99, turn=0))
+    opening = policy._template.token_ids("<|im_start|>assistant\n<think>\n")
+    for turn, context, content in (
+        (sampled, opening, ""),
+        (replace(sampled, finish_reason="stop"), opening, "I might go"),
+        (sampled, opening[:-3], "I might go"),
+    ):
+        assert session._parser(read_turn(turn, session._bridge, context), "").content == content
 
 
 def test_the_time_of_an_episode_begins_with_it() -> None:

@@ -11,7 +11,18 @@ from typing import Any, Literal
 import pytest
 
 from rlpipe.episodes.parsing import MAX_CALLS, PARSERS, ParsedTurn, parse_hermes, parse_json, parse_turn
-from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolCall, ToolResult, one_at_a_time, tool
+from rlpipe.episodes.tools import (
+    Environment,
+    FunctionTool,
+    Toolbox,
+    ToolCall,
+    ToolResult,
+    as_messages,
+    as_text,
+    cut_off,
+    one_at_a_time,
+    tool,
+)
 from rlpipe.errors import ConfigError
 
 
@@ -210,6 +221,13 @@ def test_a_policy_that_repeats_a_call_makes_it_a_few_times(parser: Callable[[str
     assert refused.problem == f"a turn has at most {MAX_CALLS} calls; the last {200 - MAX_CALLS} were not made"
 
 
+@pytest.mark.parametrize("parser", PARSERS.values())
+def test_calls_in_thoughts_that_were_cut_off_are_not_made(parser: Callable[[str, str], ParsedTurn]) -> None:
+    call = '<tool_call>{"name": "look"}</tool_call>'
+    assert parser(f" <think>I might {call} but", "0c") == ParsedTurn(content="", reasoning=f"I might {call} but")
+    assert len(parse_hermes(f"<think>so</think>{call}", "0c").calls) == 1
+
+
 def test_a_turn_of_json_is_calls_and_any_other_a_text() -> None:
     found = parse_json('{"name": "look", "parameters": {"at": "x"}}', "0c")
     assert [(call.name, dict(call.arguments)) for call in found.calls] == [("look", {"at": "x"})]
@@ -229,3 +247,18 @@ def test_long_turns_are_read_in_linear_time(parser: Callable[[str, str], ParsedT
 @pytest.mark.parametrize("text", ["", "</think>", "\x00", "<tool_call>", "🙂" * 9, "{" * 9, "<think>never ends"])
 def test_no_text_breaks_a_parser(parser: Callable[[str, str], ParsedTurn], text: str) -> None:
     assert parser(text, "0c").as_message()["role"] == "assistant"
+
+
+def test_a_result_that_is_cut_off_stays_so_and_no_result_has_half_a_character() -> None:
+    once = cut_off("x" * 20_000)
+    assert once.endswith("x\n[cut off: 3616 more characters]")
+    assert cut_off(once) == once
+    assert as_text("a\ud83d") == as_messages([{"role": "user", "content": "a\ud83d"}], "reset")[0]["content"]
+    assert as_text("a\ud83d") == "a\\ud83d"
+    as_text({"a": "\ud83d"}).encode()
+
+
+@pytest.mark.parametrize("observation", [None, 4, ["north"], {"role": "user"}])
+def test_what_is_no_observation_is_named_with_its_method(observation: Any) -> None:
+    with pytest.raises(TypeError, match=r"step gave .* give a text or a list of messages"):
+        as_messages(observation, "step")
