@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import aiohttp
 
 from rlpipe.common.formatting import printable, without_password
-from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Step, call_anywhere
+from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Step, as_messages, call_anywhere
 from rlpipe.errors import ConfigError
 
 Show = Callable[[Any, Any], str]
@@ -141,13 +141,13 @@ def from_trl(
         async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
             self._columns = row
             prompt = row.get(prompt_column) or ""
-            *before, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            *before, last = as_messages(prompt, f"the row's {prompt_column!r}")
             added = await call_anywhere(self.env.reset, **row)
             if not (prompt or added):
                 raise ValueError(
                     f"the row has no text in {prompt_column!r}, and reset returned none: set prompt_column"
                 )
-            return [*before, last if added is None else {**last, "content": last["content"] + added}]
+            return [*before, last if added is None else _with_text(last, added)]
 
         async def final_reward(self) -> float:
             own = getattr(self.env, "get_reward", None)
@@ -168,6 +168,15 @@ def from_trl(
             ]
 
     return TrlEnvironment
+
+
+def _with_text(message: Mapping[str, Any], added: Any) -> dict[str, Any]:
+    """Return a message with the text of an environment's ``reset`` after its own, which may be a list of parts."""
+    content = message.get("content") or ""
+    if not isinstance(added, str):
+        raise TypeError(f"reset returned {added!r:.100}, which can't be appended to the prompt: return a text or None")
+    more: Any = added if isinstance(content, str) else [{"type": "text", "text": added}]
+    return {**message, "content": content + more}
 
 
 def _check_trl_reward(function: Callable[..., Any]) -> None:

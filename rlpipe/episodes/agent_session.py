@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
@@ -183,7 +182,8 @@ class AgentSession:
         """Limits that refused requests, by the messages; another conversation of the program may go on."""
         self._num_sampled, self._num_failed = 0, 0
         self._is_sealed = False
-        self._templates: dict[str, ChatTemplate] = {}
+        self._bridges: dict[str, Bridge] = {}
+        """Bridges by the tools of requests; each keeps what it has found out about the template."""
         self._parsers: dict[str, Parser] = {}
 
     @property
@@ -380,9 +380,9 @@ class AgentSession:
         return self._parsers[key]
 
     def _bridge_of(self, tools: Sequence[Any], key: str) -> Bridge:
-        if key not in self._templates:
-            self._templates[key] = self._bridge.template.with_tools(list(tools))
-        return replace(self._bridge, template=self._templates[key])
+        if key not in self._bridges:
+            self._bridges[key] = replace(self._bridge, template=self._bridge.template.with_tools(list(tools)))
+        return self._bridges[key]
 
 
 def _is_finite(value: Any) -> bool:

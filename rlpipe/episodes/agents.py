@@ -13,7 +13,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +25,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import import_object
-from rlpipe.common.temporary_folders import ScratchFolder
+from rlpipe.common.temporary_folders import ScratchFolder, remove_folder
 from rlpipe.episodes.tools import call_anywhere
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.http import JsonClient, RequestFailed
 from rlpipe.scoring.nemo_gym import CREATE_PARAMS, reward_of, row_as_json
-from rlpipe.scoring.processes import CHILD_MARK, PROC, end_processes, find_survivors, process_ids
+from rlpipe.scoring.processes import (
+    CHILD_MARK,
+    PROC,
+    clock_ticks,
+    end_processes,
+    find_survivors,
+    process_ids,
+    read_processes,
+)
 
 Reward = float | Mapping[str, float] | None
 """Reward of an episode, or rewards of answers by their ids; None if reward functions score it."""
@@ -94,30 +101,36 @@ class CommandAgent:
         self._folder = ScratchFolder("rlpipe-agent-")
 
     async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
-        with tempfile.TemporaryDirectory(dir=self._folder.path, ignore_cleanup_errors=True) as folder:
-            unrelated = process_ids()
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=_variables(access, folder),
-                start_new_session=True,
-            )
-            assert process.stdout is not None
-            assert process.stderr is not None
-            output, errors = bytearray(), bytearray()
-            reading = asyncio.gather(_read(process.stdout, output), _read(process.stderr, errors))
-            mark = f"{KEY_VARIABLE}={access.api_key}"
-            try:
-                await _send(process, json.dumps(dict(row), default=str).encode())
-                await _has_ended(process)
-            finally:
-                await asyncio.to_thread(_end_all, process.pid, mark, unrelated)
-            with suppress(TimeoutError):  # a process that is missed may hold the pipes open
-                async with asyncio.timeout(END_S):
-                    await reading
-                    await process.wait()
+        folder = tempfile.mkdtemp(dir=self._folder.path)
+        try:
+            return await self._run(row, access, folder)
+        finally:
+            await asyncio.to_thread(remove_folder, folder)  # it may hold gigabytes
+
+    async def _run(self, row: Mapping[str, Any], access: EndpointAccess, folder: str) -> Reward:
+        unrelated = EarlierProcesses()
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_variables(access, folder),
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output, errors = bytearray(), bytearray()
+        reading = asyncio.gather(_read(process.stdout, output), _read(process.stderr, errors))
+        mark = f"{KEY_VARIABLE}={access.api_key}"
+        try:
+            await _send(process, json.dumps(dict(row), default=str).encode())
+            await _has_ended(process)
+        finally:
+            await asyncio.to_thread(_end_all, process.pid, mark, unrelated)
+        with suppress(TimeoutError):  # a process that is missed may hold the pipes open
+            async with asyncio.timeout(END_S):
+                await reading
+                await process.wait()
         code = process.returncode
         if code != 0:
             lines = errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"]
@@ -175,12 +188,23 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
         del kept[:-MAX_OUTPUT_BYTES]
 
 
-def _end_all(pid: int, mark: str, unrelated: AbstractSet[int]) -> None:
+class EarlierProcesses:
+    """The processes that ran before a program was started, which is not their parent."""
+
+    def __init__(self) -> None:
+        self._pids, self._began = process_ids(), clock_ticks()
+
+    def find(self) -> set[int]:
+        """Return the ids of those that still run; an id that was used again since then is another process's."""
+        return {pid for pid, process in read_processes(self._pids).items() if process.started < self._began}
+
+
+def _end_all(pid: int, mark: str, unrelated: EarlierProcesses) -> None:
     """Kill what a command has started: its session, processes with its mark, and their descendants."""
     if not PROC.is_dir():  # the session is all that can be found
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    end_processes(partial(find_survivors, pid, mark, unrelated))
+    end_processes(partial(find_survivors, pid, mark, unrelated.find()))
 
 
 class GymAgent:

@@ -8,7 +8,7 @@ template writes the same after every history is tried once, before the run.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from rlpipe.data.masks.derivation import ASSISTANT
 from rlpipe.data.masks.rules import find_boundaries
 from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
+from rlpipe.episodes.graph import REASONING_KEYS
 from rlpipe.episodes.tools import whole_characters
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray
@@ -31,6 +32,8 @@ USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two resu
 RESULT_AND_USER = "a result and a user's message"
 SLOW_TOKENIZER = "the tokenizer is not a fast one, and does not say which tokens stand for which text"
 CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
+HIDING_KEYS = ("content", "name", "tool_calls", *REASONING_KEYS)
+"""Fields of messages with texts in which control tokens are hidden."""
 Message = Mapping[str, Any]
 
 
@@ -90,11 +93,14 @@ class Bridge:
         """Return whether the last token of a turn ends it."""
         return len(turn) > 0 and (turn[-1] in self.end_ids or turn[-1] in self.further_end_ids)
 
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.template, *self._controls)
+
     @cached_property
-    def _controls(self) -> re.Pattern[str] | None:
-        """Pattern of the tokenizer's control tokens, made once for all turns."""
-        names = sorted(self.template.tokenizer.get_added_vocab(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names))) if names else None
+    def _controls(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+        """Patterns of the tokenizer's control tokens, and of the special ones of these, made once for all turns."""
+        vocabulary, special = self.template.tokenizer.get_added_vocab(), special_ids(self.template)
+        return _any_of(vocabulary), _any_of(name for name, number in vocabulary.items() if number in special)
 
     def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
         """Return what follows an answer if ``new`` messages do.
@@ -104,7 +110,7 @@ class Bridge:
         if (kind := kind_of(new)) in self.refused:
             raise Unbridgeable(self.refused[kind])
         probe = _Probe(answer, new)
-        texts = ControlTokens(self.template, self._controls)
+        texts = self._control_tokens()
         asked = {"role": "user", "content": PROBE_WORD}
         choices = self._choices_of_content.get((kind, probe.num_calls), EMPTY_CONTENTS)
         try:
@@ -130,9 +136,9 @@ class Bridge:
     def whole(self, messages: ChatMessages) -> IntArray:
         """Return the tokens of a conversation up to the policy's next turn.
 
-        Control tokens in texts of users and tools are encoded as plain text. Raises ``Unbridgeable``.
+        Control tokens in texts are encoded as plain text. Raises ``Unbridgeable``.
         """
-        texts = ControlTokens(self.template, self._controls)
+        texts = self._control_tokens()
         try:
             text = whole_characters(self.template.text(texts.hidden(messages), add_generation_prompt=True))
         except UnusableRow as error:
@@ -178,11 +184,21 @@ class _Probe:
         return {**call, "function": {"name": call["function"]["name"], "arguments": {"at": self.last_word}}}
 
 
-class ControlTokens:
-    """Texts in which control tokens are hidden until they have been encoded."""
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def __init__(self, template: ChatTemplate, controls: re.Pattern[str] | None) -> None:
-        self._template, self._controls = template, controls
+
+class ControlTokens:
+    """Texts in which control tokens are hidden until they have been encoded.
+
+    In the assistant's own texts only special tokens are: the marks of thoughts and calls are part of its language.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, controls: re.Pattern[str] | None, special: re.Pattern[str] | None
+    ) -> None:
+        self._template, self._controls, self._special = template, controls, special
         self._hidden: dict[str, str] = {}
 
     @property
@@ -190,20 +206,24 @@ class ControlTokens:
         return bool(self._hidden)
 
     def hidden(self, messages: ChatMessages) -> ChatMessages:
-        """Return the messages with a private character in place of each control token in texts of users and tools."""
+        """Return the messages with a private character in place of each control token in their texts.
+
+        Texts of the system have none.
+        """
+        patterns = {"user": self._controls, "tool": self._controls, "assistant": self._special}
         return [
-            {**message, "content": self._hide(message.get("content"))}
-            if message["role"] in ("user", "tool")
+            message | {key: self._hide(message[key], pattern) for key in HIDING_KEYS if key in message}
+            if (pattern := patterns.get(message["role"])) is not None
             else message
             for message in messages
         ]
 
-    def _hide(self, content: Any) -> Any:
-        if isinstance(content, list):
-            return [{**part, "text": self._hide(part["text"])} if "text" in part else part for part in content]
-        if not isinstance(content, str) or self._controls is None:
-            return content
-        return self._controls.sub(lambda found: self._stand_in(found.group()), content)
+    def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: self._stand_in(found.group()), value)
+        if isinstance(value, Mapping):
+            return {key: self._hide(own, pattern) for key, own in value.items()}
+        return [self._hide(own, pattern) for own in value] if isinstance(value, list | tuple) else value
 
     def _stand_in(self, token: str) -> str:
         return self._hidden.setdefault(token, chr(FIRST_STAND_IN + len(self._hidden)))

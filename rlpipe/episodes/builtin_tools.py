@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.validators import validator_for
 
+from rlpipe.episodes.agents import EarlierProcesses
 from rlpipe.episodes.tools import InvalidArguments, Tool
 from rlpipe.errors import ConfigError
-from rlpipe.scoring.processes import CHILD_MARK, end_processes, find_survivors, process_ids
+from rlpipe.scoring.processes import CHILD_MARK, end_processes, find_survivors
 from rlpipe.scoring.remote_program import end_program, start_program
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ServerProcess:
     """The processes of one running server, which a variable of their environment tells from others."""
 
     def __init__(self) -> None:
-        self._mark, self._strangers = secrets.token_hex(16), process_ids()
+        self._mark, self._unrelated = secrets.token_hex(16), EarlierProcesses()
         self.has_ended = False
 
     @property
@@ -75,7 +76,7 @@ class ServerProcess:
     def end(self) -> None:
         """Kill the server with all that it has started."""
         self.has_ended = True
-        end_processes(partial(find_survivors, NO_GROUP, f"{SERVER_MARK}={self._mark}", self._strangers))
+        end_processes(partial(find_survivors, NO_GROUP, f"{SERVER_MARK}={self._mark}", self._unrelated.find()))
 
 
 class McpTool:

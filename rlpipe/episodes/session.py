@@ -210,7 +210,7 @@ class Session:
 
     async def _play(self, episode: Episode, row: Mapping[str, Any], seed: int) -> None:
         with episode.timed("environment"):
-            first = as_messages(await call_anywhere(self._environment.reset, row, seed), "reset")
+            first = as_messages(await call_anywhere(self._environment.reset, row, seed), "reset's observation")
         episode.opening = self._template.with_system_prompt(first)
         node = episode.graph.observe(None, episode.opening, self._rendered(episode.opening))
         for turn in range(self._rules.max_turns):
@@ -255,7 +255,7 @@ class Session:
             )
         step = as_step(await call_anywhere(self._environment.step, parsed.content))
         is_done = bool(step.done)
-        return [] if is_done else as_messages(step.observation, "step"), _finite(step.reward), is_done
+        return [] if is_done else as_messages(step.observation, "step's observation"), _finite(step.reward), is_done
 
     def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
         """Add what follows a turn; after one that can't be bridged the conversation is rendered anew."""

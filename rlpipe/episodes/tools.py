@@ -317,12 +317,12 @@ def _is_tool(own: Any) -> bool:
     return inspect.isfunction(own) and getattr(own, MARK, False)
 
 
-def as_messages(observation: Observation, method: str) -> ChatMessages:
-    """Return an observation of a method as chat messages; a text is a user's. Raise ``TypeError`` for another type."""
+def as_messages(observation: Observation, what: str) -> ChatMessages:
+    """Return an observation as chat messages; a text is a user's. Raise ``TypeError``, which names it, for others."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, list | tuple) or not all(isinstance(own, Mapping) for own in observation):
-        raise TypeError(f"{method} gave {observation!r:.100} to be observed: give a text or a list of messages")
+        raise TypeError(f"{what} is {observation!r:.100}: give a text or a list of messages")
     messages: ChatMessages = whole_characters([dict(own) for own in observation])
     return messages
 

@@ -144,6 +144,29 @@ def test_the_prompt_of_a_class_for_trl_may_be_in_another_column() -> None:
     assert "the row has no text in 'prompt', and reset returned none: set prompt_column" in group.failure
 
 
+PARTS = [{"type": "text", "text": "Count."}]
+
+
+def test_a_prompt_of_parts_gets_the_text_of_a_class_for_trl() -> None:
+    row: dict[str, Any] = {"number": 20, "prompt": [{"role": "user", "content": PARTS}]}
+    found = asyncio.run(rlpipe.from_trl(Counter)().reset(row, 0))  # type: ignore[arg-type]
+    assert found == [{"role": "user", "content": [*PARTS, {"type": "text", "text": " Start: 20"}]}]
+
+
+class Listing:
+    def reset(self, **row: Any) -> list[int]:
+        return [4]
+
+
+@pytest.mark.parametrize(
+    ("factory", "prompt", "says"),
+    [(Listing, "Count.", r"reset returned \[4\].*: return a text or None"), (Counter, [4], "the row's 'prompt' is")],
+)
+def test_what_is_no_prompt_or_text_of_a_class_for_trl_is_named(factory: Any, prompt: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        asyncio.run(rlpipe.from_trl(factory)().reset({"number": 20, "prompt": prompt}, 0))  # type: ignore[arg-type]
+
+
 def reaches(environments: list[Counter], goal: list[int], **_: Any) -> list[float | None]:
     return [1.0 if environment.count >= most else None for environment, most in zip(environments, goal, strict=True)]
 

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from rlpipe.episodes.agents import AgentFailed, CommandAgent, EndpointAccess
+from rlpipe.common.temporary_folders import remove_folder
+from rlpipe.episodes import agents
+from rlpipe.episodes.agents import AgentFailed, CommandAgent, EarlierProcesses, EndpointAccess
 from rlpipe.scoring.processes import read_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is left is found in /proc")
@@ -97,3 +100,30 @@ asyncio.run(CommandAgent({command(tmp_path / "pid", HANG)!r}).run({{}}, access))
             time.sleep(0.02)
         os.kill(played.pid, signal.SIGKILL)
     assert is_dead(tmp_path / "pid")
+
+
+def test_a_commands_folder_is_removed_beside_the_other_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[tuple[str, bool]] = []
+
+    def remove(folder: str) -> None:
+        removed.append((folder, threading.current_thread() is threading.main_thread()))
+        remove_folder(folder)
+
+    monkeypatch.setattr(agents, "remove_folder", remove)
+    program = "import os; os.mkdir('a'); open('a/b', 'w'); os.chmod('a', 0); print(0.5)"
+    command = [sys.executable, "-c", f"import os; os.chdir(os.environ['HOME']); {program}"]
+    assert asyncio.run(CommandAgent(command).run({}, ACCESS)) == 0.5
+    ((folder, is_on_the_loop),) = removed
+    assert not is_on_the_loop
+    assert not os.path.exists(folder)
+
+
+def test_an_id_that_is_used_again_is_no_earlier_process() -> None:
+    earlier = EarlierProcesses()
+    time.sleep(0.03)  # the starts of processes are known in hundredths of a second
+    with subprocess.Popen([sys.executable, "-c", HANG]) as later:
+        earlier._pids.add(later.pid)
+        found = earlier.find()
+        later.kill()
+    assert later.pid not in found
+    assert os.getppid() in found

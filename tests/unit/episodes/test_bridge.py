@@ -12,7 +12,16 @@ from template_cases import TOOLS, made_tokenizer, shipped_templates
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.episodes.bridge import KINDS, Bridge, Unbridgeable, check_bridge, ends_with, render_whole, turn_ends
+from rlpipe.episodes.bridge import (
+    KINDS,
+    Bridge,
+    Unbridgeable,
+    check_bridge,
+    ends_with,
+    render_whole,
+    special_ids,
+    turn_ends,
+)
 from rlpipe.types import ChatMessages
 
 TEMPLATES = dict(shipped_templates())
@@ -124,3 +133,21 @@ def test_a_turn_that_the_engine_ends_by_another_token_gets_no_second_end_marker(
     after = bridge.suffix({"role": "assistant", "content": "so"}, KINDS["a user's message"][1])
     assert after.after(np.array([1, other]), bridge).tolist() == after.token_ids.tolist()
     assert after.after(np.array([1, 2]), bridge).tolist() == [after.end_id, *after.token_ids]
+
+
+@pytest.mark.parametrize("name", ["trl/qwen3", "trl/qwen2_5", "trl/llama3_1"])
+def test_special_tokens_in_an_answer_that_is_rendered_anew_are_plain_text(name: str) -> None:
+    bridge = bridge_of(name)
+    special = special_ids(bridge.template)
+    planted = "".join(bridge.template.tokenizer.convert_ids_to_tokens(sorted(special)))
+
+    def rendered(text: str) -> list[int]:
+        call = {"id": CALL["id"], "type": "function", "function": {"name": f"look{text}", "arguments": {"at": text}}}
+        said = [{"role": "assistant", "content": f"so{text}"}, {"role": "user", "content": "?", "name": text}]
+        called = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        result = [{"role": "tool", "tool_call_id": CALL["id"], "name": f"look{text}", "content": f"{text}."}]
+        return bridge.whole([{"role": "user", "content": "Where?"}, *said, *called, *result]).tolist()
+
+    plain, attacked = rendered("x"), rendered(planted)
+    assert [token for token in attacked if token in special] == [token for token in plain if token in special]
+    assert bridge.template.tokenizer.decode(attacked).count(planted) >= 4

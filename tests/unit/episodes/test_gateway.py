@@ -126,6 +126,8 @@ def test_a_program_with_tools_is_one_sequence() -> None:
     (branch,) = episode.graph.branches()
     assert episode.branches_by_reason == {}
     assert len(episode.graph.turns) == 3
+    (bridge,) = scene.session._bridges.values()
+    assert bridge._choices_of_content, "what was found out about the template serves all requests"
     for before, after in zip(scene.contexts, scene.contexts[1:], strict=False):
         assert np.array_equal(after[: len(before)], before)
     tokenizer = scene.template.tokenizer

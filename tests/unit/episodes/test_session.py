@@ -270,7 +270,7 @@ def test_without_tools_a_turn_that_looks_like_a_call_is_an_action() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "failure"),
-    [(("so", 1.0, True), "step returned ('so'"), (Step([4]), "step gave [4]")],  # type: ignore[list-item]
+    [(("so", 1.0, True), "step returned ('so'"), (Step([4]), "step's observation is [4]")],  # type: ignore[list-item]
 )
 def test_an_answer_of_another_type_names_the_method(answer: Any, failure: str) -> None:
     episode = play("north", environment=Walk(answer))[0]

@@ -260,5 +260,5 @@ def test_a_result_that_is_cut_off_stays_so_and_no_result_has_half_a_character() 
 
 @pytest.mark.parametrize("observation", [None, 4, ["north"], {"role": "user"}])
 def test_what_is_no_observation_is_named_with_its_method(observation: Any) -> None:
-    with pytest.raises(TypeError, match=r"step gave .* give a text or a list of messages"):
-        as_messages(observation, "step")
+    with pytest.raises(TypeError, match=r"step's observation is .*: give a text or a list of messages"):
+        as_messages(observation, "step's observation")
