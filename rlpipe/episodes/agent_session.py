@@ -144,6 +144,8 @@ class ChatAnswer:
     tools: str
     branching: str | None
     """Reason why its conversation begins anew, if it does and is not the first one."""
+    is_whole: bool
+    """Whether it says all that was sampled: no stop of the request, and no limit on calls, has cut it off."""
     fills_room: bool
     """Whether it was cut off because its conversation has no tokens left."""
     node: Node | None = None
@@ -265,6 +267,7 @@ class AgentSession:
             self.episode.end_early("length")
         self._received.append(answer)
         answer.node = self.episode.add_turn(observed, answer.parsed, answer.sampled)
+        answer.node.is_whole = answer.is_whole
 
     def lost(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Take an answer back that did not reach the program; if it asks again, it gets the same one."""
@@ -316,12 +319,14 @@ class AgentSession:
             self._num_failed += 1
             raise
         text = read_turn(sampled, bridge, context)
+        whole_text = text
         for stop in question.stop:
             text = text.partition(stop)[0]
+        is_whole = text == whole_text
         parsed = parse_turn(self._parser_of(question.tools, tools), text, f"{number}c")
         if surplus := parsed.calls[MAX_CALLS:]:
             self.episode.invalid_calls += len(surplus)
-            parsed = replace(parsed, calls=parsed.calls[:MAX_CALLS])
+            parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False
         if wrong := sum(call.problem is not None for call in parsed.calls):
             self.episode.invalid_calls += wrong
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
@@ -336,6 +341,7 @@ class AgentSession:
             sampled=sampled,
             tools=tools,
             branching=branching,
+            is_whole=is_whole,
             fills_room=sampled.finish_reason == "length" and len(sampled.token_ids) >= room,
         )
 

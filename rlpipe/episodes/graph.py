@@ -42,6 +42,8 @@ class Node:
     """Number of the policy's turn in the episode, from 0."""
     reward: float = 0.0
     """Reward of the turn."""
+    is_whole: bool = True
+    """Whether the message says all that was sampled; else no conversation goes on after these tokens."""
 
     def __post_init__(self) -> None:
         lengths = {len(array) for array in (self.token_ids, self.loss_mask, self.logprobs, self.policy_versions)}
@@ -264,7 +266,7 @@ def locate(
         shared = max(shared, stop)
         if stop < start + len(own) or stop == len(sent):
             continue
-        if node.turn != NO_TURN and (best is None or (stop, number) > best[:2]):
+        if node.turn != NO_TURN and node.is_whole and (best is None or (stop, number) > best[:2]):
             best = stop, number, node
         reached += [(stop, *child) for child in following[id(node)]]
     if best is not None and all(message["role"] != "assistant" for message in messages[best[0] :]):

@@ -171,6 +171,29 @@ def test_a_rewritten_history_is_a_branch_of_its_own() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [("North. Observation: none", {"stop": ["Observation:"]}), (CALL * (MAX_CALLS + 4), {"tools": [LOOK]})],
+)
+def test_tokens_of_an_answer_that_was_cut_off_are_no_history(said: str, options: dict[str, Any]) -> None:
+    async def program(scene: Scene) -> None:
+        made, messages = scene.client().chat.completions.create, [{"role": "user", "content": "Where?"}]
+        for _ in range(3):
+            answer = await made(model="any", messages=messages, **options)
+            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+            calls = messages[-1].get("tool_calls", [])
+            messages += [{"role": "tool", "tool_call_id": own["id"], "content": "so"} for own in calls]
+            messages += [] if calls else [{"role": "user", "content": "And then?"}]
+
+    scene = Scene([said, "East.", "South."])
+    episode, _ = play(scene, program)
+    assert episode.branches_by_reason == {"rewritten": 1}
+    assert [sorted({*branch.turns.tolist()} - {-1}) for branch in episode.graph.branches()] == [[0], [1, 2]]
+    text = scene.template.tokenizer.decode(scene.contexts[2])
+    assert "Observation" not in text
+    assert text.count("home") in (0, MAX_CALLS)
+
+
 def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
     async def program(scene: Scene) -> list[str | None]:
         client = scene.client()
