@@ -22,7 +22,7 @@ ONLINE = ("rl", "rloo", "online_dpo", "ebft")
 GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "algorithm.num_minibatches"
 
 
-SWITCHED_ON = ("true", "1", "yes", "on", "auto", "full", "enable", "offload", "offload_disk")
+SWITCHED_ON = ("true", "1", "yes", "on", "auto", "full", "enable", "offload", "offload_disk", "unsloth")
 
 
 def is_on(value: Any) -> bool:
@@ -91,7 +91,8 @@ class ForeignValues:
         by_rank = self.run.system in ("verl", "openrlhf") and self.number(
             "lora_rank", "model.lora_rank", "model.lora.rank"
         )
-        if not (by_rank or kind in ("lora", "qlora") or is_on(self.get("use_peft")) or self.get("LoraConfig")):
+        made = self.get("LoraConfig", "get_peft_model")
+        if not (by_rank or kind in ("lora", "qlora") or is_on(self.get("use_peft")) or made):
             return "full"
         return "qlora" if kind == "qlora" or is_on(self.get("load_in_4bit")) else "lora"
 

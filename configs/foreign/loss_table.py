@@ -406,7 +406,7 @@ LOSSES = (
     SettingRow(for_method("reward_model", rule="algorithm.reward_model.center_coef"), "center_rewards_coefficient"),
     SettingRow(for_method("process_reward_model", rule="algorithm.process_reward_model.separator"), "step_separator"),
     SettingRow(axolotl_method, "rl"),
-    SettingRow(part("algorithm"), "reward_model process_reward_model ebft.mode"),
+    SettingRow(part("algorithm"), "reward_model process_reward_model ebft.mode TrainingArguments"),
     # EBFT
     SettingRow(f"{FEATURES}.layers", "ebft.feature_layers"),
     SettingRow(f"{FEATURES}.pooling", "ebft.embed_method"),

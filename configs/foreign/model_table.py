@@ -38,6 +38,7 @@ TOKENIZER = "the tokenizer's own special tokens are used"
 TEMPLATE = "model.chat_template names a Jinja file; the tokenizer's own template is the default"
 TEMPLATE_TEXT = "it is a template's text; model.chat_template names a Jinja file"
 FOUND = "found from the model's files"
+HELD_OUT = "set data.held_out.size or data.held_out.split"
 PASSED_ON = "it is read where the script makes it"
 WHOLE = (
     "a conversation is trained in full there, and here the assistant's turns are; data.loss_mask=all trains all of it. "
@@ -149,7 +150,13 @@ def held_out_split(values: ForeignValues, value: Any) -> Made:
     when, split = (values.get(name) for name in ("eval_strategy", "dataset_test_split"))
     if str(value if split is None else when or "no").lower() in ("no", "false", "none"):
         return OFF
-    return {"data.held_out.split": "test" if split is None else split} if values.run.system == "trl" else EPOCHS
+    if values.run.system != "trl":
+        return EPOCHS
+    given = {setting.name: str(setting.value) for setting in values.run.settings}
+    is_told = split is not None or "dataset_test_split" in given.get("eval_dataset", "")
+    if given.keys() & {"train_dataset", "eval_dataset"} and not is_told:
+        return HELD_OUT  # a script's trainer receives rows, and no split of the data set is read
+    return {"data.held_out.split": "test" if split is None else split}
 
 
 @about("data.loss_mask")
@@ -247,7 +254,7 @@ def remote_reward(values: ForeignValues, value: Any) -> Made:
 MODEL = (
     SettingRow(
         "model.path",
-        "model_name_or_path base_model model pretrained",
+        "model_name_or_path base_model model model_name pretrained",
         "model.path model.partial_pretrain",
         "pretrain=actor.model_name_or_path=model.model_name_or_path",
     ),
@@ -282,7 +289,7 @@ MODEL = (
     SettingRow(KERNELS, "plugins.* lora_mlp_kernel.*"),
     SettingRow(
         switched("model.gradient_checkpointing"),
-        "gradient_checkpointing",
+        "gradient_checkpointing use_gradient_checkpointing",
         "model.enable_gradient_checkpointing",
         "gradient_checkpointing=actor.gradient_checkpointing_enable=model.gradient_checkpointing_enable",
     ),
@@ -292,7 +299,7 @@ MODEL = (
     SettingRow(TEMPLATE, "chat_template"),
     SettingRow(TEMPLATE_TEXT, verl="model.custom_chat_template", openrlhf="tokenizer_chat_template"),
     # adapter
-    SettingRow(part("model"), "use_peft adapter LoraConfig BitsAndBytesConfig task_type lora_task_type"),
+    SettingRow(part("model"), "use_peft adapter LoraConfig get_peft_model BitsAndBytesConfig task_type lora_task_type"),
     SettingRow(quantized, "load_in_4bit", openrlhf="load_in_4bit"),
     SettingRow(said("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
     SettingRow(
@@ -438,7 +445,6 @@ ENGINES = (
     ),
     SettingRow("see environment.agent and environment.path", openrlhf="agent_func_path"),
     # what a script passes on
-    SettingRow(
-        PASSED_ON, "args train_dataset eval_dataset peft_config quantization_config.* processing_class tokenizer"
-    ),
+    SettingRow(HELD_OUT, "eval_dataset"),
+    SettingRow(PASSED_ON, "args train_dataset peft_config quantization_config.* processing_class tokenizer"),
 )

@@ -13,6 +13,15 @@ OF_PEFT = "those of PEFT"
 OF_AXOLOTL = "0.03, at most 100 steps"
 LORA_OF_COMMANDS = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": OF_PEFT}
 LORA_OF_PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": OF_PEFT}
+LORA_OF_UNSLOTH = {
+    **dict.fromkeys(("r", "lora_alpha"), 16),
+    "lora_dropout": 0.0,
+    "load_in_4bit": True,
+    "use_gradient_checkpointing": "unsloth",
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False}
+"""Defaults of ``TrainingArguments``, which replace those of TRL's own configs."""
 AXOLOTL = {
     "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -103,7 +112,9 @@ def default_values(system: str, method: str, given: Collection[str]) -> dict[str
     if (system, method) == ("verl", "sft") and "model.partial_pretrain" in given:
         found |= VERL_FSDP_SFT
     if system == "trl":
-        found |= LORA_OF_PEFT if "LoraConfig" in given else LORA_OF_COMMANDS if "use_peft" in given else {}
+        makers = {"get_peft_model": LORA_OF_UNSLOTH, "LoraConfig": LORA_OF_PEFT, "use_peft": LORA_OF_COMMANDS}
+        found |= next((defaults for maker, defaults in makers.items() if maker in given), {})
+        found |= OF_TRANSFORMERS if "TrainingArguments" in given else {}
         if "use_vllm" in given and method in ("rl", "rloo"):
             found["vllm_importance_sampling_mode"] = "sequence_mask"
     return {name: value for name, value in found.items() if not any(other in given for other in INSTEAD.get(name, ()))}

@@ -15,6 +15,15 @@ from rlpipe.configs.foreign.shell_script import Script
 from rlpipe.errors import ConfigError
 
 ADAPTERS = ("LoraConfig", "BitsAndBytesConfig")
+ARGUMENTS, ADAPT = "TrainingArguments", "get_peft_model"
+"""The config of transformers, which TRL's trainers take in place of their own, and the maker of Unsloth's adapters."""
+ROWS_OF_TRAINER = ("train_dataset", "eval_dataset")
+POSITIONAL = {
+    **dict.fromkeys(("rl", "rloo"), ("model", "reward_funcs", "args", *ROWS_OF_TRAINER)),
+    **dict.fromkeys(("sft", "reward_model"), ("model", "args", "data_collator", *ROWS_OF_TRAINER)),
+    "dpo": ("model", "ref_model", "args", "data_collator", *ROWS_OF_TRAINER),
+}
+"""Names of the arguments that trainers take without one, by method; for others the first is known."""
 PASSED_ON = re.compile(r"\w*(?:args|config)(?:\.\w+)*|None")
 """Values that come from the command line, whose arguments are read where they are given."""
 HOLDER = re.compile(r"\w*(?:args|config)")
@@ -28,6 +37,10 @@ OTHER_DATA = "another data set: the one that the trainer receives, or the first 
 OTHER_MODEL = "another model: the one that the trainer receives is taken"
 OTHER_TRAINER = "another run: the script's last trainer is taken"
 OTHER_COMMAND = "another command of the docstring: it is not the one that is translated"
+UNNAMED = "an argument without a name, which is not read"
+CHANGED = "the script does this to the rows that it loads: see data.transform and data.split"
+NOT_LOADED = "no load_dataset is seen from which it is made: set data.path to its rows"
+FROM_CHANGED = "the script changes its rows, as other comments say: see data.transform"
 MAX_TEXT = 200
 
 
@@ -104,10 +117,14 @@ class PythonScript:
         """Methods of its trainers."""
         self._models = self._sources_of(trainers[-1:], "model", MODEL)
         self._data = self._sources_of(trainers[-1:], "train_dataset", DATA)
+        self._given_arguments = self._sources_of(trainers[-1:], "args", ARGUMENTS)
+        rows = [node for call in trainers[-1:] for name, node in _arguments(call) if name == "train_dataset"]
+        self._changes = self._changes_of(rows)
         for call in calls:
             self._read_call(called(call), call)
         for name, value in changes:
             self.settings += self._settings(name, value)
+        self.notes += [(text, CHANGED) for text in self._changes]
 
     def _read_assignment(self, target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         """Remember the value of a variable; yield a change of a config, such as ``training_args.beta = 0``."""
@@ -117,14 +134,15 @@ class PythonScript:
             for name in target.elts:
                 if isinstance(name, ast.Name):
                     self._assigned.setdefault(name.id, []).append(value)
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            self._assigned.setdefault(target.value.id, []).append(value)
         elif isinstance(target, ast.Attribute) and HOLDER.fullmatch(_text(target.value)):
             yield target.attr, value
 
     def _sources_of(self, trainers: Sequence[ast.Call], argument: str, source: str) -> set[int]:
         """Return the calls of a function from whose results an argument of the trainers is made."""
         found: set[int] = set()
-        nodes = [keyword.value for call in trainers for keyword in call.keywords if keyword.arg == argument]
-        nodes += [call.args[0] for call in trainers if call.args and argument == "model"]
+        nodes = [node for call in trainers for name, node in _arguments(call) if name == argument]
         seen: set[str] = set()
         while nodes:
             for part in ast.walk(nodes.pop()):
@@ -135,23 +153,55 @@ class PythonScript:
                     nodes += self._assigned.get(part.id, [])
         return found
 
+    def _changes_of(self, rows: list[ast.expr]) -> list[str]:
+        """Return the calls, and the selections of a part, between ``load_dataset`` and these rows."""
+        found: dict[str, None] = {}
+        seen: set[str] = set()
+        while rows:
+            node = rows.pop()
+            if isinstance(node, ast.Name) and node.id not in seen:
+                seen.add(node.id)
+                rows += self._assigned.get(node.id, [])
+            elif isinstance(node, ast.Call) and called(node) != DATA:
+                found[_text(node)] = None
+                holder = node.func.value if isinstance(node.func, ast.Attribute) else None
+                is_function = isinstance(holder, ast.Name) and holder.id not in self._assigned
+                rows += node.args if is_function or holder is None else [holder]
+            elif isinstance(node, ast.Subscript):
+                is_part = not (isinstance(node.slice, ast.Constant) and node.slice.value == "train")
+                if is_part and PASSED_ON.fullmatch(_text(node.slice)) is None:
+                    found[_text(node)] = None
+                rows.append(node.value)
+            elif isinstance(node, ast.List | ast.Tuple):
+                rows += node.elts
+            elif isinstance(node, ast.IfExp):
+                rows += [node.body, node.orelse]
+        return list(found)
+
     def _read_call(self, name: str, call: ast.Call) -> None:
         method, is_trainer = _method_of(call, "Config") or _method_of(call, "Trainer"), name.endswith("Trainer")
-        if method is not None and self.trainers and method != self.trainers[-1]:
+        is_other = method is not None and self.trainers and method != self.trainers[-1]
+        if is_other or (name == ARGUMENTS and self._given_arguments and id(call) not in self._given_arguments):
             self.notes.append((_text(call), OTHER_TRAINER))
+        elif method is not None and is_trainer:
+            self._read_named(call, _positional(call))
         elif method is not None:
-            if not is_trainer:
-                self.configs.append(method)
-            elif call.args:
-                self.settings += self._settings("model", call.args[0])
-            self._read_keywords(call)
-        elif name in ADAPTERS:
+            self.configs.append(method)
+            self._read_named(call, ["output_dir"])
+        elif name in (ARGUMENTS, *ADAPTERS) or (name == ADAPT and "Model" in _text(call.func)):
             self.settings.append(Setting(name=name, value=True))
-            self._read_keywords(call)
+            self._read_named(call, {ARGUMENTS: ["output_dir"], ADAPT: ["model"]}.get(name, []))
         elif name == DATA:
             self._read_data(call)
         elif name == MODEL and "Model" in _text(call.func):
             self._read_model(call)
+
+    def _read_named(self, call: ast.Call, names: Sequence[str]) -> None:
+        """Read the arguments of a call, of which the first have these names where they are given without one."""
+        for name, value in zip(names, call.args, strict=False):
+            self.settings += self._settings(name, value)
+        self.notes += [(f"{called(call)}: {_text(value)}", UNNAMED) for value in call.args[len(names) :]]
+        self._read_keywords(call)
 
     def _read_keywords(self, call: ast.Call, prefix: str = "") -> None:
         for keyword in call.keywords:
@@ -182,20 +232,21 @@ class PythonScript:
             return
         self._has_data = True
         self.settings.append(Setting(name="dataset", value=path))
-        if len(call.args) > 1:
-            self.settings += self._settings("dataset_config", call.args[1])
+        self.settings += [setting for node in call.args[1:2] for setting in self._settings("dataset_config", node)]
+        self.notes += [(f"{DATA}: {_text(node)}", UNNAMED) for node in call.args[2:]]
         self._read_keywords(call)
 
     def _read_model(self, call: ast.Call) -> None:
         if self._models and id(call) not in self._models:
             self.notes.append((_text(call), OTHER_MODEL))
             return
-        if call.args:
-            self.settings += self._settings("model", call.args[0])
-        self._read_keywords(call)
+        self._read_named(call, ["model"])
 
     def _settings(self, name: str, node: ast.expr) -> Iterator[Setting]:
         """Yield the settings that an argument is; none if it only passes on what the command line gives."""
+        if name == "train_dataset" and (self._changes or not self._data):
+            self.notes.append((f"{name}: {_text(node)}", FROM_CHANGED if self._changes else NOT_LOADED))
+            return
         if name in WIRED:
             yield Setting(name=name, value=Computed(text=_text(node)))
             return
@@ -242,8 +293,18 @@ def _method_of(call: ast.Call, kind: str) -> str | None:
     return trl_method(name.removesuffix(kind)) if name.endswith(kind) and name not in ADAPTERS else None
 
 
+def _positional(call: ast.Call) -> Sequence[str]:
+    return POSITIONAL.get(_method_of(call, "Trainer") or "", ("model",))
+
+
+def _arguments(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the arguments of a trainer with their names."""
+    yield from zip(_positional(call), call.args, strict=False)
+    yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg is not None)
+
+
 def _loads_model(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and called(node) == MODEL
+    return isinstance(node, ast.Call) and called(node) in (MODEL, ADAPT)
 
 
 def called(node: ast.Call) -> str:
