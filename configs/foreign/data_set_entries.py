@@ -39,6 +39,8 @@ UNDERSTOOD = {
 CHOICES = {"roles_to_train": list, "train_on_eos": str, "data_files": str}
 KNOWN_TYPES = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "stepwise_supervised")
 """Formats of axolotl whose rows need no transform."""
+ALPACA = "alpaca"
+"""The format whose prompts are not rendered through a chat template."""
 PREFERENCE_TYPES = {
     f"{template}.{form}"
     for template in ("chatml", "llama3")
@@ -48,6 +50,7 @@ PREFERENCE_TYPES = {
 LISTS = ("datasets", "pretraining_dataset")
 NO_TYPE = "its rows have another form: see data.transform"
 WHOLE_FILE = "files are read whole: write the rows that you want to a file of their own"
+CONCATENATED = "there they are concatenated; set data.sources.<name>.weight to the number of their rows"
 NO_ENTRY = "set the option of data, or a data.transform"
 
 
@@ -65,6 +68,8 @@ def describe_entry(index: int, key: str, values: ForeignValues, value: Any) -> M
         return f"more than {MAX_ENTRIES} data sets: set data.path to a folder or a pattern"
     if key == "type":
         kind = str(value)
+        if kind == ALPACA and translate_data(values)["data"] != "mix":
+            return {"data.chat": False}
         is_known = kind.split(".")[0] in KNOWN_TYPES or kind in (*PREFERENCE_TYPES, "bradley_terry.chat_template")
         return UsedBy("data") if is_known else NO_TYPE
     is_known = value in UNDERSTOOD.get(key, ()) or isinstance(value, CHOICES.get(key, ()))
@@ -82,6 +87,13 @@ def translate_data(values: ForeignValues) -> dict[str, Any]:
         return {"data": "jsonl", "data.path": "???"}
     sources[0].pop("weight", None)
     return {"data": sources[0].pop("source"), **{f"data.{name}": value for name, value in sources[0].items()}}
+
+
+def equal_weights(values: ForeignValues) -> list[tuple[str, str]]:
+    """Return the data sets of a mix without weights, from which rows are drawn equally often here, with the reason."""
+    sources = translate_data(values).get("data.sources", {})
+    is_mix = sources and not any("weight" in source for source in sources.values())
+    return [("data: " + ", ".join(source["path"] for source in sources.values()), CONCATENATED)] if is_mix else []
 
 
 def unread_splits(values: ForeignValues) -> list[tuple[str, str]]:
@@ -144,6 +156,7 @@ def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
     if str(entry.get("type")) in ("completion", "pretrain"):
         options.setdefault("text_column", "text")
+    options |= {"chat": False} if entry.get("type") == ALPACA else {}
     if source != "datasets":
         options = {name: value for name, value in options.items() if name not in ("split", "name")}
     weight = {"weight": entry["weight"]} if "weight" in entry else {}

@@ -24,7 +24,7 @@ from rlpipe.configs.foreign.setting_rules import (
     sampled,
     switched,
 )
-from rlpipe.configs.foreign.system_defaults import OF_PEFT
+from rlpipe.configs.foreign.system_defaults import NO_LIMIT, OF_PEFT
 from rlpipe.configs.foreign.training_table import EPOCHS
 
 LENGTH = (
@@ -38,6 +38,7 @@ TOKENIZER = "the tokenizer's own special tokens are used"
 TEMPLATE = "model.chat_template names a Jinja file; the tokenizer's own template is the default"
 TEMPLATE_TEXT = "it is a template's text; model.chat_template names a Jinja file"
 FOUND = "found from the model's files"
+LONGER_PROMPTS = "prompts longer than data.max_prompt_tokens, 1024, are skipped here: set it to the longest of yours"
 HELD_OUT = "set data.held_out.size or data.held_out.split"
 PASSED_ON = "it is read where the script makes it"
 WHOLE = (
@@ -189,6 +190,11 @@ def label_column(values: ForeignValues, value: Any) -> Made:
     if values.run.method == "kto":
         return {"data.label_column": value}
     return "all columns go to the rewards by their names" if values.samples else STEP_MODEL
+
+
+@about(PROMPTS)
+def prompt_length(values: ForeignValues, value: Any) -> Made:
+    return LONGER_PROMPTS if value == NO_LIMIT else {PROMPTS: value}
 
 
 @about(PROMPTS)
@@ -364,7 +370,9 @@ DATA = (
     SettingRow("algorithm.reward_model.margin_column names the column", openrlhf="margin_loss"),
     SettingRow(STEP_MODEL, openrlhf="placeholder_token reward_tokens specialize_reward_tokens"),
     # lengths
-    SettingRow(sampled(PROMPTS), "max_prompt_length", "data.max_prompt_length rollout.prompt_length", "prompt_max_len"),
+    SettingRow(
+        sampled(prompt_length), "max_prompt_length", "data.max_prompt_length rollout.prompt_length", "prompt_max_len"
+    ),
     SettingRow(total_length, openrlhf="max_len"),
     SettingRow(LENGTH, "max_length max_seq_length sequence_len", "data.max_length"),
     SettingRow(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+NO_LIMIT = "no limit"
 TRL_ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
-TRL_SAMPLING = {"max_completion_length": 256, "gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
+LENGTHS = {"max_prompt_length": NO_LIMIT, "max_completion_length": 256}
 PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
+TRL_SAMPLING = {**LENGTHS, **PREFERENCES}
 GRPO = {"num_generations": 8, "loss_type": "dapo"}
 OF_PEFT = "those of PEFT"
 OF_AXOLOTL = "0.03, at most 100 steps"
@@ -44,7 +46,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("trl", "cpo"): {**PREFERENCES, "beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
     ("trl", "reward_model"): {**PREFERENCES, "learning_rate": 1e-4},
     ("trl", "process_reward_model"): {**PREFERENCES, "learning_rate": 1e-5},
-    ("axolotl", "rl"): {**GRPO, "max_completion_length": 256},
+    ("axolotl", "rl"): {**GRPO, **LENGTHS},
     ("axolotl", "ebft"): {"num_generations": 8, "max_completion_length": 256},
     ("axolotl", "simpo"): {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
     ("axolotl", "process_reward_model"): {"step_separator": "\n"},
@@ -64,7 +66,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "model.enable_gradient_checkpointing": True,
         "rollout.n": 1,
     },
-    ("verl", "sft"): {"data.train_batch_size": 256, "optim.weight_decay": 0.01},
+    ("verl", "sft"): {"data.train_batch_size": 256, "optim.weight_decay": 0.01, "optim.lr": 1e-3},
     ("openrlhf", "rl"): {
         **OPENRLHF,
         "advantage_estimator": "gae",
@@ -81,12 +83,20 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     },
     ("openrlhf", "sft"): {**OPENRLHF, "learning_rate": 5e-6, "input_key": "input"},
     ("openrlhf", "dpo"): {**OPENRLHF, "learning_rate": 1e-5},
-    **{("openrlhf", method): OPENRLHF for method in ("kto", "process_reward_model")},
+    ("openrlhf", "kto"): {**OPENRLHF, "learning_rate": 1e-5, "beta": 0.01},
+    ("openrlhf", "process_reward_model"): OPENRLHF,
     ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6},
 }
 """Defaults by system and method, or by system alone; those of TRL are of version 1."""
-VERL_FSDP_SFT = {"optim.betas": [0.9, 0.95], "optim.lr_scheduler": "cosine", "optim.lr_warmup_steps_ratio": 0.1}
+VERL_FSDP_SFT = {
+    "optim.lr": 1e-5,
+    "optim.betas": [0.9, 0.95],
+    "optim.lr_scheduler": "cosine",
+    "optim.lr_warmup_steps_ratio": 0.1,
+}
 """Defaults of verl's older trainer of SFT, whose model is ``model.partial_pretrain``."""
+ALPHA_OF_RANK = {"model.lora_rank": "model.lora_alpha", "lora_rank": "lora_alpha"}
+"""Names of a scale, 16 by default, by those of the rank of adapters of verl and OpenRLHF."""
 INSTEAD = {
     "num_generations": ("rollout.n",),
     "prompt_max_len": ("max_len",),
@@ -97,7 +107,6 @@ INSTEAD = {
     ),
     "warmup_ratio": ("warmup_steps",),
     "kl_estimator": ("use_kl_estimator_k3",),
-    "actor.clip_ratio_c": ("actor.policy_loss.loss_mode",),
     "algorithm.rollout_correction.rollout_is": ("actor.tis_imp_ratio_cap", "algorithm.rollout_is"),
     "enable_vllm_is_correction": ("vllm_enable_is_correction",),
     "step_separator": tuple(f"datasets.{index}.step_separator" for index in range(10)),
@@ -115,6 +124,7 @@ def default_values(system: str, method: str, given: Collection[str]) -> dict[str
         makers = {"get_peft_model": LORA_OF_UNSLOTH, "LoraConfig": LORA_OF_PEFT, "use_peft": LORA_OF_COMMANDS}
         found |= next((defaults for maker, defaults in makers.items() if maker in given), {})
         found |= OF_TRANSFORMERS if "TrainingArguments" in given else {}
-        if "use_vllm" in given and method in ("rl", "rloo"):
-            found["vllm_importance_sampling_mode"] = "sequence_mask"
+    if system in ("trl", "axolotl") and "use_vllm" in given and method in ("rl", "rloo"):
+        found["vllm_importance_sampling_mode"] = "sequence_mask"
+    found |= {alpha: 16 for rank, alpha in ALPHA_OF_RANK.items() if rank in given}
     return {name: value for name, value in found.items() if not any(other in given for other in INSTEAD.get(name, ()))}

@@ -38,6 +38,8 @@ ALWAYS_PACKED = "rows are always packed, up to learner.max_tokens_per_microbatch
 DYNAMIC = "micro batches are filled up to learner.max_tokens_per_microbatch"
 MICRO = "what is computed at one time is bounded by learner.max_tokens_per_microbatch"
 TOKENS = "learner.max_tokens_per_microbatch"
+NO_WARMUP = "the schedule called constant has no warm-up there"
+STEPS_OF_WARMUP = ("warmup_steps", "actor.optim.lr_warmup_steps", "lr_warmup_steps")
 WARMUP = "set learner.schedule.warmup_steps, a number of steps"
 STRATEGY = "write learner=fsdp2_gpu or learner=zero3_gpu"
 SHARDED = "how the model is computed is chosen here: learner=fsdp2_gpu and learner=zero3_gpu shard it"
@@ -117,9 +119,19 @@ def schedule(values: ForeignValues, value: Any) -> Made:
     return {**made, "learner.schedule.min_ratio": 0.1 if lowest is None else lowest}
 
 
+def _has_no_warmup(values: ForeignValues) -> bool:
+    """Return whether the schedule is the one of transformers that ignores warm-up."""
+    is_constant = values.get("lr_scheduler", "lr_scheduler_type") == "constant"
+    return is_constant and values.run.system in ("trl", "axolotl")
+
+
 @about("learner.schedule.warmup_steps")
 def warmup_ratio(values: ForeignValues, value: Any) -> Made:
     is_default = value == OF_AXOLOTL
+    if _has_no_warmup(values):
+        return OFF if is_default else NO_WARMUP
+    if values.number(*STEPS_OF_WARMUP) is not None:
+        return "a number of updates, such as warmup_steps, is set, and counts instead"
     value = 0.03 if is_default else value
     if values.num_steps is None or isinstance(value, bool) or not isinstance(value, int | float):
         return WARMUP
@@ -132,6 +144,8 @@ def warmup_ratio(values: ForeignValues, value: Any) -> Made:
 @about("learner.schedule.warmup_steps")
 def warmup_steps(values: ForeignValues, value: Any) -> Made:
     """Translate a number of updates; below 1 it is a share of the run, and 0 or less leaves it to the ratio."""
+    if _has_no_warmup(values):
+        return NO_WARMUP
     is_share = isinstance(value, float) and 0 < value < 1
     return (warmup_ratio if is_share else counted("learner.schedule.warmup_steps")).make(values, value)
 

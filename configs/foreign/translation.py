@@ -11,11 +11,17 @@ from typing import Any
 import yaml
 
 from rlpipe.configs.compose import MultipleErrors, load_config
-from rlpipe.configs.foreign.data_set_entries import describe_entry, entry_of, translate_data, unread_splits
+from rlpipe.configs.foreign.data_set_entries import (
+    describe_entry,
+    entry_of,
+    equal_weights,
+    translate_data,
+    unread_splits,
+)
 from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
 from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignValues
 from rlpipe.configs.foreign.setting_names import canonical, rule_of
-from rlpipe.configs.foreign.setting_rules import NO_EFFECT, OFF, Made, Rule, UsedBy
+from rlpipe.configs.foreign.setting_rules import NO_ADAPTER, NO_EFFECT, OFF, Made, Rule, UsedBy
 from rlpipe.configs.options import options
 from rlpipe.errors import ConfigError, InputError
 
@@ -84,7 +90,7 @@ def translate(run: ForeignRun) -> Translation:
     if values.samples and values.algorithm != "ebft" and not any(".rewards." in name for name in translation.options):
         translation.notes.append(NO_REWARDS)
     _leave_out_what_is_refused(translation)
-    translation.notes += [*unread_splits(values), *run.notes]
+    translation.notes += [*equal_weights(values), *unread_splits(values), *run.notes]
     return translation
 
 
@@ -108,7 +114,7 @@ def _place(translation: Translation, values: ForeignValues, setting: Setting) ->
     elif isinstance(made, UsedBy):
         translation.origins.setdefault(made.of, []).append(str(setting))
     elif isinstance(made, str):
-        if not (setting.default_of and made in (OFF, NO_EFFECT)):
+        if not (setting.default_of and made in (OFF, NO_EFFECT, NO_ADAPTER)):
             translation.notes.append((str(setting), made))
     else:
         known = {}

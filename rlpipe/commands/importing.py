@@ -14,6 +14,11 @@ TRL.
 Nothing is run. Each setting becomes an option, or a comment with the reason why it has no equivalent.
 """
 
+METHODS = (
+    *("sft", "dpo", "kto", "orpo", "cpo", "reward_model", "process_reward_model"),
+    *("grpo", "rloo", "online_dpo"),
+)
+
 
 def add_import(commands: Commands) -> None:
     parser = add_command(
@@ -27,6 +32,7 @@ def add_import(commands: Commands) -> None:
         choices=("axolotl", "openrlhf", "trl", "verl"),
         help="the system that a YAML file is for, where its options do not show it",
     )
+    parser.add_argument("--method", choices=METHODS, help="the method, where the file does not show it")
 
 
 def run_import(arguments: argparse.Namespace) -> None:
@@ -36,7 +42,7 @@ def run_import(arguments: argparse.Namespace) -> None:
     from rlpipe.configs.foreign.translation import translate, write
 
     path = Path(arguments.file)
-    run = read_foreign(path, arguments.system)
+    run = read_foreign(path, arguments.system, "rl" if arguments.method == "grpo" else arguments.method)
     translation = translate(run)
     text = write(translation, f"{SYSTEMS[run.system]}'s {path.name}")
     if arguments.output is None:

@@ -14,6 +14,7 @@ import yaml
 from covering import one_in
 
 from rlpipe.cli import main
+from rlpipe.commands.importing import METHODS
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.foreign.foreign_file import read_foreign
 from rlpipe.configs.foreign.foreign_run import ForeignRun, Setting
@@ -138,7 +139,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "model.dtype": "bfloat16",
         "learner.optimizer.lr": 5e-4,
         "learner.schedule.name": "constant",
-        "learner.schedule.warmup_steps": 5,
+        "learner.schedule.warmup_steps": 0,  # transformers ignores warm-up with this schedule
         "data.source": "jsonl",
         "data.path": "rows/pairs.jsonl",
     },
@@ -578,6 +579,9 @@ ON_AXOLOTL = "base_model: tiny\nmax_steps: 200\ndatasets: [{path: rows.jsonl, ty
 ON_OPENRLHF = "pretrain: tiny\nprompt_data: rows.jsonl\nadvantage_estimator: group_norm\nuse_kl_loss: true\n"
 
 
+NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps": None}
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -596,7 +600,46 @@ ON_OPENRLHF = "pretrain: tiny\nprompt_data: rows.jsonl\nadvantage_estimator: gro
         (f"{ON_AXOLOTL}gradient_checkpointing: offload\n", {"model.gradient_checkpointing": True}),
         (ON_OPENRLHF, {"algorithm.loss.kl": "k1"}),
         (f"{ON_OPENRLHF}use_kl_estimator_k3: true\n", {"algorithm.loss.kl": "k3"}),
-        (ON_VERL_SFT, {"learner.schedule.name": "cosine", "learner.schedule.warmup_steps": 10}),
+        (
+            ON_VERL_SFT,
+            {
+                "learner.schedule.name": "cosine",
+                "learner.schedule.warmup_steps": 10,
+                "learner.optimizer.lr": 1e-5,
+                "model.adapter.alpha": None,
+            },
+        ),
+        (ON_VERL_SFT.replace("partial_pretrain", "path"), {"learner.optimizer.lr": 1e-3}),
+        (f"{ON_VERL}model.lora_rank: 8\n", {"model.adapter.r": 8, "model.adapter.alpha": 16}),
+        (f"{ON_OPENRLHF}lora_rank: 8\n", {"model.adapter.r": 8, "model.adapter.alpha": 16}),
+        (
+            "pretrain: tiny\ndesirable_loss_weight: 2.0\n",
+            {"algorithm.preference.beta": 0.01, "learner.optimizer.lr": 1e-5},
+        ),
+        (f"{ON_VERL}actor_rollout_ref.actor.policy_loss.loss_mode: vanilla\n", {"algorithm.loss.clip_delta": 3.0}),
+        (f"{ON_VERL}actor_rollout_ref.actor.policy_loss.loss_mode: gspo\n", {"algorithm.loss.clip_delta": None}),
+        (
+            f"{ON_VERL_SFT}optim.lr_warmup_steps_ratio: 0.1\noptim.lr_warmup_steps: 20\n",
+            {"learner.schedule.warmup_steps": 20},
+        ),
+        (f"{ROWS}packing: true\nmax_steps: 9\nwarmup_steps: 5\nlr_scheduler_type: constant\n", NO_WARMUP),
+        (f"{ON_AXOLOTL}lr_scheduler: constant\n", NO_WARMUP),
+        (f"{ON_AXOLOTL}lr_scheduler: constant\nwarmup_ratio: 0.1\n", NO_WARMUP),
+        (
+            f"{ON_AXOLOTL}rl: grpo\ntrl: {{use_vllm: true}}\n",
+            {"algorithm.correction.mode": "sequence_mask", "algorithm.correction.cap": 3.0},
+        ),
+        (f"{ON_AXOLOTL}".replace("chat_template", "alpaca"), {"data.chat": False}),
+        (
+            "base_model: tiny\ndatasets: [{path: a.jsonl, type: alpaca}, {path: b.jsonl, type: chat_template}]\n",
+            {
+                "data.sources": {
+                    "set_1": {"source": "jsonl", "path": "a.jsonl", "chat": False},
+                    "set_2": {"source": "jsonl", "path": "b.jsonl"},
+                },
+                "data.chat": None,
+            },
+        ),
         (
             f"{ROWS}num_generations: 4\nreward_funcs: [one.score, two.score]\n",
             {"scoring.rewards.score.path": "one:score", "scoring.rewards.two_score.path": "two:score"},
@@ -624,15 +667,73 @@ def test_a_preference_loss_and_a_cross_entropy_are_one_sum(tmp_path: Path) -> No
         ("cpo_alpha: 0.5", "cpo"),
         ("center_rewards_coefficient: 0.01", "reward_model"),
         ("train_on_last_step_only: true", "process_reward_model"),
-        ("beta: 0.2", "dpo"),
+        ("loss_type: kto", "kto"),
         ("packing: true", "sft"),
+        ("num_generations: 4\nloss_type: dapo", "grpo"),
+        ("beta: 0.2", "dpo, a guess"),
+        ("precompute_ref_log_probs: true", "dpo, a guess"),
+        ("loss_type: sigmoid", "dpo, a guess"),
+        ("num_generations: 4", "grpo, a guess"),
+        ("max_length: 99", "sft, a guess"),
     ],
 )
 def test_the_method_of_a_file_of_trl_is_told_by_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{ROWS}{mark}\n")
-    made = translate(read_foreign(tmp_path / "run.yaml"))
-    assert made.choices["algorithm"] == algorithm
-    assert any(reason.startswith("taken for DPO") for _, reason in made.notes) == (algorithm == "dpo")
+    assert algorithm == method_of(tmp_path / "run.yaml")
+
+
+def method_of(path: Path) -> str:
+    made = translate(read_foreign(path))
+    guesses = [setting for setting, reason in made.notes if reason.startswith("taken for ")]
+    assert guesses in ([], [f"algorithm: {made.choices['algorithm']}"])
+    return made.choices["algorithm"] + ", a guess" * len(guesses)
+
+
+@pytest.mark.parametrize(
+    ("mark", "algorithm"),
+    [
+        ("prompt_data: rows.jsonl", "grpo"),
+        ("undesirable_loss_weight: 2.0", "kto"),
+        ("margin_loss: true", "reward_model"),
+        ("data.chosen_key: good\nbeta: 0.1", "dpo, a guess"),
+        ("dataset: rows.jsonl", "sft, a guess"),
+    ],
+)
+def test_the_method_of_a_file_of_openrlhf_is_told_by_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"pretrain: tiny\n{mark}\n")
+    assert algorithm == method_of(tmp_path / "run.yaml")
+
+
+def test_entries_of_other_mappings_are_taken(tmp_path: Path) -> None:
+    data = "base: &base {learning_rate: 1.0, max_steps: 9}\nbase_model: tiny\n<<: *base\nlearning_rate: 0.5\n"
+    (tmp_path / "run.yaml").write_text(data)
+    made = translate(read_foreign(tmp_path / "run.yaml")).options
+    assert (made["learner.optimizer.lr"], made["algorithm.num_steps"]) == (0.5, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("pretrain: tiny\ndataset: a.jsonl,b.jsonl\n", True),
+        ("pretrain: tiny\ndataset: a.jsonl,b.jsonl\ndataset_probs: 0.2,0.8\n", False),
+        (f"{ON_VERL}data.train_files: [a.parquet, b.parquet]\n", True),
+        ("base_model: tiny\ndatasets: [{path: a.jsonl}, {path: b.jsonl}]\n", True),
+        (ON_AXOLOTL, False),
+    ],
+)
+def test_data_sets_that_are_concatenated_are_told(text: str, is_told: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    notes = translate(read_foreign(tmp_path / "run.yaml")).notes
+    assert any("there they are concatenated" in reason for _, reason in notes) == is_told
+
+
+@pytest.mark.parametrize("limit", ["", "max_prompt_length: 99"])
+def test_prompts_without_a_limit_are_told(limit: str, tmp_path: Path) -> None:
+    for text in (f"{ROWS}num_generations: 4\n{limit}\n", f"{ON_AXOLOTL}rl: grpo\ntrl: {{{limit}}}\n"):
+        (tmp_path / "run.yaml").write_text(text)
+        made = translate(read_foreign(tmp_path / "run.yaml"))
+        assert any("are skipped here" in reason for _, reason in made.notes) == (not limit)
+        assert made.options.get("data.max_prompt_tokens") == (99 if limit else None)
 
 
 def test_a_part_of_a_file_that_is_left_out_is_told(tmp_path: Path) -> None:
@@ -698,3 +799,12 @@ def test_the_system_of_a_file_can_be_named(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.endswith("which system it is for; add --from axolotl|openrlhf|trl|verl\n")
     assert main(["import", str(path), "--from", "trl"]) == 0
     assert "lr: 0.001  # learning_rate: 0.001" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_method_of_a_file_can_be_named(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ROWS}beta: 0.2\n")
+    assert main(["import", str(tmp_path / "run.yaml"), "--method", method]) == 0
+    printed = capsys.readouterr().out
+    assert f"- algorithm: {method}\n" in printed
+    assert "taken for" not in printed
