@@ -114,7 +114,7 @@ async def await_remote(call: ObjectRef | Awaitable[Any], what: str, *, within: f
         raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
 
 
-def check_lost(error: RayError, what: str) -> None:
+def check_lost(error: Exception, what: str) -> None:
     """Raise ``ObjectsLost`` if a call failed because something that it was given is lost with its machine."""
     if isinstance(getattr(error, "cause", None) or error, ObjectLostError):
         raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None

@@ -221,8 +221,8 @@ class Controller:
         if not generated:
             return []
         groups = await self._without_changed(await self._unscored(generated), generated)
-        for group in groups:
-            add_columns(group, generated[group.group_id])
+        for own in groups:
+            add_columns(own, generated[own.group_id])
         ids = {index: group.group_id for index, group in enumerate(groups)}
         return [tasks.create_task(self._scoring.score(ray.put(groups), ids))]
 
