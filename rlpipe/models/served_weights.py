@@ -253,9 +253,7 @@ def _adding(name: str, scaling: float, dtype: torch.dtype) -> Merge:
     return lambda base, adapter: (base.double() + adapter[name].double() * scaling).float().to(dtype)
 
 
-def _merging(
-    a: str, b: str, magnitude: str | None, scaling: float, dtype: torch.dtype, *, transposed: bool
-) -> Merge:
+def _merging(a: str, b: str, magnitude: str | None, scaling: float, dtype: torch.dtype, *, transposed: bool) -> Merge:
     """Return the merge of a layer's weight; ``transposed`` ones are stored as ``[I, O]``."""
 
     def merge(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
