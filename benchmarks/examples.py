@@ -46,9 +46,9 @@ COMMANDS = {
 """Arguments of ``rlpipe train``, by example."""
 
 
-def run_example(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+def run_example(name: str, overrides: Sequence[str], folder: str | None = None) -> dict[str, Any]:
     """Run an example into a folder of its own; return its figures and health findings, or the end of its error."""
-    output = FOLDER / name
+    output = FOLDER / (folder or name)
     command = [sys.executable, "-m", "rlpipe", "train", *COMMANDS[name], f"output={output}", "resume=never", *overrides]
     began = time.monotonic()
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)

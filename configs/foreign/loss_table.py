@@ -144,8 +144,10 @@ def _with_cross_entropy(values: ForeignValues, name: Any) -> Made:
     made, weights = named(f"{PREFERENCE}.loss", PREFERENCE_LOSSES).make(values, name), values.get("loss_weights")
     weights = [1.0, 1.0] if weights is None else weights
     are_weights = isinstance(weights, list) and len(weights) == 2 and all(isinstance(w, int | float) for w in weights)
-    if not isinstance(made, dict) or not are_weights or weights[0] <= 0:
+    if not isinstance(made, dict):
         return made
+    if not are_weights or weights[0] <= 0:
+        return "weights of two losses that are not two numbers above 0"
     return {**made, f"{PREFERENCE}.cross_entropy_coef": weights[1] / weights[0]}
 
 

@@ -31,6 +31,7 @@ LENGTH = (
     "set data.max_prompt_tokens and rollout.sampling.max_tokens; in supervised fine-tuning rows are as long as "
     "learner.max_tokens_per_microbatch allows"
 )
+MARGINS = "algorithm.reward_model.margin_column"
 PRECISION = "set model.dtype to bfloat16, float16 or float32"
 QUANTIZED = "write model=qlora for a base in NF4"
 KERNELS = "kernels are chosen here by what the GPU supports"
@@ -143,6 +144,20 @@ def held_out_size(values: ForeignValues, value: Any) -> Made:
     """Translate axolotl's held-out rows: a number if it is above 1, otherwise a share of all."""
     is_number = value == 0 or (type(value) is int and value > 1)
     return {"data.held_out.size": int(value)} if is_number else "a share of the rows; set data.held_out.size, a number"
+
+
+@about("model.adapter.path")
+def continued_adapter(values: ForeignValues, value: Any) -> Made:
+    """Translate an adapter that is trained further, which is the reference of preferences as it begins."""
+    made = {"model.adapter.path": value}
+    is_reference = values.algorithm in ("dpo", "ipo", "kto")
+    return made | ({"algorithm.preference.precompute_ref_log_probs": True} if is_reference else {})
+
+
+@about("algorithm.reward_model.margin_column")
+def margins(values: ForeignValues, value: Any) -> Made:
+    """Translate whether OpenRLHF reads margins, which its rows have in a column of their own."""
+    return "algorithm.reward_model.margin_column names the column" if is_on(value) else {MARGINS: None}
 
 
 @about("data.held_out.split")
@@ -321,7 +336,7 @@ MODEL = (
     SettingRow(adapted("model.adapter.modules_to_save"), "lora_modules_to_save modules_to_save"),
     SettingRow(adapted(switched("model.adapter.use_dora")), "use_dora peft_use_dora"),
     SettingRow(adapted(switched("model.adapter.use_rslora")), "use_rslora peft_use_rslora"),
-    SettingRow(adapted("model.adapter.path"), "lora_model_dir", "model.lora_adapter_path"),
+    SettingRow(adapted(continued_adapter), "lora_model_dir", "model.lora_adapter_path"),
     SettingRow(Rule("model", lambda values, value: OFF if value == "none" else "biases are not adapted"), "bias"),
     SettingRow("model.adapter selects what is trained", "unfrozen_parameters.*"),
 )
@@ -367,7 +382,7 @@ DATA = (
     SettingRow(label_column, openrlhf="label_key"),
     SettingRow("data.chosen_column", openrlhf="chosen_key"),
     SettingRow("data.rejected_column", openrlhf="rejected_key"),
-    SettingRow("algorithm.reward_model.margin_column names the column", openrlhf="margin_loss"),
+    SettingRow(margins, openrlhf="margin_loss"),
     SettingRow(STEP_MODEL, openrlhf="placeholder_token reward_tokens specialize_reward_tokens"),
     # lengths
     SettingRow(

@@ -85,7 +85,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("openrlhf", "dpo"): {**OPENRLHF, "learning_rate": 1e-5},
     ("openrlhf", "kto"): {**OPENRLHF, "learning_rate": 1e-5, "beta": 0.01},
     ("openrlhf", "process_reward_model"): OPENRLHF,
-    ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6},
+    ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6, "margin_loss": False},
 }
 """Defaults by system and method, or by system alone; those of TRL are of version 1."""
 VERL_FSDP_SFT = {

@@ -145,7 +145,7 @@ def warmup_ratio(values: ForeignValues, value: Any) -> Made:
 def warmup_steps(values: ForeignValues, value: Any) -> Made:
     """Translate a number of updates; below 1 it is a share of the run, and 0 or less leaves it to the ratio."""
     if _has_no_warmup(values):
-        return NO_WARMUP
+        return NO_WARMUP if value else OFF
     is_share = isinstance(value, float) and 0 < value < 1
     return (warmup_ratio if is_share else counted("learner.schedule.warmup_steps")).make(values, value)
 

@@ -141,8 +141,13 @@ class PythonScript:
 
     def _sources_of(self, trainers: Sequence[ast.Call], argument: str, source: str) -> set[int]:
         """Return the calls of a function from whose results an argument of the trainers is made."""
+        return self._calls_behind(
+            [node for call in trainers for name, node in _arguments(call) if name == argument], source
+        )
+
+    def _calls_behind(self, nodes: list[ast.expr], source: str) -> set[int]:
+        """Return the calls of a function that expressions, or what is assigned to their names, contain."""
         found: set[int] = set()
-        nodes = [node for call in trainers for name, node in _arguments(call) if name == argument]
         seen: set[str] = set()
         while nodes:
             for part in ast.walk(nodes.pop()):
@@ -163,10 +168,12 @@ class PythonScript:
                 seen.add(node.id)
                 rows += self._assigned.get(node.id, [])
             elif isinstance(node, ast.Call) and called(node) != DATA:
-                found[_text(node)] = None
                 holder = node.func.value if isinstance(node.func, ast.Attribute) else None
                 is_function = isinstance(holder, ast.Name) and holder.id not in self._assigned
-                rows += node.args if is_function or holder is None else [holder]
+                made_of = node.args if is_function or holder is None else [holder]
+                if loaded := [part for part in made_of if self._calls_behind([part], DATA)]:
+                    found[_text(node)] = None
+                    rows += loaded
             elif isinstance(node, ast.Subscript):
                 is_part = not (isinstance(node.slice, ast.Constant) and node.slice.value == "train")
                 if is_part and PASSED_ON.fullmatch(_text(node.slice)) is None:
@@ -245,8 +252,10 @@ class PythonScript:
     def _settings(self, name: str, node: ast.expr) -> Iterator[Setting]:
         """Yield the settings that an argument is; none if it only passes on what the command line gives."""
         if name == "train_dataset" and (self._changes or not self._data):
-            self.notes.append((f"{name}: {_text(node)}", FROM_CHANGED if self._changes else NOT_LOADED))
+            self.notes.append((f"{name}: {_text(node)}", FROM_CHANGED if self._data else NOT_LOADED))
             return
+        if name == "eval_dataset" and (_text(node) == "None" or "dataset_test_split" in _text(node)):
+            return  # the split is a setting of its own
         if name in WIRED:
             yield Setting(name=name, value=Computed(text=_text(node)))
             return

@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.corrections import MAX_LOG_RATIO, Correction, correct, keep_top_entropy, sequence_sums
+from rlpipe.algorithms.corrections import Correction, correct, keep_top_entropy, sequence_sums
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.surrogates import SurrogateInputs, SurrogateOutput, find_surrogate
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig, RewardKlConfig
 
 MAX_KL_ERROR = 0.2
 """Largest relative error of the KL that the adaptive coefficient takes note of."""
+
+
+MAX_K3_LOG_RATIO = 20.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -245,7 +248,8 @@ def estimate_kl(log_ratio: Tensor, estimator: str) -> Tensor:
         return log_ratio.abs()
     if estimator != "k3":
         raise ValueError(f"loss.kl is {estimator!r}; use k1, k2, k3 or abs")
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp() - log_ratio - 1
+    log_ratio = log_ratio.clamp(max=MAX_K3_LOG_RATIO)  # as verl; the square of a larger gradient would overflow
+    return log_ratio.exp() - log_ratio - 1
 
 
 def _add_surrogate_metrics(metrics: MetricSums, output: SurrogateOutput, mask: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders, checks for free disk space, and digests that reveal damage to files.
+"""Files and folders that several processes write: whole or not at all, one at a time, with digests that reveal damage.
 
 A file or folder appears complete or not at all, so that a killed process or a full disk leaves no partial result. The
 digests do not prove who wrote a file.
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ RESERVE = 16 * 2**20
 LOCK = ".lock"
 WAIT_S = 0.5
 """Seconds between two looks at what another process creates."""
+BUSY_PAUSE_S = 0.05
 LEFT_AFTER_S = 3600.0
 """Age in seconds after which a text file that is being written counts as a killed process's leftover."""
 SEAL, DIGESTS = "digest", "digests"
@@ -82,11 +84,13 @@ def is_held(folder: Path) -> bool:
 
 
 def create_once(target: Path, create: Callable[[], object]) -> None:
-    """Call ``create`` if there is no ``target`` yet; wait while another process creates it."""
+    """Call ``create`` if there is no ``target`` yet; wait while another process creates it, maybe in place."""
     lock = target.with_name(f".{target.name}.creating")
+    if target.exists() and not is_held(lock):
+        return
     lock.mkdir(parents=True, exist_ok=True)
     has_waited = False
-    while not target.exists():
+    while True:
         with held(lock) as alone:
             if alone:
                 if not target.exists():
@@ -96,6 +100,24 @@ def create_once(target: Path, create: Callable[[], object]) -> None:
             logger.warning("another process is creating %s; waiting for it", target)
         has_waited = True
         time.sleep(WAIT_S)
+
+
+def write_ahead(database: sqlite3.Connection, timeout_s: float) -> None:
+    """Have readers not wait for a writer, unless other processes keep the database busy: it works without, too.
+
+    SQLite does not apply the connection's timeout to this change, but fails at once.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            if time.monotonic() < deadline:
+                time.sleep(BUSY_PAUSE_S)
+                continue
+        return
 
 
 def begin_folder(target: Path) -> Path:

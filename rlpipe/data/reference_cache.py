@@ -58,7 +58,7 @@ def reference_folder(data: DataConfig, model: ModelConfig) -> Path:
         "model": {name: value for name, value in dataclasses.asdict(model).items() if name in READ},
         "files": _state(model.path, model.revision),
         "quantized": model.adapter.kind == "qlora",
-        "adapter": [_absolute(model.adapter.path), _state(model.adapter.path, None)],
+        "adapter": [_absolute(model.adapter.path), _state(model.adapter.path, None, "adapter_config.json")],
         "libraries": {name: version(name) for name in ("transformers", "torch")},
     }
     return cache_root(data) / "reference" / sha256(json.dumps(parts, default=repr).encode()).hexdigest()[:32]
@@ -68,7 +68,7 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or not Path(path).expanduser().exists() else str(Path(path).expanduser().absolute())
 
 
-def _state(path: str | None, revision: str | None) -> Any:
+def _state(path: str | None, revision: str | None, config: str = "config.json") -> Any:
     """Return sizes and times of a folder's files, or the commit of a hub model in the hub's cache."""
     if path is None:
         return None
@@ -76,7 +76,7 @@ def _state(path: str | None, revision: str | None) -> Any:
     if folder.is_dir():
         return [file_state(str(file)) for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
     try:
-        found = try_to_load_from_cache(path, "config.json", revision=revision)
+        found = try_to_load_from_cache(path, config, revision=revision)
     except HFValidationError:
         return None
     return Path(found).parent.name if isinstance(found, str) else None

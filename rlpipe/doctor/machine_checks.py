@@ -129,13 +129,16 @@ def check_devices(config: Config | None) -> Iterator[Observation]:
 
 def _check_free_gpus() -> Iterator[Observation]:
     """Warn of GPUs whose memory other programs use; torch would tell, but take memory of each GPU to do so."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=CONNECT_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return
-    for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", listed, re.MULTILINE):
-        if int(used) > USED_SHARE * int(total):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    for index, uuid, used, total in re.findall(r"^(\d+), (\S+), (\d+), (\d+)$", listed, re.MULTILINE):
+        is_visible = names is None or any(name == index or uuid.startswith(name) for name in names)
+        if is_visible and int(used) * 2**20 > max(USED_SHARE * int(total) * 2**20, LEAST_FREE):
             yield warning(
                 "devices",
                 f"{gib(int(used) * 2**20)} of the {gib(int(total) * 2**20)} of GPU {index} are in use",

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -67,10 +68,10 @@ def call_rewards(
 
 
 def _answered(number: int, prompt: Prompt, eos_id: int | None) -> Iterator[RolloutGroup]:
-    """Yield the prompt with an empty answer, and with one that repeats its end."""
+    """Yield the prompt with empty answers, and with some that repeat its end."""
     end = np.asarray([] if eos_id is None else [eos_id], np.int32)
     for group_id, answer in enumerate([end, np.concatenate([prompt.token_ids[-16:], end])], start=number):
-        rollouts = [_rollout(group_id, 0, prompt, answer)]
+        rollouts = [_rollout(group_id, index, prompt, answer) for index in range(2)]  # some compare a group's answers
         yield RolloutGroup(group_id=group_id, prompt=prompt, rollouts=rollouts)
 
 
@@ -128,7 +129,7 @@ def _describe(name: str, config: RewardConfig, found: Sequence[GroupScores]) -> 
         text = f"{name} failed on {what} to {len(failures)} of the first {len(found) // 2} rows: {failures[0]}"
         stops = len(on_texts) == len(found) // 2 or config.fail == "raise"
         return (problem if stops else warning)(SUBJECT, text, FIX)
-    values = ([group.scores[name][0] for group in groups] for groups in (found[::2], found[1::2]))
+    values = (chain.from_iterable(group.scores[name] for group in groups) for groups in (found[::2], found[1::2]))
     empty, repeated = (_range([value for value in own if value is not None]) for own in values)
     return ok(SUBJECT, f"{name} gives {empty} to an empty answer, {repeated} to one that repeats the question")
 

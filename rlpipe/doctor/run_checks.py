@@ -80,13 +80,13 @@ class RunChecks:
         """Check that the output can be written, that no other run writes there, and what the run would resume from."""
         output = Path(self.config.output).absolute()
         point = read_resume_point(self.config)
+        if is_held(output):
+            raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
         folder = self.config.ledger.folder
         if folder is not None and cluster_address(self.config) is None:
             if (reason := why_not_writable(Path(folder).absolute())) is not None:
                 raise ConfigError(f"ledger.folder={folder}: {reason}; choose another")
             why_unusable(ledger_path(output, self.config.name, folder), run_start(self.config, point))
-        if is_held(output):
-            raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
         yield ok("output", f"{output}, " + ("a new run" if point.checkpoint is None else f"from {point.checkpoint}"))
 
     def check_hosts(self) -> Iterator[Observation]:

@@ -217,6 +217,8 @@ class AgentSession:
             self.episode.graph.turns[-1].reward = self.rewards[""]
         self.episode.is_rewarded = self.is_rewarded or self.episode.failure is not None
         if self._received:
+            if self._received[-1].fills_room and self.episode.status is RolloutStatus.COMPLETED:
+                self.episode.end_early("length")
             path, opening = self.episode.graph.turns[-1].path(), self.episode.opening
             messages = [message for node in path for message in node.messages]
             begins = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
@@ -263,8 +265,6 @@ class AgentSession:
             self.episode.opening = self.episode.opening or answer.continuation.new
         if answer.counted is not None:
             self.episode.branches_by_reason[answer.counted] += 1
-        if answer.fills_room:
-            self.episode.end_early("length")
         self._received.append(answer)
         answer.node = self.episode.add_turn(observed, answer.parsed, answer.sampled)
         answer.node.is_whole = answer.is_whole
@@ -279,8 +279,6 @@ class AgentSession:
         self._received.remove(answer)
         if answer.counted is not None:
             self.episode.branches_by_reason -= Counter([answer.counted])
-        if answer.fills_room and self.episode.end == "length":
-            self._go_on_after_length()
         answer.node = None
 
     def _request(self, question: ChatQuestion, answer: ChatAnswer) -> _Asked:

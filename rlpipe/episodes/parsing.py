@@ -110,12 +110,10 @@ def parse_text(text: str, prefix: str) -> ParsedTurn:
 def split_reasoning(text: str) -> tuple[str, str | None]:
     """Return a turn's text without its thoughts, and these; a turn may begin within them, as prompts may end so.
 
-    A turn that was cut off within its thoughts has no text.
+    Thoughts without an end are a text: some models call tools without closing them.
     """
     thoughts, end, rest = text.partition(END_THINK)
-    if not end and not text.lstrip().startswith(THINK):
-        return text, None
-    return rest.lstrip(), thoughts.strip().removeprefix(THINK).strip()
+    return (rest.lstrip(), thoughts.strip().removeprefix(THINK).strip()) if end else (text, None)
 
 
 def _read_call(text: str, prefix: str, number: int) -> ToolCall:

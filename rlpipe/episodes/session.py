@@ -295,17 +295,17 @@ def tokens_after(node: Node, rendered: IntArray) -> IntArray | None:
 
 
 def read_turn(sampled: SampledTurn, bridge: Bridge, context: IntArray) -> str:
-    """Return a turn's text, without its end token; one that was cut off within thoughts begins with their mark.
+    """Return a turn's text, without its end token; the thoughts of one that was cut off within them are closed.
 
-    The mark may be the context's end. A turn that ended by itself is not taken for thoughts alone: some models call
-    tools without closing them.
+    Their beginning may be the context's end. A turn that ended by itself is not taken for thoughts alone.
     """
     own = list(sampled.token_ids)
     if bridge.has_ended(own):
         own.pop()
     decode = partial(bridge.template.tokenizer.decode, skip_special_tokens=False)
     text = cast(str, decode(own))
-    may_be_thoughts = sampled.finish_reason == "length" and END_THINK not in text
-    if may_be_thoughts and cast(str, decode(context[-MAX_THINK_TOKENS:])).rstrip().endswith(THINK):
-        return f"{THINK}{text}"
-    return text
+    if sampled.finish_reason != "length" or END_THINK in text:
+        return text
+    before = cast(str, decode(context[-MAX_THINK_TOKENS:]))
+    thinks = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
+    return f"{text}{END_THINK}" if thinks else text

@@ -172,8 +172,8 @@ class Learner:
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:
         """Return the reference's log-probs of all loss tokens by the keys of their sequences (``keyed_sequences``).
 
-        The reference is the policy without its adapter, and without one the policy itself, before any step. All ranks
-        must have equally many mini batches.
+        The reference is the policy itself before any step, without a new adapter. All ranks must have equally many mini
+        batches.
         """
         assert isinstance(self._objective, Preferences), "only preferences have precomputed log-probs"
         found: dict[bytes, FloatArray] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from unittest.mock import patch
 
 import xxhash
 
-from rlpipe.common.atomic_io import check_room, held, user_cache, whole_folder
+from rlpipe.common.atomic_io import check_room, create_once, user_cache, whole_folder
 from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtype_speed import MAX_ROWS, Products, products
@@ -74,16 +73,12 @@ def convert(file: Path, target: Path) -> None:
     can't dequantize it.
     """
     _check_file(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = target.with_name(f".{target.name}.converting")
-    lock.mkdir(exist_ok=True)
-    while not target.exists():
-        with held(lock) as alone:
-            if not alone:
-                time.sleep(0.5)
-            elif not target.exists():
-                with whole_folder(target) as folder:
-                    _convert(file, folder)
+
+    def create() -> None:
+        with whole_folder(target) as folder:
+            _convert(file, folder)
+
+    create_once(target, create)
 
 
 def describe_gguf(path: str) -> str | None:

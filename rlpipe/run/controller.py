@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
@@ -223,8 +222,7 @@ class Controller:
         groups = await self._without_changed(await self._unscored(generated), generated)
         for own in groups:
             add_columns(own, generated[own.group_id])
-        ids = {index: group.group_id for index, group in enumerate(groups)}
-        return [tasks.create_task(self._scoring.score(ray.put(groups), ids))]
+        return [tasks.create_task(self._scoring.score_stored(groups))]
 
     async def _unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
         call: Any = self._replay.unscored.remote(list(group_ids))
@@ -303,7 +301,7 @@ class Controller:
         # The ledger entry must come first: actors may reorder calls, and an engine may finish before the entry exists.
         await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
         if len(training) < len(group_ids):
-            await self._evaluator.fetch(groups, self._cluster.call_timeout_s)
+            await self._evaluator.fetch(groups, group_ids, self._cluster.call_timeout_s)
         if training:
             call: Any = self._replay.generated.remote(groups, training)
             outcome = await self._ask(call, f"store {len(training)} generated groups")

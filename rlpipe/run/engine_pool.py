@@ -251,7 +251,7 @@ class EnginePool:
         """Pass finished groups on; ``finished`` are their requests, None for what another engine has finished."""
         requests = {index: request for index, request in enumerate(finished) if request is not None}
         if num_dropped := len(finished) - len(requests):  # a living engine that was given up still samples its groups
-            self._notice(name, f"{num_dropped} groups from {name} are dropped: they had been finished elsewhere")
+            self._notice(name, f"{num_dropped} groups from {name} are dropped: others were asked for them meanwhile")
         if not requests:
             return
         try:
@@ -382,7 +382,8 @@ class EpisodePool:
         receipts: Sequence[Receipt] = []
         while True:
             call: Any = self._processes[name].collect.options(num_returns=2)
-            received = [receipt.group_id for receipt in receipts]
+            # A group that was lost after it came is played again, and not received yet.
+            received = [own.group_id for own in receipts if own.group_id not in self._playing]
             receipts_ref, groups = call.remote(POLL_S, MAX_GROUPS_PER_COLLECT, received)
             try:
                 receipts = await wait_within(POLL_S + self._cluster.dead_after_s, receipts_ref)

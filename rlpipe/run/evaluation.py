@@ -76,9 +76,10 @@ class Evaluator:
         """Return whether the group belongs to an evaluation that still runs."""
         return group_id in self._running
 
-    async def fetch(self, groups: Awaitable[Sequence[RolloutGroup]], within: float) -> None:
-        """Fetch groups to this process and keep those that it owns, as ``keep`` does; raise as ``await_remote``."""
-        self.keep(await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s"))
+    async def fetch(self, groups: Awaitable[Sequence[RolloutGroup]], indices: Iterable[int], within: float) -> None:
+        """Fetch groups to this process and keep those of the ``indices`` that it owns; raise as ``await_remote``."""
+        found = await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s")
+        self.keep(found[index] for index in indices)
 
     def keep(self, groups: Iterable[RolloutGroup]) -> None:
         """Keep those of the groups that it owns until their scores come; by then, their host may be lost."""

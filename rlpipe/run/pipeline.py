@@ -308,7 +308,7 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
     evaluator = _evaluator(run, prompts)
 
     async def keep(groups: ObjectRef, group_ids: GroupIds) -> None:
-        await evaluator.fetch(groups, run.config.cluster.call_timeout_s)
+        await evaluator.fetch(groups, group_ids, run.config.cluster.call_timeout_s)
 
     async def end(failure: EngineFailed) -> None:
         raise failure

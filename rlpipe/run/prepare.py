@@ -80,7 +80,7 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
     Raises ``InputError`` if a reward or the policy can't be used.
     """
     run_rewards, callables = collect_rewards(config, rewards)
-    if config.model.prepare is not None and not Path(config.model.path).exists():
+    if config.model.prepare is not None:
         prepare = import_object(config.model.prepare, what="model.prepare", error=ConfigError)
         create_once(Path(config.model.path), lambda: prepare(config))
     with _converting(config.model.path):

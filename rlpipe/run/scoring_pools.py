@@ -348,43 +348,58 @@ class ScoringDispatch:
             self._held = [part for part in self._held if part[2] is not kept]
             raise
 
-    async def score(self, groups: ObjectRef, group_ids: GroupIds) -> None:
-        """Score groups in all pools, and pass the scores on."""
-        await self._scored(groups, group_ids, await self._score_in_all(groups, group_ids))
+    async def score_stored(self, groups: Sequence[RolloutGroup]) -> None:
+        """Score groups whose tokens are stored already, in all pools, and pass the scores on."""
+        places = range(len(self._pools))
+        scores = await self._score_again(groups, places)
+        ids = {index: group.group_id for index, group in enumerate(groups)}
+        await self._scored(ray.put(groups), ids, [scores[place] for place in places])
 
     async def _score_kept(
         self, groups: ObjectRef, requests: Mapping[int, GroupRequest], kept: asyncio.Future[None]
     ) -> None:
-        """Score groups as ``score`` does, while their tokens are being stored: the scores wait for ``kept``."""
-        try:
-            scores = await self._score_in_all(groups, _ids(requests))
-        except ObjectsLost as loss:
+        """Score groups while their tokens are being stored; the scores wait for ``kept``."""
+        places = range(len(self._pools))
+        found = await self._score_in(places, groups, _ids(requests))
+        scores = {place: own for place, own in found.items() if not isinstance(own, ObjectsLost)}
+        if losses := {place: own for place, own in found.items() if isinstance(own, ObjectsLost)}:
             await kept
+            loss = next(iter(losses.values()))
             logger.warning("scoring: groups that the replay actor has stored are scored from there: %s", loss)
-            scores = await self._score_stored(await self._stored([*requests.values()]))
+            scores |= await self._score_again(await self._stored([*requests.values()]), [*losses])
         await kept
-        await self._scored(groups, _ids(requests), scores)
+        await self._scored(groups, _ids(requests), [scores[place] for place in places])
 
-    async def _score_stored(self, groups: Sequence[RolloutGroup]) -> list[list[GroupScores]]:
-        """Score groups that the driver holds; they fail if they do not reach the scorers either."""
+    async def _score_again(self, groups: Sequence[RolloutGroup], places: Sequence[int]) -> dict[int, list[GroupScores]]:
+        """Score groups that the driver holds in some pools; they fail if they do not reach the scorers either.
+
+        Generating them again would give scores of other tokens than the stored ones.
+        """
         group_ids = {index: group.group_id for index, group in enumerate(groups)}
-        try:
-            return await self._score_in_all(ray.put(groups), group_ids)
-        except ObjectsLost as loss:  # generating them again would give scores of other tokens than the stored ones
-            return [[pool.failed(group_id, str(loss)) for group_id in group_ids.values()] for pool in self._pools]
+        found = await self._score_in(places, ray.put(groups), group_ids)
+        return {
+            place: [self._pools[place].failed(group_id, str(own)) for group_id in group_ids.values()]
+            if isinstance(own, ObjectsLost)
+            else own
+            for place, own in found.items()
+        }
 
-    async def _score_in_all(self, groups: ObjectRef, group_ids: GroupIds) -> list[list[GroupScores]]:
+    async def _score_in(
+        self, places: Sequence[int], groups: ObjectRef, group_ids: GroupIds
+    ) -> dict[int, list[GroupScores] | ObjectsLost]:
+        """Return the scores of some pools, or the loss of the groups on the way there."""
         try:
-            return await asyncio.gather(
-                *(self._score_in(place, groups, group_ids) for place in range(len(self._pools)))
-            )
+            found = await asyncio.gather(*(self._try_in(place, groups, group_ids) for place in places))
         except RayTaskError as error:
             raise root_cause(error, "scoring failed") from None
+        return dict(zip(places, found, strict=True))
 
-    async def _score_in(self, place: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores]:
+    async def _try_in(self, place: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores] | ObjectsLost:
         self._queues[place] += len(group_ids)
         try:
             return await self._pools[place].score(groups, group_ids)
+        except ObjectsLost as loss:
+            return loss
         finally:
             self._queues[place] -= len(group_ids)
 

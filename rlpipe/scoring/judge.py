@@ -9,7 +9,6 @@ import math
 import os
 import re
 import sqlite3
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, get_args
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlpipe.common.atomic_io import write_ahead
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.data.render.messages import content_text
 from rlpipe.errors import ConfigError
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_MEMORY = 10_000
 BUSY_TIMEOUT_S = 10.0
-BUSY_PAUSE_S = 0.05
 
 
 class AnswerCache:
@@ -49,7 +48,7 @@ class AnswerCache:
             self._database = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
-            _write_ahead(self._database)
+            write_ahead(self._database, BUSY_TIMEOUT_S)
             self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
 
     def get(self, key: str) -> str | None:
@@ -83,24 +82,6 @@ class AnswerCache:
         self._answers.move_to_end(key)
         while len(self._answers) > self._max_in_memory:
             self._answers.popitem(last=False)
-
-
-def _write_ahead(database: sqlite3.Connection) -> None:
-    """Have readers not wait for a writer, unless other processes keep the file busy: the cache also works without.
-
-    SQLite does not apply the connection's timeout to this change, but fails at once.
-    """
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            database.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-            if time.monotonic() < deadline:
-                time.sleep(BUSY_PAUSE_S)
-                continue
-        return
 
 
 class Judge(RewardActor, ABC):

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rlpipe.common.atomic_io import write_ahead
 from rlpipe.data.render.messages import content_text
 from rlpipe.replay.ledger.database import DECODING_ERRORS, stored_prompt
 from rlpipe.replay.ledger.run_ledger import Ledger
@@ -29,6 +30,7 @@ MAX_FUNCTIONS = 32
 """Reward functions that have a column."""
 LONGEST_START = 160
 """Characters of a prompt's last message that are kept as they are, to be shown."""
+BUSY_TIMEOUT_S = 10.0
 STATUS_BITS = {status.value: 1 << place for place, status in enumerate(RolloutStatus)}
 MAPPED_BYTES = 2**30
 SCHEMA = """
@@ -99,8 +101,8 @@ class GroupIndex:
         """Groups whose records are in the index, and groups in the ledger."""
 
     def _make(self) -> None:
-        with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
+        with closing(sqlite3.connect(self.path, isolation_level=None, timeout=BUSY_TIMEOUT_S)) as connection:
+            write_ahead(connection, BUSY_TIMEOUT_S)
             connection.executescript(SCHEMA)
 
     def connect(self) -> sqlite3.Connection:
@@ -228,7 +230,9 @@ class _IndexUpdate:
             if len(rows) < 10 * BATCH:
                 break
             start = rows[-1][0] + 1
-        else:
+        else:  # goes on from here, but for what may still change
+            with self._transaction():
+                self._set(first_open=start if first_open is None else min(start, first_open), last_step=last, life=life)
             return
         with self._transaction():
             self._connection.execute(

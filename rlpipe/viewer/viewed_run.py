@@ -109,9 +109,12 @@ class ViewedRun:
             with self.ledger() as ledger:
                 # A file that takes the place of a removed one may get its number.
                 self.index.update(ledger, (file.st_dev, file.st_ino, ledger.get("run_id")), stopped)
-        self._seen = () if stopped() else seen
+        if stopped():  # pages show how far it is
+            self._seen = ()
+            return False
+        self._seen = seen
         self.revision += 1
-        return self._seen == seen
+        return True
 
     def _find_ledger(self) -> None:
         try:
@@ -197,18 +200,22 @@ class ViewedRun:
 
     def diagnosis(self) -> list[dict[str, str]]:
         """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
-        known, made_at, lines = self._diagnosis
+        known, made_at, _ = self._diagnosis
         seen = (self.revision, self._state(read_outcome(self.folder)))
         is_due = seen != known and (seen[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S)
-        if is_due and self._diagnosing.acquire(blocking=False):  # a page that asks meanwhile gets the known lines
+        if is_due and self._diagnosing.acquire(blocking=not made_at):  # later, a second page gets the known lines
             try:
-                lines = [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
-            except InputError as error:
-                lines = [{"subject": "run", "status": "skipped", "text": str(error), "fix": ""}]
+                if self._diagnosis[0] != seen:
+                    self._diagnosis = (seen, time.monotonic(), self._diagnose())
             finally:
                 self._diagnosing.release()
-            self._diagnosis = (seen, time.monotonic(), lines)
-        return lines
+        return self._diagnosis[2]
+
+    def _diagnose(self) -> list[dict[str, str]]:
+        try:
+            return [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
+        except InputError as error:
+            return [{"subject": "run", "status": "skipped", "text": str(error), "fix": ""}]
 
     def parts(self) -> dict[str, Any]:
         """Return the parts' states, and when they were seen last, the groups by state, and the work of each engine."""

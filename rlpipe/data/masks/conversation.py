@@ -100,7 +100,7 @@ class ConversationMask:
         if self._by_generation:
             text, blocks = template.generation_spans(taken)
             encoded = template.encode_with_offsets(text, images)
-            mask, spans = self._of_blocks(encoded, text, blocks)
+            mask, spans = self._of_blocks(encoded, text, blocks, template)
         else:
             text = template.render(taken)
             encoded = template.encode_with_offsets(text, images)
@@ -116,23 +116,29 @@ class ConversationMask:
 
     @cached_property
     def _prompted(self) -> str:
-        """The text after a user's turn that asks the assistant to go on; empty if the template writes none."""
-        asked = self._template.as_taken([{"role": "user", "content": "hi"}])
+        return self._prompt_of(self._template)
+
+    def _prompt_of(self, template: ChatTemplate) -> str:
+        """Return the text after a user's turn that asks the assistant to go on; empty if a template writes none."""
+        asked = template.as_taken([{"role": "user", "content": "hi"}])
         try:
-            plain, prompt = (self._template.render(asked, add_generation_prompt=adds) for adds in (False, True))
+            plain, prompt = (template.render(asked, add_generation_prompt=adds) for adds in (False, True))
         except UnusableRow:
             return ""
         return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
 
-    def _of_blocks(self, encoded: Encoded, text: str, blocks: Sequence[Span]) -> tuple[BoolArray, list[Span]]:
+    def _of_blocks(
+        self, encoded: Encoded, text: str, blocks: Sequence[Span], template: ChatTemplate
+    ) -> tuple[BoolArray, list[Span]]:
         """Return the mask of a template's generation blocks, and the tokens of each.
 
         A start of the turn in a block does not count, since the policy does not write it; an end token right after a
         block does.
         """
         assert encoded.offsets is not None
-        header = OPENED_REASONING.sub("", self._prompted)
-        written = [(_behind_prompt(self._prompted, header, text, start, stop), stop) for start, stop in blocks]
+        prompted = self._prompted if template is self._template else self._prompt_of(template)
+        header = OPENED_REASONING.sub("", prompted)
+        written = [(_behind_prompt(prompted, header, text, start, stop), stop) for start, stop in blocks]
         mask = tokens_with(fill(written, len(text)), encoded.offsets)
         end_id = self._template.tokenizer.eos_token_id
         if end_id is not None:

@@ -144,14 +144,17 @@ def row_tools(row: Row, column: str | None) -> list[Any] | None:
 
 
 def row_template_options(row: Row) -> dict[str, Any]:
-    """Return a row's own arguments of the chat template, as TRL reads them; without those that a table set to null.
+    """Return a row's own arguments of the chat template, as TRL reads them, or their JSON, without nulls.
 
     Raises ``UnusableRow`` for a value that is no dictionary, and for arguments that are set for each row anyway.
     """
-    value = row.get(TEMPLATE_OPTIONS)
+    value, name = row.get(TEMPLATE_OPTIONS), f"column {TEMPLATE_OPTIONS!r}"
+    try:
+        value = (_parse(value) or {}) if isinstance(value, str) else value
+    except UnusableRow as problem:
+        raise UnusableRow(f"{name}{problem.reason}") from None
     if value is None:
         return {}
-    name = f"column {TEMPLATE_OPTIONS!r}"
     if not isinstance(value, Mapping):
         raise UnusableRow(f"{name}: expected a dictionary of arguments of the chat template, found {value!r:.80}")
     if reserved := sorted(value.keys() & {*SET_BY_OPTIONS, *SET_FOR_EACH_ROW}):

@@ -330,7 +330,7 @@ class RewardRenderer(PreferenceRenderer):
 
     def _margin(self, columns: Row) -> float:
         is_usual = self._margin_column == RewardModelConfig().margin_column
-        if self._margin_column is None or (is_usual and self._margin_column not in columns):
+        if self._margin_column is None or (is_usual and columns.get(self._margin_column) is None):
             return 0.0
         value = present(columns, self._margin_column)
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not isfinite(value):

@@ -87,18 +87,20 @@ class ChatTemplate:
     def for_row(self, row: Row) -> ChatTemplate:
         """Return the template with a row's own tools and options; raise ``UnusableRow`` if its columns hold others."""
         template, options = self.with_tools(row_tools(row, self._tools_column)), row_template_options(row)
-        if not options:
-            return template
-        template = copy(template)
-        template._options = {**self._options, **options}
+        if options:
+            template = self._copied() if template is self else template
+            template._options = {**self._options, **options}
         return template
+
+    def _copied(self) -> ChatTemplate:
+        _ = self.takes_texts, self.takes_arguments_as_text  # cached here, not computed again for each row
+        return copy(self)
 
     def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
         """Return the template with a row's own tools in place of the config's, or itself for None."""
         if tools is None:
             return self
-        _ = self.takes_texts, self.takes_arguments_as_text  # cached here, not computed again for each row
-        template = copy(self)
+        template = self._copied()
         template._tools = list(tools) or None
         return template
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional
 
-from rlpipe.algorithms.losses import EntropyBonus, LossInputs, LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.losses import EntropyBonus, LossInputs, LossOutput, estimate_kl, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.algorithms.preferences import PairInputs, pair_loss
 from rlpipe.configs.compose import config_folder
@@ -368,3 +368,12 @@ def test_the_branches_of_an_episode_weigh_as_much_as_one_sequence(aggregate: str
     parted = make_inputs([[1.1, 0.9, 1.0], [1.05], [1.0, 0.95]], [2.0, 2.0, -1.0])
     parted = replace(parted, num_sequences=2, shares=torch.tensor([0.75] * 3 + [0.25] + [1.0] * 2, dtype=torch.float64))
     assert gradient(parted, config) == pytest.approx(gradient(whole, config))
+
+
+def test_k3_of_a_token_far_below_the_reference_is_bounded_and_pushes_nowhere() -> None:
+    log_ratio = torch.tensor([1.0, 200.0], requires_grad=True)
+    found = estimate_kl(log_ratio, "k3")
+    found.sum().backward()
+    assert log_ratio.grad is not None
+    assert found.isfinite().all()
+    assert log_ratio.grad.tolist() == pytest.approx([math.e - 1, 0.0])

@@ -105,6 +105,7 @@ def test_a_column_margin_is_read_as_trl_reads_it() -> None:
     assert pair_of({**PAIR, "margin": 2}, margin=usual).advantages.max() == 2
     assert pair_of(PAIR, margin=usual).advantages.max() == 0
     assert pair_of({**PAIR, "margin": 2}, margin=None).advantages.max() == 0
+    assert pair_of({**PAIR, "margin": None}, margin=usual).advantages.max() == 0
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,11 @@ def test_a_rows_own_template_options_are_used_in_prompts_and_sequences() -> None
     assert tokenizer.decode(sequences.render(row, PLACE).token_ids).startswith("glad[user]x")
     with pytest.raises(UnusableRow, match="'tools' is set for each row already"):
         prompts.render({**row, "chat_template_kwargs": {"tools": []}}, PLACE)
+    as_json = prompts.render({**row, "chat_template_kwargs": '{"mood": "glad"}'}, PLACE)
+    assert tokenizer.decode(as_json.token_ids).startswith("glad[user]x")
     with pytest.raises(UnusableRow, match="expected a dictionary"):
+        prompts.render({**row, "chat_template_kwargs": [1]}, PLACE)
+    with pytest.raises(UnusableRow, match="'chat_template_kwargs': not JSON"):
         prompts.render({**row, "chat_template_kwargs": "loud"}, PLACE)
 
 

@@ -211,7 +211,7 @@ def reward_that_reads_a_word(patch: pytest.MonkeyPatch, folder: Path, options: l
 def gpu_in_use(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     for name, value in {"is_available": True, "device_count": 1, "get_device_name": "NVIDIA L4"}.items():
         patch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
-    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 0, 20000, 23034\n")
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 0, GPU-1, 20000, 23034\n")
     (folder / "nvidia-smi").chmod(0o755)
     patch.setenv("PATH", str(folder), prepend=os.pathsep)
 

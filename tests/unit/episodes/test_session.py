@@ -291,6 +291,11 @@ def test_a_turn_that_begins_within_thoughts_and_is_cut_off_is_no_action(name: st
         (sampled, opening[:-3], "I might go"),
     ):
         assert session._parser(read_turn(turn, session._bridge, context), "").content == content
+    session, policy = make_session("<think>I might go", environment=Walk(Step(done=True)), name=name)
+    policy._cut = [0]
+    sampled = asyncio.run(policy(nothing, max_tokens=99, turn=0))
+    for turn, content in ((sampled, ""), (replace(sampled, finish_reason="stop"), "<think>I might go")):
+        assert session._parser(read_turn(turn, session._bridge, nothing), "").content == content
 
 
 def test_the_time_of_an_episode_begins_with_it() -> None:

@@ -222,10 +222,12 @@ def test_a_policy_that_repeats_a_call_makes_it_a_few_times(parser: Callable[[str
 
 
 @pytest.mark.parametrize("parser", PARSERS.values())
-def test_calls_in_thoughts_that_were_cut_off_are_not_made(parser: Callable[[str, str], ParsedTurn]) -> None:
+def test_calls_in_closed_thoughts_are_not_made(parser: Callable[[str, str], ParsedTurn]) -> None:
     call = '<tool_call>{"name": "look"}</tool_call>'
-    assert parser(f" <think>I might {call} but", "0c") == ParsedTurn(content="", reasoning=f"I might {call} but")
+    closed = parser(f" <think>I might {call} but</think>", "0c")
+    assert closed == ParsedTurn(content="", reasoning=f"I might {call} but")
     assert len(parse_hermes(f"<think>so</think>{call}", "0c").calls) == 1
+    assert len(parse_hermes(f"<think>so {call}", "0c").calls) == 1, "some models do not close their thoughts"
 
 
 def test_a_turn_of_json_is_calls_and_any_other_a_text() -> None:

@@ -25,7 +25,6 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> Controller:
     monkeypatch.setattr(controller, "watch_hosts", forever)
     monkeypatch.setattr(controller, "shares_gpus", lambda config: False)
     monkeypatch.setattr(controller, "answers", lambda group, prompt: True)
-    monkeypatch.setattr(controller.ray, "put", lambda groups: groups)
     group = MagicMock(group_id=3)
     own = object.__new__(Controller)
     own._stopped, own._last_version, own._evaluations = asyncio.Event(), asyncio.Event(), []
@@ -34,7 +33,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> Controller:
     own._monitor = MagicMock(follow=forever, record_parts=forever, watch=forever, stop_learner=AsyncMock())
     own._monitor.ended = asyncio.Event()
     own._pool = MagicMock(run=forever)
-    own._scoring = MagicMock(score=MagicMock(side_effect=forever))
+    own._scoring = MagicMock(score_stored=MagicMock(side_effect=forever))
     own._prompts, own._replay, own._ask = MagicMock(), MagicMock(), AsyncMock(return_value=[group])
     own._resume_state = SimpleNamespace(unfinished=[(group, GroupState.GENERATED)], place=None)  # type: ignore[assignment]
     monkeypatch.setattr(own, "_follow_versions", forever)
@@ -47,7 +46,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_the_scores_of_resumed_groups(re
         learner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(resumed.run(lambda: learner))
         await asyncio.sleep(0.01)
-        resumed._scoring.score.assert_called_once()  # type: ignore[attr-defined]
+        resumed._scoring.score_stored.assert_called_once()  # type: ignore[attr-defined]
         await resumed.stop(RunError("it was told to"))
         learner.set_result(None)
         await asyncio.wait((running,), timeout=1)

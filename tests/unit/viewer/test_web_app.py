@@ -525,6 +525,8 @@ def test_an_index_that_takes_long_holds_up_no_other_runs_curves(
 def test_one_diagnosis_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished_run(tmp_path / "run", num_steps=1)
     run, begun, ends = ViewedRun(tmp_path / "run", "run"), threading.Event(), threading.Event()
+    first = run.diagnosis()
+    assert first
 
     def diagnose(_: Path) -> list[Any]:
         assert not begun.is_set(), "a second one begins"
@@ -533,12 +535,28 @@ def test_one_diagnosis_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         return []
 
     monkeypatch.setattr("rlpipe.viewer.viewed_run.diagnose", diagnose)
-    first = threading.Thread(target=run.diagnosis)
-    first.start()
+    run.revision += 1
+    thread = threading.Thread(target=run.diagnosis)
+    thread.start()
     assert begun.wait(10)
-    assert run.diagnosis() == []
+    assert run.diagnosis() == first
     ends.set()
-    first.join(10)
+    thread.join(10)
+    assert run.diagnosis() == []
+
+
+def test_an_index_that_is_stopped_again_and_again_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.viewer.group_index.BATCH", 1)
+    finished_run(tmp_path / "run", num_steps=20)
+    (run,) = ViewedRuns([tmp_path])
+    passes = 0
+    while passes < 1000:
+        left, passes = [True] * 4, passes + 1
+        if run.refresh(lambda left=left: not left or not left.pop()):
+            break
+    assert 5 < passes < 1000
+    assert run.index is not None
+    assert run.index.num_indexed == run.index.num_groups == 80
 
 
 def test_long_series_are_means_of_neighbours(tmp_path: Path) -> None:
