@@ -48,7 +48,7 @@ def run_control(seed: int) -> dict[str, Any]:
     told = subprocess.run(
         [sys.executable, "-m", "rlpipe", "eval", *options], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    accuracy = json.loads(told.stdout.splitlines()[-1])["eval/accuracy"]
+    accuracy = json.loads(told.stdout)["eval/accuracy"]
     return {"seconds": found["seconds"], "end": accuracy}
 
 
