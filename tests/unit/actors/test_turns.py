@@ -155,8 +155,8 @@ def test_a_turn_whose_call_is_lost_is_sent_again(method: str, monkeypatch: pytes
 
 
 def test_an_answer_that_an_abandoned_call_takes_later_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PAUSE_S", "POLL_S", "SILENCE_S"):
-        monkeypatch.setattr(turns, name, 0.1)
+    for name, seconds in {"PAUSE_S": 0.01, "POLL_S": 0.01, "SILENCE_S": 1.0}.items():
+        monkeypatch.setattr(turns, name, seconds)
 
     async def run() -> None:
         engine = Engine()
@@ -167,9 +167,10 @@ def test_an_answer_that_an_abandoned_call_takes_later_is_asked_for_again(monkeyp
         engine.is_dead = True
         await asyncio.sleep(0.05)
         engine.is_dead = False
-        await asyncio.sleep(0.15)
-        engine.asked.clear()  # it was sent again at once, and its answer went to nobody
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
+            while len(engine.asked) < 2:
+                await asyncio.sleep(0.01)
+            engine.asked.clear()  # it was sent again at once, and its answer went to nobody
             while not engine.asked:
                 await asyncio.sleep(0.01)
         engine.answer()
