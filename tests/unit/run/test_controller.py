@@ -49,7 +49,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_the_scores_of_resumed_groups(re
         resumed._scoring.score_stored.assert_called_once()  # type: ignore[attr-defined]
         await resumed.stop(RunError("it was told to"))
         learner.set_result(None)
-        await asyncio.wait((running,), timeout=1)
+        await asyncio.wait((running,), timeout=20)
         assert running.done()
         with pytest.raises(RunError, match="it was told to"):
             await running

@@ -253,14 +253,14 @@ def test_replicas_that_never_start_do_not_keep_the_run_from_its_end() -> None:
     pool = ServedPool(
         "judge",
         {"judge": RewardConfig(path="none", serve=ServeConfig(replicas=1))},
-        deploy=lambda: end.wait(10),
+        deploy=lambda: end.wait(60),
         start_timeout_s=0.1,
     )
     began = time.monotonic()
     try:
         with pytest.raises(WaitTimeout, match=r"judge have not started within cluster\.start_timeout_s=0\.1 seconds"):
             run_event_loop(pool.start())
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
     finally:
         end.set()
 
