@@ -74,7 +74,7 @@ SUPERVISED: dict[str, tuple[int, str, str]] = {
     "while it runs": (
         5,
         "cluster.call_timeout_s=8",
-        r"waited .* seconds \(cluster.call_timeout_s\) for .* from the dataset actor; it has not answered",
+        r"waited .* seconds \(cluster.call_timeout_s\) for the dataset actor to .*; it has not answered",
     ),
 }
 
