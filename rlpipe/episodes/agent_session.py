@@ -308,7 +308,7 @@ class AgentSession:
             raise self._meet("length", "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
         if self.episode.end == "length":  # the program has made room, and goes on
-            self._go_on_after_length()
+            self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         try:
             with self.episode.timed("engine_wait"):
@@ -342,9 +342,6 @@ class AgentSession:
             is_whole=is_whole,
             fills_room=sampled.finish_reason == "length" and len(sampled.token_ids) >= room,
         )
-
-    def _go_on_after_length(self) -> None:
-        self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
 
     def _meet(self, limit: str, code: str, message: str) -> RequestRefused:
         self.limits_met[message] = limit

@@ -77,13 +77,13 @@ class Evaluator:
         return group_id in self._running
 
     async def fetch(self, groups: Awaitable[Sequence[RolloutGroup]], indices: Iterable[int], within: float) -> None:
-        """Fetch groups to this process and keep those of the ``indices`` that it owns; raise as ``await_remote``."""
-        found = await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s")
-        self.keep(found[index] for index in indices)
+        """Fetch groups and keep those of the ``indices`` that it owns until their scores come; their host may be lost.
 
-    def keep(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keep those of the groups that it owns until their scores come; by then, their host may be lost."""
-        self._kept |= {group.group_id: group for group in groups if self.owns(group.group_id)}
+        Raises as ``await_remote`` does.
+        """
+        found = await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s")
+        chosen = [found[index] for index in indices]
+        self._kept |= {group.group_id: group for group in chosen if self.owns(group.group_id)}
 
     async def kept(self, requests: Iterable[GroupRequest]) -> list[RolloutGroup]:
         """Return those of the requests' groups that are kept."""

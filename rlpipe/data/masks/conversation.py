@@ -44,6 +44,7 @@ class ConversationMask:
         """Raise ``ConfigError`` if the data config's markers are impossible."""
         self._template = template
         self._data = data
+        self._prompts: dict[str, str] = {}
         if data.role_boundaries and data.text_column is None:
             _ = self.rules
 
@@ -114,18 +115,15 @@ class ConversationMask:
             raise UnusableRow(f"it has no token in a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
         return encoded, mask
 
-    @cached_property
-    def _prompted(self) -> str:
-        return self._prompt_of(self._template)
+    def _prompted(self, template: ChatTemplate) -> str:
+        """Return the text after a user's turn that asks the assistant to go on; empty if a template writes none.
 
-    def _prompt_of(self, template: ChatTemplate) -> str:
-        """Return the text after a user's turn that asks the assistant to go on; empty if a template writes none."""
-        asked = template.as_taken([{"role": "user", "content": "hi"}])
-        try:
-            plain, prompt = (template.render(asked, add_generation_prompt=adds) for adds in (False, True))
-        except UnusableRow:
-            return ""
-        return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
+        It is found once for rows with equal options of the template.
+        """
+        options = repr(sorted(template.options.items()))
+        if options not in self._prompts:
+            self._prompts[options] = _find_prompt(template)
+        return self._prompts[options]
 
     def _of_blocks(
         self, encoded: Encoded, text: str, blocks: Sequence[Span], template: ChatTemplate
@@ -136,7 +134,7 @@ class ConversationMask:
         block does.
         """
         assert encoded.offsets is not None
-        prompted = self._prompted if template is self._template else self._prompt_of(template)
+        prompted = self._prompted(template)
         header = OPENED_REASONING.sub("", prompted)
         written = [(_behind_prompt(prompted, header, text, start, stop), stop) for start, stop in blocks]
         mask = tokens_with(fill(written, len(text)), encoded.offsets)
@@ -203,6 +201,15 @@ class _Row:
 def _num_alike(prefix: str, text: str) -> int:
     """Return the number of characters with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, text, strict=False)))
+
+
+def _find_prompt(template: ChatTemplate) -> str:
+    asked = template.as_taken([{"role": "user", "content": "hi"}])
+    try:
+        plain, prompt = (template.render(asked, add_generation_prompt=adds) for adds in (False, True))
+    except UnusableRow:
+        return ""
+    return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
 
 
 def _behind_prompt(prompt: str, header: str, text: str, start: int, stop: int) -> int:

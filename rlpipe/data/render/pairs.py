@@ -297,13 +297,14 @@ class RewardRenderer(PreferenceRenderer):
     ) -> None:
         super().__init__(tokenizer, data, takes_pairs=True, max_tokens=max_tokens, pads_pairs=pads_pairs)
         self._margin_column = config.margin_column
+        self._may_lack_margin = config.margin_column in (None, RewardModelConfig().margin_column)
         self._is_chat, self._prompt_column = data.chat, data.prompt_column
         self._end, self._padding = tokenizer.eos_token_id, padding_id(tokenizer)
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raise ``DataError`` if the columns hold no pair, or not the margin."""
         super().check(columns, location, nulls)
-        if self._margin_column not in (None, RewardModelConfig().margin_column):
+        if self._margin_column is not None and not self._may_lack_margin:
             fix = "algorithm.reward_model.margin_column or data.transform"
             require_columns(columns, [self._margin_column], location, fix)
 
@@ -329,8 +330,7 @@ class RewardRenderer(PreferenceRenderer):
         return rollout
 
     def _margin(self, columns: Row) -> float:
-        is_usual = self._margin_column == RewardModelConfig().margin_column
-        if self._margin_column is None or (is_usual and columns.get(self._margin_column) is None):
+        if self._margin_column is None or (self._may_lack_margin and columns.get(self._margin_column) is None):
             return 0.0
         value = present(columns, self._margin_column)
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not isfinite(value):

@@ -50,12 +50,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises ``ModelError`` if its folder or hub id does not exist or holds no tokenizer.
     """
     option = "model.path" if config.tokenizer is None else "model.tokenizer"
-    path = config.path if config.tokenizer is None else config.tokenizer
-    path = model_folder(path)
+    path = model_folder(config.path if config.tokenizer is None else config.tokenizer)
     folder = Path(path).expanduser()
-    local = folder.exists() or not hub_has(
-        path, kind="model", option=option, error=ModelError, revision=config.revision
-    )
+    source, local = _find_files(path, option, config.revision)
     fix = "give a folder with an undamaged one"
     if local and not folder.exists():
         fix = "there is no such folder, the hub can't be reached, and its cache holds no copy"
@@ -65,15 +62,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         check_ids(folder)
         tokenizer_class = getattr(transformers, known_tokenizer_class(folder) or "AutoTokenizer")
         tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
-            str(folder) if folder.exists() else path,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local,
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code, local_files_only=local
         )
         if config.chat_template is not None:
             tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
         elif not tokenizer.chat_template:
-            tokenizer.chat_template = _processor_template(path if not folder.exists() else str(folder), config, local)
+            tokenizer.chat_template = _processor_template(source, config, local)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -91,6 +85,14 @@ def check_ids(folder: Path) -> None:
         text = file.read_bytes() if file.is_file() else b""
         if LONG_NUMBER.search(text):
             json.loads(text, parse_int=checked)
+
+
+def _find_files(path: str, option: str, revision: str | None) -> tuple[str, bool]:
+    """Return a model's folder or hub id, and whether its files are read from this machine alone."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return str(folder), True
+    return path, not hub_has(path, kind="model", option=option, error=ModelError, revision=revision)
 
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
@@ -114,12 +116,7 @@ def read_end_ids(config: ModelConfig) -> set[int]:
 
     A model without one has them in its config. Raises ``ModelError`` if the files can't be read.
     """
-    path = model_folder(config.path)
-    folder = Path(path).expanduser()
-    local = folder.exists() or not hub_has(
-        path, kind="model", option="model.path", error=ModelError, revision=config.revision
-    )
-    source = str(folder) if folder.exists() else path
+    source, local = _find_files(model_folder(config.path), "model.path", config.revision)
     with reading_files(f"model.path={config.path} can't be read", "give another", error=ModelError):
         found = _read_json_file(source, "generation_config.json", config, local)
         if not found:

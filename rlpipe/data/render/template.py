@@ -80,7 +80,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._processor = processor
         self._system_prompt = data.system_prompt
-        self._options: dict[str, Any] = dict(data.chat_template_kwargs)
+        self.options: dict[str, Any] = dict(data.chat_template_kwargs)
         self._tools = check_tools(data.tools) or None
         self._tools_column = data.tools_column
 
@@ -89,7 +89,7 @@ class ChatTemplate:
         template, options = self.with_tools(row_tools(row, self._tools_column)), row_template_options(row)
         if options:
             template = self._copied() if template is self else template
-            template._options = {**self._options, **options}
+            template.options = {**self.options, **options}
         return template
 
     def _copied(self) -> ChatTemplate:
@@ -218,7 +218,7 @@ class ChatTemplate:
         """Render messages from ``as_taken``; raise ``UnusableRow`` if that fails."""
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=False, **options, **self._options
+                messages, tools=self._tools, tokenize=False, **options, **self.options
             )
         except RENDER_ERRORS as error:
             raise UnusableRow(f"the chat template raised {describe_error(error)}") from error
