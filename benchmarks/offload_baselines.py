@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.offload_cases import COMPUTE, Case, Values, compute_buffers, loss_of, make_row, make_scorer
+from benchmarks.offload_cases import COMPUTE, Case, Values, compute_buffers, loss_of, make_module, make_row
 from benchmarks.updates import Measured, measure_updates
 from rlpipe.learner.forward import LogprobModel, find_layers
 
@@ -26,21 +26,21 @@ BUCKET_ELEMENTS = 2 * 10**8
 def run_fsdp2(case: Case, device: torch.device, *, warmup: int, updates: int) -> Measured:
     """Measure ``fully_shard`` of every block with ``CPUOffloadPolicy``, checkpointing, and fused AdamW on the host."""
     begin_group(device)
-    scorer = make_filled(case, torch.float32)
-    scorer.causal_model.gradient_checkpointing_enable({"use_reentrant": False})
+    module = make_filled(case, torch.float32)
+    module.causal_model.gradient_checkpointing_enable({"use_reentrant": False})
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
-    for block in find_layers(scorer.causal_model):
+    for block in find_layers(module.causal_model):
         fully_shard(block, **options)
-    fully_shard(scorer, reshard_after_forward=False, **options)
-    compute_buffers(scorer, device)
-    optimizer = HostAdam(scorer)
+    fully_shard(module, reshard_after_forward=False, **options)
+    compute_buffers(module, device)
+    optimizer = HostAdam(module)
 
     def update(number: int) -> None:
-        run_micro_batches(scorer, case, number, device, lambda loss, last: loss.backward())
+        run_micro_batches(module, case, number, device, lambda loss, last: loss.backward())
         optimizer.step()
 
     measured = measure_updates(update, device, warmup=warmup, updates=updates)
@@ -51,8 +51,8 @@ def run_fsdp2(case: Case, device: torch.device, *, warmup: int, updates: int) ->
 class HostAdam:
     """AdamW on the host shards of FSDP2; the single rank has each parameter whole."""
 
-    def __init__(self, scorer: nn.Module) -> None:
-        self._parameters = list(scorer.parameters())
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
         self._parts: list[nn.Parameter] = []
 
     def step(self) -> None:
@@ -74,13 +74,13 @@ def run_zero3(case: Case, device: torch.device, *, warmup: int, updates: int) ->
 
     begin_group(device)
     deepspeed.init_distributed(dist_init_required=False)
-    scorer = make_filled(case, COMPUTE)
-    compute_buffers(scorer, device)
+    module = make_filled(case, COMPUTE)
+    compute_buffers(module, device)
     # DeepSpeed's module hooks see recomputation only in torch's reentrant form.
-    scorer.causal_model.gradient_checkpointing_enable({"use_reentrant": True})
-    optimizer, settings = make_zero3_adam(scorer, device), zero3_settings(device)
-    deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
-    engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=settings)
+    module.causal_model.gradient_checkpointing_enable({"use_reentrant": True})
+    optimizer, settings = make_zero3_adam(module, device), zero3_settings(device)
+    deepspeed.zero.Init(module=module, config_dict_or_path=settings, mem_efficient_linear=False)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
 
     def backward(loss: Tensor, last: bool) -> None:
         engine.optimizer.clear_backward_seen_flag()
@@ -88,7 +88,7 @@ def run_zero3(case: Case, device: torch.device, *, warmup: int, updates: int) ->
         engine.backward(loss, scale_wrt_gas=False)
 
     def update(number: int) -> None:
-        run_micro_batches(scorer, case, number, device, backward)
+        run_micro_batches(module, case, number, device, backward)
         engine.step()
 
     measured = measure_updates(update, device, warmup=warmup, updates=updates)
@@ -96,18 +96,18 @@ def run_zero3(case: Case, device: torch.device, *, warmup: int, updates: int) ->
     return measured
 
 
-def make_zero3_adam(scorer: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+def make_zero3_adam(module: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     """Make DeepSpeed's optimizer if it builds, which is not tried on the CPU; otherwise torch's."""
     if device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         try:
-            made: torch.optim.Optimizer = DeepSpeedCPUAdam(scorer.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+            made: torch.optim.Optimizer = DeepSpeedCPUAdam(module.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
             print("the optimizer is DeepSpeedCPUAdam", flush=True)
             return made
         except (RuntimeError, ImportError, OSError, AttributeError, AssertionError) as error:
             print(f"the optimizer is torch's, because DeepSpeedCPUAdam does not build: {error}", flush=True)
-    return torch.optim.AdamW(scorer.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
 def zero3_settings(device: torch.device) -> dict[str, Any]:
@@ -136,21 +136,21 @@ def zero3_settings(device: torch.device) -> dict[str, Any]:
 
 def make_filled(case: Case, dtype: torch.dtype) -> LogprobModel:
     """Make the model with all its weights on the host."""
-    scorer = make_scorer(case, dtype).to_empty(device="cpu")
-    scorer.causal_model.tie_weights()
+    module = make_module(case, dtype).to_empty(device="cpu")
+    module.causal_model.tie_weights()
     values = Values()
-    for name, parameter in scorer.named_parameters():
+    for name, parameter in module.named_parameters():
         values(name, parameter.detach())
-    return scorer
+    return module
 
 
 def run_micro_batches(
-    scorer: LogprobModel, case: Case, number: int, device: torch.device, backward: Callable[[Tensor, bool], object]
+    module: LogprobModel, case: Case, number: int, device: torch.device, backward: Callable[[Tensor, bool], object]
 ) -> None:
     """Run the micro batches of one update; ``backward`` gets each loss, and whether it is the last."""
     for index in range(case.micro_batches):
         row = make_row(case, number * case.micro_batches + index, device)
-        backward(loss_of(scorer, case, row), index + 1 == case.micro_batches)
+        backward(loss_of(module, case, row), index + 1 == case.micro_batches)
 
 
 def begin_group(device: torch.device) -> None:

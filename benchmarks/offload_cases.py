@@ -107,7 +107,7 @@ ON_CPU = ("tiny", "tiny-lora")
 """Cases for the CPU, which are no measure of a GPU."""
 
 
-def make_scorer(case: Case, dtype: torch.dtype | None = None) -> LogprobModel:
+def make_module(case: Case, dtype: torch.dtype | None = None) -> LogprobModel:
     """Make the model as a run trains it, with parameters on the meta device and buffers on the CPU.
 
     ``dtype`` is that of the weights; by default float32 if all are trained, else the compute dtype.
@@ -117,22 +117,22 @@ def make_scorer(case: Case, dtype: torch.dtype | None = None) -> LogprobModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.set_attn_implementation(NAME)
-        scorer = LogprobModel(model, compute_dtype=COMPUTE, layout=AttentionLayout.SHARED)
+        module = LogprobModel(model, compute_dtype=COMPUTE, layout=AttentionLayout.SHARED)
         if case.kind == "lora":
-            scorer.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK), model))
-    compute_buffers(scorer, torch.device("cpu"))
-    return scorer.train()
+            module.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK), model))
+    compute_buffers(module, torch.device("cpu"))
+    return module.train()
 
 
-def compute_buffers(scorer: LogprobModel, device: torch.device) -> None:
+def compute_buffers(module: LogprobModel, device: torch.device) -> None:
     """Place buffers, such as the frequencies of rotary embeddings, on the device, with the values of a new model."""
-    model: PreTrainedModel = scorer.causal_model
-    for module in model.modules():
-        if module._buffers:
-            for name, buffer in module._buffers.items():
+    model: PreTrainedModel = module.causal_model
+    for child in model.modules():
+        if child._buffers:
+            for name, buffer in child._buffers.items():
                 assert buffer is not None
-                module._buffers[name] = torch.full_like(buffer, math.nan, device=device)
-            model._init_weights(module)
+                child._buffers[name] = torch.full_like(buffer, math.nan, device=device)
+            model._init_weights(child)
 
 
 class Values:
@@ -172,7 +172,7 @@ def make_row(case: Case, number: int, device: torch.device) -> Row:
     return plan_row(micro_batch, layout=AttentionLayout.SHARED, device=device)
 
 
-def loss_of(scorer: LogprobModel, case: Case, row: Row) -> Tensor:
+def loss_of(module: LogprobModel, case: Case, row: Row) -> Tensor:
     """Return a micro batch's share of the mean cross-entropy over an update's tokens."""
-    logprobs, _ = scorer.logprobs(row, 1.0, LOGIT_TOKENS)
+    logprobs, _ = module.logprobs(row, 1.0, LOGIT_TOKENS)
     return -logprobs.sum() / (case.micro_batches * (case.tokens - 1))

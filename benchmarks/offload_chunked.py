@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_row, make_scorer
+from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_module, make_row
 from benchmarks.updates import measure_updates
 from rlpipe.configs.schema.learner_config import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import Device
@@ -64,14 +64,14 @@ class Plan:
 
 def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: int, updates: int) -> dict[str, Any]:
     """Train a case with chunked offload; raise ``DoesNotFit`` if no schedule fits."""
-    scorer = make_scorer(case)
-    num_parameters = sum(parameter.numel() for parameter in scorer.parameters())
-    plan = make_plan(scorer, case, machine, device)
+    module = make_module(case)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    plan = make_plan(module, case, machine, device)
     print(plan.decision.describe(), flush=True)
     config = OptimizerConfig(lr=1e-5)
     # Never closed: that would restore the model with all its weights, which may exceed the host's memory.
     offloaded = OffloadedModel(
-        scorer,
+        module,
         plan.decision.arrangement,
         device=device,
         optimizer=config,
@@ -79,12 +79,12 @@ def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: in
         sizes=sizes_of(case),
         fill=Values(),
     )
-    scorer.announce = offloaded.read
+    module.announce = offloaded.read
     optimizer = OffloadedAdamW(offloaded, config)
 
     def update(number: int) -> None:
         for index in range(case.micro_batches):
-            loss_of(scorer, case, make_row(case, number * case.micro_batches + index, device)).backward()
+            loss_of(module, case, make_row(case, number * case.micro_batches + index, device)).backward()
         norm = optimizer.step(max_norm=MAX_NORM)
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradients of update {number} have the norm {norm}: nothing was updated")
@@ -108,8 +108,8 @@ def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: in
     }
 
 
-def make_plan(scorer: LogprobModel, case: Case, machine: Device, device: torch.device) -> Plan:
-    units = find_units(scorer)
+def make_plan(module: LogprobModel, case: Case, machine: Device, device: torch.device) -> Plan:
+    units = find_units(module)
     row = make_row(case, 0, torch.device("cpu"))
     flops: Counter[str] = Counter()
     seconds = roofline(machine)
@@ -120,16 +120,16 @@ def make_plan(scorer: LogprobModel, case: Case, machine: Device, device: torch.d
         return seconds(operator)
 
     def run(trace: Trace) -> Tensor:
-        scorer.announce = trace.read
-        return loss_of(scorer, case, row)
+        module.announce = trace.read
+        return loss_of(module, case, row)
 
     precision = precision_of(case)
-    trace = trace_model(scorer, units, run, observe, compute_dtype=precision.compute, start_s=start_seconds(machine))
-    inventory = take_inventory(scorer, units, compute_dtype=precision.compute)
+    trace = trace_model(module, units, run, observe, compute_dtype=precision.compute, start_s=start_seconds(machine))
+    inventory = take_inventory(module, units, compute_dtype=precision.compute)
     layout = make_layout(inventory.tensors, sizes=sizes_of(case))
-    profile = make_profile(scorer, inventory, layout, trace, precision=precision, num_micro_batches=case.micro_batches)
+    profile = make_profile(module, inventory, layout, trace, precision=precision, num_micro_batches=case.micro_batches)
     rates = rates_of(machine)
-    limits = capacity(ChunkedConfig(device_memory_gib=case.device_gib), device, replaced=scorer)
+    limits = capacity(ChunkedConfig(device_memory_gib=case.device_gib), device, replaced=module)
     decision = decide(trace, {1: profile}, num_units=len(units), rates=rates, capacity=limits, fixed={})
     block = next(unit.module for unit in units if unit.is_block)
     block_elements = sum(parameter.numel() for parameter in block.parameters() if parameter.ndim > 1)

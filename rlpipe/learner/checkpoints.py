@@ -152,7 +152,7 @@ def export_policy(policy: Policy, folder: Path) -> None:
     """
     writes = policy.sharding.rank == 0
     # An adapter is small and stays in float32; a whole model is written in its compute dtype.
-    dtype = torch.float32 if policy.exports_adapter else policy.scorer.compute_dtype
+    dtype = torch.float32 if policy.exports_adapter else policy.module.compute_dtype
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_weights(policy) if policy.exports_adapter else whole_weights(policy):
         if writes:
@@ -221,15 +221,15 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
         adapter.save_pretrained(str(folder))
         record = TrainingRecord(
             base_precision="nf4" if policy.config.adapter.kind == "qlora" else "full",
-            weight_scales={drift.name: drift.factor for drift in policy.scorer.drifts if drift.factor != 1},
+            weight_scales={drift.name: drift.factor for drift in policy.module.drifts if drift.factor != 1},
         )
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata=record.metadata)
         record.write(folder)
         return
-    model = policy.scorer.causal_model
+    model = policy.module.causal_model
     generation = getattr(model, "generation_config", None)  # a reward model has none
-    if policy.scorer.classifier is None:  # save_pretrained would refuse those of some published models
+    if policy.module.classifier is None:  # save_pretrained would refuse those of some published models
         model.generation_config = GenerationConfig()
     model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
     if generation is not None:
@@ -238,7 +238,7 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     # transformers records the dtype of the parameters it sees, which is that of training.
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
-    if policy.scorer.classifier is not None:  # which reads the last token that is not padding
+    if policy.module.classifier is not None:  # which reads the last token that is not padding
         config["pad_token_id"] = padding_id(load_tokenizer(policy.config))
     path.write_text(json.dumps(config, indent=2) + "\n")
 

@@ -30,7 +30,7 @@ class Critic:
 
     def __init__(self, policy: Policy, config: CriticConfig) -> None:
         self._policy, self._config = policy, config
-        size = policy.scorer.causal_model.config.get_text_config().hidden_size
+        size = policy.module.causal_model.config.get_text_config().hidden_size
         self.weight = torch.zeros(size + 1, device=policy.device)  # [H + 1], the last one is the bias
         self.moments = torch.zeros(2, size + 1, device=policy.device)
         self.num_updates = torch.zeros(1, dtype=torch.int64)
@@ -90,7 +90,7 @@ class Critic:
 
     def _states(self, part: LearnerInputs) -> Tensor:
         with self._policy.inference():
-            return self._policy.scorer.read_states(part.row).float()
+            return self._policy.module.read_states(part.row).float()
 
     def _step(self, gradient: Tensor) -> None:
         """Take a step of Adam."""

@@ -357,10 +357,10 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} has no list of its {count} layers, so their hidden states can't be read")
 
 
-def drop_unread(scorer: LogprobModel, deepest: int) -> None:
+def drop_unread(module: LogprobModel, deepest: int) -> None:
     """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states."""
-    scorer.causal_model.set_output_embeddings(nn.Identity())
-    layers = find_layers(scorer.causal_model)
+    module.causal_model.set_output_embeddings(nn.Identity())
+    layers = find_layers(module.causal_model)
     if deepest < len(layers):
         del layers[max(deepest, 1) :]
-        scorer.causal_model.config.get_text_config().num_hidden_layers = len(layers)
+        module.causal_model.config.get_text_config().num_hidden_layers = len(layers)

@@ -122,11 +122,11 @@ class AdapterOff:
 
     def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
         with self._policy.adapter_off(), self._policy.inference():
-            return self._policy.scorer.logprobs(row, temperature, chunk_tokens)[0]
+            return self._policy.module.logprobs(row, temperature, chunk_tokens)[0]
 
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
         with self._policy.adapter_off(), self._policy.inference():
-            return self._policy.scorer.depths(row, indices)
+            return self._policy.module.depths(row, indices)
 
     def end_step(self, num_steps_done: int) -> None:
         pass
@@ -146,33 +146,33 @@ class FrozenCopy:
     def __init__(self, policy: Policy, algorithm: AlgorithmConfig) -> None:
         self._policy = policy
         self._config = algorithm.reference
-        self.scorer = load_copy(policy.config, algorithm, "cpu" if policy.sharding.loads_on_cpu else policy.device)
-        policy.sharding.shard(self.scorer, trained=False)
+        self.module = load_copy(policy.config, algorithm, "cpu" if policy.sharding.loads_on_cpu else policy.device)
+        policy.sharding.shard(self.module, trained=False)
 
     @torch.no_grad()
     def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
-        logprobs = self.scorer.logprobs(row, temperature, chunk_tokens)[0]
-        self._policy.sharding.end_inference(self.scorer)
+        logprobs = self.module.logprobs(row, temperature, chunk_tokens)[0]
+        self._policy.sharding.end_inference(self.module)
         return logprobs
 
     @torch.no_grad()
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
-        found = self.scorer.depths(row, indices)
-        self._policy.sharding.end_inference(self.scorer)
+        found = self.module.depths(row, indices)
+        self._policy.sharding.end_inference(self.module)
         return found
 
     @torch.no_grad()
     def end_step(self, num_steps_done: int) -> None:
         if not self._config.sync_steps or num_steps_done % self._config.sync_steps:
             return
-        own = dict(self.scorer.model.named_parameters())
+        own = dict(self.module.model.named_parameters())
         for name, parameter in self._policy.model.named_parameters():
             if name in own:
                 self._policy.sharding.move(own[name], parameter, self._config.mixup)
 
     def moving(self) -> dict[str, nn.Parameter]:
         """Return nothing if the copy is fixed, because ``model.path`` holds it then."""
-        return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
+        return dict(self.module.model.named_parameters()) if self._config.sync_steps else {}
 
 
 def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:
@@ -182,7 +182,7 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
     if not isinstance(policy.model, PeftModel):
         copy = FrozenCopy(policy, algorithm)
         if algorithm.kind == "ebft_strided":
-            copy.scorer.take_masks(policy.config.attention, policy.device)
+            copy.module.take_masks(policy.config.attention, policy.device)
         return copy
     if algorithm.reference.sync_steps:
         raise ConfigError(
@@ -265,7 +265,7 @@ class PackedRows:
             bool(need and not micro.images and micro.loss_mask.any())
             for need, micro in zip(needed, micro_batches, strict=True)
         ]
-        if self._policy.scorer.layout is AttentionLayout.ALONE and int(
+        if self._policy.module.layout is AttentionLayout.ALONE and int(
             self._policy.sharding.reduce(torch.tensor(int(any(lacking))), Reduce.MAX)
         ):
             raise ModelError(
@@ -282,7 +282,7 @@ class PackedRows:
 
         In layout ``APART``, each part keeps to the token budget, padding included; in ``ALONE``, it is one sequence.
         """
-        layout = self._policy.scorer.layout
+        layout = self._policy.module.layout
         if layout not in (AttentionLayout.APART, AttentionLayout.ALONE) or not micro_batches:
             return micro_batches
         with_reference = micro_batches[0].ref_logprobs is not None
@@ -296,7 +296,7 @@ class Supervised(PackedRows):
     """The negative log-likelihood of rows."""
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
-        logprobs, _ = self._policy.scorer.logprobs(inputs.row, 1.0, self._config.logprob_chunk_tokens)
+        logprobs, _ = self._policy.module.logprobs(inputs.row, 1.0, self._config.logprob_chunk_tokens)
         return sft_loss(inputs.loss_inputs(logprobs, None, mini_batch, max_completion_tokens=1))
 
 
@@ -332,7 +332,7 @@ class PolicyGradient(PackedRows):
         if inputs.is_truth or inputs.old_logprobs is not None:
             return
         with self._policy.inference():
-            inputs.old_logprobs, _ = self._policy.scorer.logprobs(
+            inputs.old_logprobs, _ = self._policy.module.logprobs(
                 inputs.row, self._temperature, self._config.logprob_chunk_tokens
             )
 
@@ -344,7 +344,7 @@ class PolicyGradient(PackedRows):
             inputs.ref_logprobs = self._reference.logprobs(
                 inputs.row, temperature=self._temperature, chunk_tokens=chunk_tokens
             )
-        logprobs, entropy = self._policy.scorer.logprobs(
+        logprobs, entropy = self._policy.module.logprobs(
             inputs.row,
             self._temperature,
             chunk_tokens,

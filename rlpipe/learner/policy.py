@@ -55,13 +55,13 @@ class Policy:
     """The model being trained; ``model`` is transformers' or PEFT's, and must not be called for its own logits."""
 
     def __init__(
-        self, scorer: LogprobModel, config: ModelConfig, device: torch.device, sharding: Sharding | None = None
+        self, module: LogprobModel, config: ModelConfig, device: torch.device, sharding: Sharding | None = None
     ) -> None:
-        self.scorer = scorer
+        self.module = module
         self.config = config
         self.device = device
         self.sharding = sharding or SingleRank()
-        self.served_dtype = str(scorer.compute_dtype).removeprefix("torch.")
+        self.served_dtype = str(module.compute_dtype).removeprefix("torch.")
         """Type of the weights that engines are sent, such as ``bfloat16``."""
         self.num_trained = sum(parameter.numel() for parameter in self.trainable_parameters().values())
         """Number of elements of all trained parameters."""
@@ -69,11 +69,11 @@ class Policy:
     @property
     def notes(self) -> list[str]:
         """Messages to the user about how the model was loaded and sharded."""
-        return [*map(str, self.scorer.drifts), *self.sharding.notes]
+        return [*map(str, self.module.drifts), *self.sharding.notes]
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
-        return self.scorer.model
+        return self.module.model
 
     @property
     def kind(self) -> WeightsKind:
@@ -83,7 +83,7 @@ class Policy:
     @property
     def exports_adapter(self) -> bool:
         """Whether the trained policy is saved as an adapter; a reward model is merged, as scorers load it whole."""
-        return isinstance(self.model, PeftModel) and self.scorer.classifier is None
+        return isinstance(self.model, PeftModel) and self.module.classifier is None
 
     @cached_property
     def merged(self) -> LiveMerge:
@@ -110,17 +110,17 @@ class Policy:
     def plan(self, micro_batch: MicroBatch) -> Row:
         """Plan the row that the micro batch is run as."""
         if micro_batch.images:
-            return self.vision.plan(micro_batch, self.scorer.layout, self.device)
-        return plan_row(micro_batch, layout=self.scorer.layout, device=self.device)
+            return self.vision.plan(micro_batch, self.module.layout, self.device)
+        return plan_row(micro_batch, layout=self.module.layout, device=self.device)
 
     @property
     def has_vision(self) -> bool:
-        return has_vision(self.scorer.causal_model)
+        return has_vision(self.module.causal_model)
 
     @cached_property
     def vision(self) -> Vision:
         """Preparation of the model's image inputs."""
-        return Vision(self.scorer.causal_model, self.image_processor)
+        return Vision(self.module.causal_model, self.image_processor)
 
     @cached_property
     def image_processor(self) -> ImageProcessor:
@@ -131,7 +131,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs and entropies ``[N]`` of the micro batch's loss tokens; 0 for all others."""
         row = self.plan(micro_batch)
-        logprobs, entropy = self.scorer.logprobs(
+        logprobs, entropy = self.module.logprobs(
             row, temperature, chunk_tokens, with_entropy, entropy_gradient=with_entropy
         )
         zeros = logprobs.new_zeros(micro_batch.num_tokens)
@@ -149,7 +149,7 @@ class Policy:
             with torch.no_grad():
                 yield
         finally:
-            self.sharding.end_inference(self.scorer)
+            self.sharding.end_inference(self.module)
             self.model.train(training)
 
     @contextmanager
@@ -175,21 +175,21 @@ def load_policy(
     model = with_dtype(model, device)
     workload = workload or Workload()
     sharding = make_sharding(learner, device, model, workload)
-    scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device, head=workload.head, seed=seed)
+    module = load_logprob_model(model, "cpu" if sharding.loads_on_cpu else device, head=workload.head, seed=seed)
     if workload.takes_masks:
-        scorer.take_masks(model.attention, device, flex=allows_flex_attention(model, learner))
+        module.take_masks(model.attention, device, flex=allows_flex_attention(model, learner))
     if model.gradient_checkpointing:
-        attention = scorer.causal_model.config.get_text_config()._attn_implementation
+        attention = module.causal_model.config.get_text_config()._attn_implementation
         _enable_checkpointing(
-            scorer.causal_model, reentrant=reentrant_checkpointing(replace(model, attention=attention), learner)
+            module.causal_model, reentrant=reentrant_checkpointing(replace(model, attention=attention), learner)
         )
     if model.adapter.kind != "none":
-        scorer.model = _add_adapter(scorer.causal_model, model.adapter, seed)
-    scorer.train()
-    sharding.shard(scorer, trained=True)
+        module.model = _add_adapter(module.causal_model, model.adapter, seed)
+    module.train()
+    sharding.shard(module, trained=True)
     if model.adapter.kind == "qlora":
-        resolve_nf4(scorer, device)
-    return Policy(scorer, model, device, sharding)
+        resolve_nf4(module, device)
+    return Policy(module, model, device, sharding)
 
 
 def empty_policy(model: ModelConfig) -> Policy:
@@ -197,9 +197,9 @@ def empty_policy(model: ModelConfig) -> Policy:
     model = with_dtype(model, torch.device("cpu"))
     with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         base = empty_model(describe_policy(model), images=model.images, trust_remote_code=model.trust_remote_code)
-    scorer = LogprobModel(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
-    scorer.model = _add_adapter(base, model.adapter, seed=0)
-    return Policy(scorer, model, torch.device("cpu"))
+    module = LogprobModel(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
+    module.model = _add_adapter(base, model.adapter, seed=0)
+    return Policy(module, model, torch.device("cpu"))
 
 
 def describe_policy(model: ModelConfig) -> PreTrainedConfig:
@@ -217,8 +217,8 @@ def pads_sequences(model: ModelConfig) -> bool:
 
 def load_copy(model: ModelConfig, algorithm: AlgorithmConfig, device: torch.device | str) -> LogprobModel:
     """Load a copy of the initial model for a reference: what the algorithm reads of it, without gradients."""
-    scorer = load_scorer(model, device, frozen=not algorithm.reference.sync_steps)
-    return _as_copy(scorer, algorithm)
+    module = load_logprob_model(model, device, frozen=not algorithm.reference.sync_steps)
+    return _as_copy(module, algorithm)
 
 
 def meta_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> LogprobModel:
@@ -229,11 +229,11 @@ def meta_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: Algori
     return _as_copy(LogprobModel(causal, compute_dtype=dtype, layout=AttentionLayout.SHARED), algorithm)
 
 
-def _as_copy(scorer: LogprobModel, algorithm: AlgorithmConfig) -> LogprobModel:
+def _as_copy(module: LogprobModel, algorithm: AlgorithmConfig) -> LogprobModel:
     if not reads_logprobs(algorithm):
-        drop_unread(scorer, max(layer_indices(algorithm.ebft.features.layers, scorer.num_layers)))
-    scorer.requires_grad_(False).eval()
-    return scorer
+        drop_unread(module, max(layer_indices(algorithm.ebft.features.layers, module.num_layers)))
+    module.requires_grad_(False).eval()
+    return module
 
 
 def make_sharding(learner: LearnerConfig, device: torch.device, model: ModelConfig, workload: Workload) -> Sharding:
@@ -261,7 +261,7 @@ def make_sharding(learner: LearnerConfig, device: torch.device, model: ModelConf
     return SingleRank()
 
 
-def load_scorer(
+def load_logprob_model(
     config: ModelConfig, device: torch.device | str, *, frozen: bool = False, head: str = LM_HEAD, seed: int = 0
 ) -> LogprobModel:
     """Load the model without adapter on ``device``, in float32 if trained as a whole, else in ``config.dtype``.

@@ -57,7 +57,7 @@ class Preferences(PackedRows):
 
     def _token_logprobs(self, inputs: LearnerInputs) -> Tensor:
         chunk_tokens = self._config.logprob_chunk_tokens
-        return self._policy.scorer.logprobs(inputs.row, self._temperature, chunk_tokens)[0]
+        return self._policy.module.logprobs(inputs.row, self._temperature, chunk_tokens)[0]
 
     def _ref_logprobs(self, inputs: LearnerInputs) -> Tensor | None:
         """Return the reference's log-prob of each completion ``[S]``, or None without a reference."""
@@ -95,7 +95,7 @@ class Pairs(Preferences):
     sequences_together = 2
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
-        if self._policy.scorer.layout is AttentionLayout.ALONE:
+        if self._policy.module.layout is AttentionLayout.ALONE:
             raise ModelError(
                 f"{self._preference.loss} needs both completions of a pair in one pass, which this model can't run; "
                 "use algorithm=kto, which needs no pairs"
@@ -172,7 +172,7 @@ class RewardPairs(PackedRows):
         self._options = config
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
-        rewards = self._policy.scorer.head_outputs(inputs.row)[:, 0]  # [K], one for each sequence
+        rewards = self._policy.module.head_outputs(inputs.row)[:, 0]  # [K], one for each sequence
         pairs = RewardPairInputs(
             rewards=_in_pairs(rewards), margins=inputs.advantages[::2], num_pairs=mini_batch.num_sequences
         )
@@ -184,7 +184,7 @@ class LabelledSteps(PackedRows):
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
         steps = StepInputs(
-            logits=self._policy.scorer.head_outputs(inputs.row),
+            logits=self._policy.module.head_outputs(inputs.row),
             labels=inputs.advantages.long(),
             solution_ids=inputs.sequence_ids,
             num_steps=mini_batch.num_loss_tokens,

@@ -62,7 +62,7 @@ def weight_specs(policy: Policy) -> list[TensorSpec]:
 
     The dtypes are those that engines serve.
     """
-    model, specs = policy.scorer.causal_model, []
+    model, specs = policy.module.causal_model, []
     for name, tensor in _meta_state(policy).items():
         for published, part in to_files(model, name, tensor).items():
             dtype = policy.served_dtype if part.is_floating_point() else str(part.dtype).removeprefix("torch.")
@@ -101,7 +101,7 @@ def _adapter_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def _model_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    model = policy.scorer.causal_model
+    model = policy.module.causal_model
     for name, tensor in untied_state(model).items():
         yield from to_files(model, name, policy.sharding.full(tensor).detach()).items()
 

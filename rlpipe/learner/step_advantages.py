@@ -111,12 +111,12 @@ class StepAdvantages:
     def _read(self, part: LearnerInputs, *, is_first: bool) -> tuple[Tensor, Tensor]:
         """Return the KL and the energy of a micro batch's tokens ``[K]``, and keep the log-probs for the updates."""
         with self._policy.inference():
-            scorer = self._policy.scorer
+            module = self._policy.module
             if self._needs_energies:
-                logprobs, energies = scorer.energies(part.row, self._temperature, self._chunk_tokens)
+                logprobs, energies = module.energies(part.row, self._temperature, self._chunk_tokens)
                 energies = energies * self._weights(part, logprobs).square()
             else:
-                logprobs, _ = scorer.logprobs(part.row, self._temperature, self._chunk_tokens)
+                logprobs, _ = module.logprobs(part.row, self._temperature, self._chunk_tokens)
                 energies = torch.zeros_like(logprobs)
         if not is_first:  # the first update begins with these weights
             part.old_logprobs = logprobs

@@ -115,7 +115,7 @@ class StridedLogprobs(NamedTuple):
 
 
 def score_blocks(
-    scorer: LogprobModel,
+    module: LogprobModel,
     inputs: StridedInputs,
     sampled: Tensor,
     *,
@@ -127,48 +127,48 @@ def score_blocks(
 
     def work() -> StridedLogprobs:
         row = inputs.row(sampled)
-        hidden = scorer.hidden_states(row)
-        own, entropy = scorer.score_hidden(
+        hidden = module.hidden_states(row)
+        own, entropy = module.score_hidden(
             hidden.index_select(0, row.predictors), row.targets, temperature, chunk_tokens, True, entropy_gradient
         )
         assert entropy is not None
         before = hidden.index_select(0, inputs.truth - 1)
-        truth, _ = scorer.score_hidden(before, inputs.documents[inputs.truth], 1.0, chunk_tokens)
+        truth, _ = module.score_hidden(before, inputs.documents[inputs.truth], 1.0, chunk_tokens)
         return StridedLogprobs(sampled=own, entropy=entropy, truth=truth)
 
-    result: StridedLogprobs = scorer(work)
+    result: StridedLogprobs = module(work)
     return result
 
 
 def sample_blocks(
-    scorer: LogprobModel, inputs: StridedInputs, uniforms: Tensor, *, config: StridedConfig, chunk_tokens: int
+    module: LogprobModel, inputs: StridedInputs, uniforms: Tensor, *, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     """Sample the tokens of all blocks ``[g, C]`` from the policy, one step of all columns at a time.
 
     ``uniforms`` ``[g, C]`` in [0, 1) determine them: each selects the token whose interval of the cumulative
     probability contains it. Logits are in memory for ``chunk_tokens`` columns at a time.
     """
-    sampled: Tensor = scorer(partial(_sample_blocks, scorer, inputs, uniforms, config, chunk_tokens))
+    sampled: Tensor = module(partial(_sample_blocks, module, inputs, uniforms, config, chunk_tokens))
     return sampled
 
 
 @torch.no_grad()
 def _sample_blocks(
-    scorer: LogprobModel, inputs: StridedInputs, uniforms: Tensor, config: StridedConfig, chunk_tokens: int
+    module: LogprobModel, inputs: StridedInputs, uniforms: Tensor, config: StridedConfig, chunk_tokens: int
 ) -> Tensor:
     plan = inputs.plan
 
     def run(token_ids: Tensor, places: slice, cache: DynamicCache) -> Tensor:
-        return scorer.run_backbone(
+        return module.run_backbone(
             token_ids[None],
             position_ids=inputs.position_ids[None, places],
-            attention_mask=mask_for(scorer.causal_model, inputs.mask, places),
+            attention_mask=mask_for(module.causal_model, inputs.mask, places),
             past_key_values=cache,
         )[0]
 
     def sample(hidden: Tensor, points: Tensor) -> Tensor:
         parts = zip(hidden.split(chunk_tokens), points.split(chunk_tokens), strict=True)
-        return torch.cat([_invert(scorer.logits(part, config.temperature), own, config.top_p) for part, own in parts])
+        return torch.cat([_invert(module.logits(part, config.temperature), own, config.top_p) for part, own in parts])
 
     documents = slice(0, plan.num_document_tokens)
     cache = DynamicCache()
@@ -212,9 +212,9 @@ class Strided:
         self._algorithm, self._temperature = algorithm, algorithm.ebft.strided.temperature
         self._chunk_tokens = learner.logprob_chunk_tokens
         self._seed, self._step = seed, 0
-        if policy.scorer.layout is not AttentionLayout.POSITIONS:  # a run's policy is loaded for masks
-            policy.scorer.take_masks(policy.config.attention, policy.device)
-        self._layers = layer_indices(algorithm.ebft.features.layers, policy.scorer.num_layers)
+        if policy.module.layout is not AttentionLayout.POSITIONS:  # a run's policy is loaded for masks
+            policy.module.take_masks(policy.config.attention, policy.device)
+        self._layers = layer_indices(algorithm.ebft.features.layers, policy.module.num_layers)
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -238,7 +238,7 @@ class Strided:
         scores = self._score(inputs, sampled)
         advantages = self._advantages(scores, sampled.device)  # [C]
         logprobs = score_blocks(
-            self._policy.scorer,
+            self._policy.module,
             inputs,
             sampled,
             temperature=self._temperature,
@@ -265,7 +265,7 @@ class Strided:
         """Sample the tokens of all blocks ``[g, C]``."""
         with self._policy.inference():
             return sample_blocks(
-                self._policy.scorer,
+                self._policy.module,
                 inputs,
                 self._uniforms(inputs),
                 config=self._algorithm.ebft.strided,

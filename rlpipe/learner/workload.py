@@ -44,11 +44,11 @@ class Workload:
     copied_for: AlgorithmConfig | None = None
     """The algorithm that reads a frozen copy of the model beside the policy; None if there is no copy."""
 
-    def loss_of(self, scorer: LogprobModel, row: Row, chunk_tokens: int) -> Tensor:
+    def loss_of(self, module: LogprobModel, row: Row, chunk_tokens: int) -> Tensor:
         """Compute a loss of the same cost as the run's, with the logits of ``chunk_tokens`` tokens at a time."""
         if self.head != LM_HEAD:
-            return scorer.head_outputs(row).sum()
-        logprobs, entropy = scorer.logprobs(row, self.temperature, chunk_tokens, self.with_entropy, self.trains_entropy)
+            return module.head_outputs(row).sum()
+        logprobs, entropy = module.logprobs(row, self.temperature, chunk_tokens, self.with_entropy, self.trains_entropy)
         if entropy is not None and self.trains_entropy:
             logprobs = logprobs + entropy
         return logprobs.sum()

@@ -61,28 +61,28 @@ def trace_policy(
     Trained weights count in ``compute_dtype``, as if gathered in it; None: in their own dtype, cast during the pass.
     Raises ``ModelError`` for models whose shapes depend on values, or that can't be traced for another reason.
     """
-    scorer, workload = policy.scorer, read_workload(config)
+    module, workload = policy.module, read_workload(config)
 
     def loss_of(trace: Trace) -> Tensor:
-        scorer.announce = trace.read
-        return workload.loss_of(scorer, row, config.learner.logprob_chunk_tokens)
+        module.announce = trace.read
+        return workload.loss_of(module, row, config.learner.logprob_chunk_tokens)
 
     stands_for = _placeholders(policy)
     kept = sorted({*stands_for.values()})
     places = {unit: place for place, unit in enumerate(stands_for)}
     try:
-        with _only_layers(scorer.causal_model, [places[unit] for unit in kept]), traceable_experts(scorer):
-            trace = trace_on(device, scorer, policy.units, loss_of, compute_dtype=compute_dtype)
+        with _only_layers(module.causal_model, [places[unit] for unit in kept]), traceable_experts(module):
+            trace = trace_on(device, module, policy.units, loss_of, compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
         raise ModelError(
-            f"model.path={config.model.path}: a plan can't trace {type(scorer.causal_model).__name__} without "
+            f"model.path={config.model.path}: a plan can't trace {type(module.causal_model).__name__} without "
             f"real tensors, so the learner is not planned ({describe_error(error)})"
         ) from None
     trace.stages = unfold(trace.stages, stands_for)
     if policy.nf4:
         sizes = policy.nf4_sizes
         trace.stages = [
-            stage if stage.unit is None else _with_nf4(stage, sizes[stage.unit], scorer.compute_dtype, device)
+            stage if stage.unit is None else _with_nf4(stage, sizes[stage.unit], module.compute_dtype, device)
             for stage in trace.stages
         ]
     return trace
@@ -91,7 +91,7 @@ def trace_policy(
 def _placeholders(policy: MetaPolicy) -> dict[int, int]:
     """Map each layer's unit to the unit that is traced in its place."""
     units = {id(unit.module): index for index, unit in enumerate(policy.units)}
-    layers = [units[id(layer)] for layer in find_layers(policy.scorer.causal_model)]
+    layers = [units[id(layer)] for layer in find_layers(policy.module.causal_model)]
     chosen = choose_blocks([policy.kinds.get(unit) for unit in layers])
     return {unit: layers[chosen[place]] for place, unit in enumerate(layers)}
 
@@ -155,7 +155,7 @@ class TraceCache:
         """
         policy, learner = self.policy(config), config.learner
         is_plain = learner.strategy == "single" and learner.offload == "none"
-        dtype: torch.dtype | None = None if is_plain else policy.scorer.compute_dtype
+        dtype: torch.dtype | None = None if is_plain else policy.module.compute_dtype
         shape = (
             len(row.token_ids),
             len(row.predictors),
@@ -202,7 +202,7 @@ class LearnerCase:
 
     @cached_property
     def work(self) -> Work:
-        return read_work(self.config, self.policy.scorer.layout)
+        return read_work(self.config, self.policy.module.layout)
 
     @cached_property
     def copy(self) -> LogprobModel | None:
@@ -219,11 +219,11 @@ class LearnerCase:
     @property
     def misses_tower(self) -> bool:
         """Whether a trained vision tower is in no trace."""
-        return misses_tower(self.policy.scorer, self._longest[0])
+        return misses_tower(self.policy.module, self._longest[0])
 
     @cached_property
     def _longest(self) -> tuple[Row, Trace]:
-        *others, last = full_rows(self.policy.scorer, self.config.learner.max_tokens_per_microbatch)
+        *others, last = full_rows(self.policy.module, self.config.learner.max_tokens_per_microbatch)
         is_timed = self.config.learner.offload == "chunked"
         for row in others:
             with suppress(ModelError):

@@ -115,9 +115,9 @@ NF4_SCALES = 256
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MetaPolicy:
-    """A policy without weights; ``nf4`` has the elements of each 4-bit parameter, by its name in ``scorer``."""
+    """A policy without weights; ``nf4`` has the elements of each 4-bit parameter, by its name in ``module``."""
 
-    scorer: LogprobModel
+    module: LogprobModel
     nf4: Mapping[str, int]
     units: Sequence[Unit]
     kinds: Mapping[int, Hashable]
@@ -128,17 +128,17 @@ class MetaPolicy:
     @property
     def nf4_sizes(self) -> list[list[int]]:
         """Elements of the 4-bit parameters, by unit."""
-        names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         inside = ([names[id(entry)] for entry in unit.module.parameters()] for unit in self.units)
         return [[self.nf4[name] for name in own if name in self.nf4] for own in inside]
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.scorer.parameters())
+        return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def num_trained(self) -> int:
@@ -146,9 +146,9 @@ class MetaPolicy:
 
     def stored_bytes(self, module: nn.Module | None = None, *, trained_dtype: torch.dtype | None = None) -> int:
         """Return the bytes of a module's parameters as loaded, the trained ones in ``trained_dtype`` if given."""
-        names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         total = 0
-        for parameter in (module or self.scorer).parameters():
+        for parameter in (module or self.module).parameters():
             itemsize = parameter.itemsize
             if parameter.requires_grad and trained_dtype is not None:
                 itemsize = trained_dtype.itemsize
@@ -172,17 +172,17 @@ def meta_policy(
     layout = _set_attention(causal, model.attention)
     quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
     nf4 = [parameter for name, parameter in causal.named_parameters() if name in quantized]
-    scorer = LogprobModel(causal, compute_dtype=compute_dtype, layout=layout)
+    module = LogprobModel(causal, compute_dtype=compute_dtype, layout=layout)
     if frozen:
-        scorer.requires_grad_(False)
+        module.requires_grad_(False)
     elif not whole:
-        scorer.model = _add_adapter(causal, model.adapter)
-    scorer.train()
+        module.model = _add_adapter(causal, model.adapter)
+    module.train()
     ids = {id(parameter) for parameter in nf4}
-    units = find_units(scorer)
+    units = find_units(module)
     return MetaPolicy(
-        scorer=scorer,
-        nf4={name: parameter.numel() for name, parameter in scorer.named_parameters() if id(parameter) in ids},
+        module=module,
+        nf4={name: parameter.numel() for name, parameter in module.named_parameters() if id(parameter) in ids},
         units=units,
         kinds=_kinds(causal, units),
         is_mapped=not nf4 and (described.dtype or compute_dtype) is causal.dtype,
@@ -409,7 +409,7 @@ def _fsdp2(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> Lea
 def _zero3(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     """Return the memory with ZeRO-3; trained weights are in the compute dtype and, for the optimizer, in float32."""
     num_ranks, own = config.learner.num_ranks, config.learner.zero3
-    dtype = torch.bfloat16 if policy.scorer.compute_dtype is torch.bfloat16 else torch.float32
+    dtype = torch.bfloat16 if policy.module.compute_dtype is torch.bfloat16 else torch.float32
     weights = _part(policy.stored_bytes(trained_dtype=dtype), num_ranks)
     gradients = _part(policy.num_trained * FLOAT32_BYTES, num_ranks)
     states = gradients + _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
@@ -456,14 +456,14 @@ def gathered_root(copy: LogprobModel, config: Config) -> int:
 
 
 def gathered_units(policy: MetaPolicy, config: Config) -> Gathered:
-    scorer = policy.scorer
-    dtype = scorer.compute_dtype
-    found = find_fsdp_units(scorer, scorer.causal_model, config.learner.fsdp)
+    module = policy.module
+    dtype = module.compute_dtype
+    found = find_fsdp_units(module, module.causal_model, config.learner.fsdp)
     sizes = [policy.stored_bytes(unit, trained_dtype=dtype) for unit in found]
     total, largest = policy.stored_bytes(trained_dtype=dtype), max(sizes, default=0)
     root = max(0, total - sum(sizes))
     reshards = config.learner.fsdp.reshard_after_forward
-    head = sum(parameter.numel() for parameter in output_head(scorer.causal_model).parameters())
+    head = sum(parameter.numel() for parameter in output_head(module.causal_model).parameters())
     reduced = largest + largest // dtype.itemsize * FLOAT32_BYTES
     return Gathered(
         root_bytes=root,

@@ -260,7 +260,7 @@ class _Moved:
 
 def _moved(policy: MetaPolicy, config: Config, rates: Rates) -> _Moved:
     learner, num_ranks = config.learner, config.learner.num_ranks
-    is_fsdp, dtype = learner.strategy == "fsdp2", policy.scorer.compute_dtype
+    is_fsdp, dtype = learner.strategy == "fsdp2", policy.module.compute_dtype
     whole_bytes = policy.stored_bytes(trained_dtype=dtype)
     gathered = gathered_units(policy, config) if is_fsdp else None
     in_units = 1.0 if gathered is None else 1 - gathered.root_bytes / whole_bytes
@@ -318,11 +318,11 @@ class Chunks:
 
     def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int) -> Profile:
         return make_profile(
-            self.policy.scorer,
+            self.policy.module,
             self.inventory,
             self.layout,
             trace,
-            precision=precision_of(self.config.learner.chunked, self.policy.scorer.compute_dtype),
+            precision=precision_of(self.config.learner.chunked, self.policy.module.compute_dtype),
             num_ranks=self.config.learner.num_ranks,
             num_parts=num_parts,
             num_micro_batches=num_micro_batches,
@@ -331,7 +331,7 @@ class Chunks:
 
 def make_chunks(policy: MetaPolicy, config: Config) -> Chunks:
     """Divide the model into chunks as the learner does; 4-bit weights count with their scales."""
-    inventory = take_inventory(policy.scorer, policy.units, compute_dtype=policy.scorer.compute_dtype)
+    inventory = take_inventory(policy.module, policy.units, compute_dtype=policy.module.compute_dtype)
     inventory.tensors = [
         replace(tensor, num_bytes=nf4_bytes(policy.nf4[tensor.name])) if tensor.name in policy.nf4 else tensor
         for tensor in inventory.tensors
@@ -385,8 +385,8 @@ def chunked_memory(
     learner, knobs = chunks.config.learner, decision.knobs
     modes = arrange(profile, knobs, rates)
     persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
-    gradient = precision_of(learner.chunked, chunks.policy.scorer.compute_dtype).gradient.itemsize
-    model = chunks.policy.scorer
+    gradient = precision_of(learner.chunked, chunks.policy.module.compute_dtype).gradient.itemsize
+    model = chunks.policy.module
     resident = resident_bytes(model, chunks.inventory)
     small = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
     device_gradients, device_states = _states(persistent, gradient)

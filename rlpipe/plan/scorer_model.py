@@ -217,14 +217,14 @@ def _meta_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
     """Make the feature network on the meta device as ``open_feature_network`` makes it."""
     features = config.algorithm.ebft.features
     policy = meta_policy(described, config.model, frozen=True)
-    scorer = policy.scorer.eval()
+    module = policy.module.eval()
     starting = policy.stored_bytes()
-    drop_unread(scorer, max(layer_indices(features.layers, scorer.num_layers)))
+    drop_unread(module, max(layer_indices(features.layers, module.num_layers)))
     reader = FeatureReader(
-        scorer.depths,
+        module.depths,
         features,
-        num_layers=scorer.num_layers,
-        layout=scorer.layout,
+        num_layers=module.num_layers,
+        layout=module.layout,
         device=torch.device("cpu"),
         max_tokens=features.micro_batch_tokens,
     )
@@ -234,7 +234,7 @@ def _meta_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
         return reader.read([FeatureSequence(token_ids=token_ids, completion_mask=mask)] * num_sequences)
 
     sizes = _nf4_sizes(policy)
-    itemsize = scorer.compute_dtype.itemsize
+    itemsize = module.compute_dtype.itemsize
     return ScorerModel(
         path=config.model.path,
         dtype=config.model.dtype,
@@ -242,7 +242,7 @@ def _meta_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
         starting_bytes=starting,
         is_mapped=policy.is_mapped,
         run=run,
-        module=scorer,
+        module=module,
         unpacked_bytes=max(sizes, default=0) * itemsize,
         unpacking_bytes=sum(nf4_bytes(size) + size * itemsize for size in sizes),
     )
@@ -250,4 +250,4 @@ def _meta_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
 
 def _nf4_sizes(policy: MetaPolicy) -> list[int]:
     """Return the elements of the remaining 4-bit weights."""
-    return [policy.nf4[name] for name, _ in policy.scorer.named_parameters() if name in policy.nf4]
+    return [policy.nf4[name] for name, _ in policy.module.named_parameters() if name in policy.nf4]

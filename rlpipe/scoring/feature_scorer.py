@@ -20,7 +20,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.packing import padded_parts
 from rlpipe.learner.forward import drop_unread
 from rlpipe.learner.objectives import Reference
-from rlpipe.learner.policy import Policy, load_scorer
+from rlpipe.learner.policy import Policy, load_logprob_model
 from rlpipe.learner.row_plan import AttentionLayout, AttentionPlan, Row
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.models.nf4 import resolve_nf4
@@ -51,13 +51,13 @@ def open_feature_network(
     model: ModelConfig, config: FeatureConfig, device: torch.device, *, max_tokens: int
 ) -> FeatureReader:
     """Load a frozen copy of the initial policy, up to the deepest hidden states that are read and without lm_head."""
-    scorer = load_scorer(model, device, frozen=True).requires_grad_(False).eval()
+    module = load_logprob_model(model, device, frozen=True).requires_grad_(False).eval()
     if model.adapter.kind == "qlora":
-        resolve_nf4(scorer, device)
+        resolve_nf4(module, device)
     reader = FeatureReader(
-        scorer.depths, config, num_layers=scorer.num_layers, layout=scorer.layout, device=device, max_tokens=max_tokens
+        module.depths, config, num_layers=module.num_layers, layout=module.layout, device=device, max_tokens=max_tokens
     )
-    drop_unread(scorer, max(layer_indices(config.layers, scorer.num_layers)))
+    drop_unread(module, max(layer_indices(config.layers, module.num_layers)))
     return reader
 
 
@@ -187,8 +187,8 @@ def learner_feature_scorer(policy: Policy, reference: Reference, config: Feature
     reader = FeatureReader(
         reference.depths,
         config,
-        num_layers=policy.scorer.num_layers,
-        layout=policy.scorer.layout,
+        num_layers=policy.module.num_layers,
+        layout=policy.module.layout,
         device=policy.device,
         max_tokens=config.micro_batch_tokens,
         most=lambda count: int(sharding.reduce(torch.tensor(count), Reduce.MAX)),

@@ -249,7 +249,7 @@ def learner_case(name: str, adapter: str, num_tokens: int = 1024) -> Case:
 
     def make() -> nn.Module:
         with unset_fake_temporarily():
-            return meta_policy(DESCRIBED[name](), config).scorer
+            return meta_policy(DESCRIBED[name](), config).module
 
     def loss_of(model: nn.Module) -> Tensor:
         assert isinstance(model, LogprobModel)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.errors import RunError
-from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
@@ -419,9 +419,9 @@ def fail_to_decide(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "own_device", lambda _: None)
         sharding = Failing(LearnerConfig(strategy="fsdp2", offload="chunked"), CPU, Workload())
-        scorer = load_scorer(make_model_config(folder, adapter="none"), CPU)
+        module = load_logprob_model(make_model_config(folder, adapter="none"), CPU)
         with pytest.raises(OSError if sharding.rank == 0 else RunError, match="no space"):
-            sharding.shard(scorer, trained=True)
+            sharding.shard(module, trained=True)
 
 
 def test_all_ranks_are_told_that_nothing_is_decided(ranks: Ranks, tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ def test_chunks_train_within_a_small_budget_as_without(path: Path, adapter: str,
     tracker = TensorTracker(look)
     with tracker:
         found.append(learner.train_step(batches[2])["loss"])
-    peak += resident_bytes(learner.policy.scorer, offloaded.inventory)
+    peak += resident_bytes(learner.policy.module, offloaded.inventory)
     record_property("budget and peak, in MiB", (budget / 2**20, peak / 2**20))
     assert peak <= budget
     predicted = learner.policy.sharding.decision.prediction.device_bytes

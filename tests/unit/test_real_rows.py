@@ -113,7 +113,7 @@ def test_packed_rows_score_and_teach_what_plain_rows_do(
     plain: tuple[torch.Tensor, dict[str, torch.Tensor]], attention: str, record_property: Record
 ) -> None:
     micro_batch, policy = packed(real_rollouts()), load(attention)
-    row = plan_row(micro_batch, layout=policy.scorer.layout, device=CPU)
+    row = plan_row(micro_batch, layout=policy.module.layout, device=CPU)
     assert (len(row.token_ids) < 0.7 * micro_batch.num_tokens) == (attention == "sdpa"), "prompts are run once"
     logprobs = policy.logprobs(micro_batch, temperature=1.0)[0][torch.from_numpy(micro_batch.loss_mask)]
     logprobs.mean().backward()

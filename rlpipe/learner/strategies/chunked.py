@@ -42,7 +42,7 @@ UNPLANNED_TOWER = (
 CPU = torch.device("cpu")
 
 
-def full_rows(scorer: LogprobModel, num_tokens: int) -> list[Row]:
+def full_rows(module: LogprobModel, num_tokens: int) -> list[Row]:
     """Return rows of one sequence that fills a micro batch; all tokens but the first are loss tokens.
 
     They are to be tried in order until one can be traced: of a model with a vision tower the first is full of images,
@@ -59,13 +59,13 @@ def full_rows(scorer: LogprobModel, num_tokens: int) -> list[Row]:
         group_ids=np.zeros(1, np.int32),
         first_places=np.zeros(1, np.int64),
     )
-    text = plan_row(micro_batch, layout=scorer.layout, device=CPU)
-    return [*_with_images(scorer, micro_batch), text]
+    text = plan_row(micro_batch, layout=module.layout, device=CPU)
+    return [*_with_images(module, micro_batch), text]
 
 
-def _with_images(scorer: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
+def _with_images(module: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
     """Return the row with as many images as fit into it, each after a token of text; none if none fits."""
-    model, num_tokens = scorer.causal_model, len(micro_batch.token_ids)
+    model, num_tokens = module.causal_model, len(micro_batch.token_ids)
     image_token = feature_token_id(model.config) if has_vision(model) else None
     if image_token is None:
         return []
@@ -78,14 +78,14 @@ def _with_images(scorer: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
             token_ids[place : place + each] = image_token
         placed = tuple(PlacedImage(start=place, num_tokens=each, content=b"") for place in places)
         filled = replace(micro_batch, token_ids=token_ids, images=placed)
-        return [Vision(model, _Blank(images)).plan(filled, scorer.layout, CPU)] if places else []
+        return [Vision(model, _Blank(images)).plan(filled, module.layout, CPU)] if places else []
     except (LookupError, AttributeError, TypeError, ValueError):  # a tower that takes its images in another form
         return []
 
 
-def misses_tower(scorer: LogprobModel, row: Row) -> bool:
+def misses_tower(module: LogprobModel, row: Row) -> bool:
     """Return whether the model has a trained vision tower that does not run in the row's pass."""
-    model = scorer.causal_model
+    model = module.causal_model
     if row.images or not has_vision(model):
         return False
     language = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
@@ -145,18 +145,18 @@ class Chunked:
         self.decision: Decision | None = None
         self.notes: list[str] = []
 
-    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
-        precision = precision_of(self._config, scorer.compute_dtype)
+    def shard(self, module: LogprobModel, *, trained: bool) -> None:
+        precision = precision_of(self._config, module.compute_dtype)
         if trained:
-            decision = self.decision = self._decide(scorer, precision)
+            decision = self.decision = self._decide(module, precision)
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
             assert self._offloaded, "the trained model is spread first, its copies after it"
             num_parts = self._offloaded[0].ranks.num_parts
-            arrangement = least_arrangement(scorer, sizes=chunk_sizes(self._config))
+            arrangement = least_arrangement(module, sizes=chunk_sizes(self._config))
         offloaded = OffloadedModel(
-            scorer,
+            module,
             arrangement,
             device=self.device,
             optimizer=self._learner.optimizer if trained else None,
@@ -165,44 +165,44 @@ class Chunked:
             sizes=chunk_sizes(self._config),
         )
         offloaded.decision = self.decision if trained else None
-        scorer.announce = offloaded.read
+        module.announce = offloaded.read
         self._offloaded.append(offloaded)
 
-    def _decide(self, scorer: LogprobModel, precision: Precision) -> Decision:
+    def _decide(self, module: LogprobModel, precision: Precision) -> Decision:
         hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
-        free = capacity(self._config, self.device, replaced=scorer)
+        free = capacity(self._config, self.device, replaced=module)
         if self._copy is not None:
             free = free.less(least_memory(self._copy, sizes=chunk_sizes(self._config)))
 
         def decide(least: Capacity) -> Decision:
             try:
-                return self._search(scorer, precision, hardware, least)
+                return self._search(module, precision, hardware, least)
             except ValueError as error:
                 raise ModelError(f"learner.offload=chunked: {error}") from error
 
         return agree(free, decide)
 
-    def _search(self, scorer: LogprobModel, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
-        *others, last = full_rows(scorer, self._learner.max_tokens_per_microbatch)
+    def _search(self, module: LogprobModel, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
+        *others, last = full_rows(module, self._learner.max_tokens_per_microbatch)
         for row in others:
             with suppress(CannotBeTraced):
-                return self._plan(scorer, row, precision, hardware, free)
-        if misses_tower(scorer, last):
+                return self._plan(module, row, precision, hardware, free)
+        if misses_tower(module, last):
             self.notes.append(f"learner.offload=chunked: {UNPLANNED_TOWER}")
-        return self._plan(scorer, last, precision, hardware, free)
+        return self._plan(module, last, precision, hardware, free)
 
     def _plan(
-        self, scorer: LogprobModel, row: Row, precision: Precision, hardware: Device | None, free: Capacity
+        self, module: LogprobModel, row: Row, precision: Precision, hardware: Device | None, free: Capacity
     ) -> Decision:
         def loss_of(trace: Trace) -> Tensor:
-            scorer.announce = trace.read
+            module.announce = trace.read
             try:
-                return self._workload.loss_of(scorer, row, self._learner.logprob_chunk_tokens)
+                return self._workload.loss_of(module, row, self._learner.logprob_chunk_tokens)
             except (ValueError, TypeError, LookupError, AttributeError) as error:  # images in a form that it can't take
                 raise RuntimeError(describe_error(error)) from error
 
         return plan(
-            scorer,
+            module,
             loss_of,
             hardware,
             knobs=fixed_knobs(self._config),
@@ -233,7 +233,7 @@ class Chunked:
             read({name: whole})
             self._owner(parameter).assign(parameter, whole)
 
-    def end_inference(self, scorer: LogprobModel) -> None:
+    def end_inference(self, module: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:

@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def find_fsdp_units(scorer: nn.Module, model: PreTrainedModel, config: FsdpConfig) -> list[nn.Module]:
-    """Return the modules inside ``scorer`` to shard as units, inner ones before those around them.
+def find_fsdp_units(module: nn.Module, model: PreTrainedModel, config: FsdpConfig) -> list[nn.Module]:
+    """Return the modules inside ``module`` to shard as units, inner ones before those around them.
 
-    ``scorer`` is the unit of all other parameters. The output head and modules that share its weight are never units,
-    because the scorer reads that weight without calling them; nor are the parts of a fused LoRA layer, which does the
+    ``module`` is the unit of all other parameters. The output head and modules that share its weight are never units,
+    because ``module`` reads that weight without calling them; nor are the parts of a fused LoRA layer, which does the
     same. Raises ``ModelError`` if the model lacks a class that the config names.
     """
-    fused = [module for module in scorer.modules() if isinstance(module, FusedLora)]
+    fused = [child for child in module.modules() if isinstance(child, FusedLora)]
     never_called = {id(part) for layer in fused for part in layer.modules() if part is not layer}
-    modules = [module for name, module in scorer.named_modules() if name and id(module) not in never_called]
+    modules = [child for name, child in module.named_modules() if name and id(child) not in never_called]
     head = {id(parameter) for parameter in output_head(model).parameters()}
     if config.wrap == "none":
         found = []
     elif config.wrap == "size":
-        chosen = _BySize(scorer, config.min_num_params, head).chosen
+        chosen = _BySize(module, config.min_num_params, head).chosen
         found = [module for module in modules if id(module) in chosen]
     elif config.wrap == "blocks":
         found = _find_blocks(modules, model)
@@ -69,9 +69,9 @@ def _find_classes(modules: Collection[nn.Module], names: Collection[str]) -> lis
     return [module for module in modules if type(module).__name__ in names]
 
 
-def share_of_root(scorer: nn.Module, units: Iterable[nn.Module]) -> float:
+def share_of_root(module: nn.Module, units: Iterable[nn.Module]) -> float:
     """Return the share of all parameters that are in none of the units."""
-    sizes = {id(own): own.numel() for own in scorer.parameters()}
+    sizes = {id(own): own.numel() for own in module.parameters()}
     held = {id(own) for unit in units for own in unit.parameters()}
     return sum(size for own, size in sizes.items() if own not in held) / max(sum(sizes.values()), 1)
 
@@ -120,9 +120,9 @@ class _BySize:
 class Fsdp2(RankGroup):
     """A group of ranks that holds models sharded by FSDP2; needs torch's default process group.
 
-    Parameters are kept in their own dtype and computed with in the scorer's. Gradients are summed over the ranks in
-    float32: once per update for an adapter, and after every backward pass for a whole model, whose unsharded gradients
-    would not fit.
+    Parameters are kept in their own dtype and computed with in the model's ``compute_dtype``. Gradients are summed over
+    the ranks in float32: once per update for an adapter, and after every backward pass for a whole model, whose
+    unsharded gradients would not fit.
     """
 
     def __init__(self, config: FsdpConfig, device: torch.device, *, on_cpu: bool, reduce_every_backward: bool) -> None:
@@ -133,18 +133,18 @@ class Fsdp2(RankGroup):
         self._mesh = init_device_mesh(device.type, (self.num_ranks,))
         self._trained: LogprobModel | None = None
 
-    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
-        """Shard the model of ``scorer`` in place, and move it to the device."""
-        narrow = scorer.compute_dtype is not torch.float32
+    def shard(self, module: LogprobModel, *, trained: bool) -> None:
+        """Shard the model of ``module`` in place, and move it to the device."""
+        narrow = module.compute_dtype is not torch.float32
         precision = MixedPrecisionPolicy(
-            param_dtype=scorer.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
+            param_dtype=module.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
         )
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_cpu else OffloadPolicy()
-        units = find_fsdp_units(scorer, scorer.causal_model, self._config)
+        units = find_fsdp_units(module, module.causal_model, self._config)
         logger.info(
             "FSDP2: %d units; %.1f%% of the parameters are in none and stay gathered up to the backward pass",
             len(units),
-            100 * share_of_root(scorer, units),
+            100 * share_of_root(module, units),
         )
         for unit in units:
             fully_shard(
@@ -154,14 +154,14 @@ class Fsdp2(RankGroup):
                 mp_policy=precision,
                 offload_policy=offload,
             )
-        fully_shard(scorer, mesh=self._mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
-        for module in scorer.modules():
-            if isinstance(module, FSDPModule):
+        fully_shard(module, mesh=self._mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
                 # The loss is divided by counts of all ranks: gradients are summed, where FSDP would average them.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+                child.set_gradient_divide_factor(1.0)
+                child.set_force_sum_reduction_for_comms(True)
         if trained:
-            self._trained = scorer
+            self._trained = module
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
         return TorchUpdates(parameters, config, local=self.local, begin_backward=self._begin_backward)
@@ -176,10 +176,10 @@ class Fsdp2(RankGroup):
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         read(self.state(parameters))
 
-    def end_inference(self, scorer: LogprobModel) -> None:
+    def end_inference(self, module: LogprobModel) -> None:
         # The root keeps its parameters gathered for a backward pass, but the optimizer needs them sharded.
-        assert isinstance(scorer, FSDPModule)
-        scorer.reshard()
+        assert isinstance(module, FSDPModule)
+        module.reshard()
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
         self.local(parameter).lerp_(self.local(towards), by)

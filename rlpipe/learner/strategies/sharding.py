@@ -57,7 +57,7 @@ class Sharding(Protocol):
     notes: list[str]
     """Messages to the user about how models were sharded."""
 
-    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
+    def shard(self, module: LogprobModel, *, trained: bool) -> None:
         """Shard a model over the ranks, in place, and move it to their devices."""
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
@@ -69,7 +69,7 @@ class Sharding(Protocol):
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         """Load parameters of a model from a checkpoint."""
 
-    def end_inference(self, scorer: LogprobModel) -> None:
+    def end_inference(self, module: LogprobModel) -> None:
         """End a series of forward passes that no backward pass follows."""
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
@@ -121,7 +121,7 @@ class SingleRank:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
+    def shard(self, module: LogprobModel, *, trained: bool) -> None:
         pass
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
@@ -133,7 +133,7 @@ class SingleRank:
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         read(self.state(parameters))
 
-    def end_inference(self, scorer: LogprobModel) -> None:
+    def end_inference(self, module: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:

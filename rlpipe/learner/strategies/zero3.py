@@ -41,17 +41,17 @@ class Zero3(RankGroup):
         free_abandoned_builds()
         deepspeed.init_distributed(dist_init_required=False)
 
-    def shard(self, scorer: LogprobModel, *, trained: bool) -> None:
+    def shard(self, module: LogprobModel, *, trained: bool) -> None:
         """Shard a model that is not trained; ``make_updates`` shards the trained one once it has an optimizer."""
         if trained:
-            self._trained = scorer
+            self._trained = module
         else:
             # A copy that moves is float32, and autocast narrows it: bfloat16 would round small moves away.
-            settings = self._settings(is_narrow=next(scorer.parameters()).dtype is torch.bfloat16)
+            settings = self._settings(is_narrow=next(module.parameters()).dtype is torch.bfloat16)
             # Small parameters, too, are gathered from their parts for each use, because ``move`` may change the parts.
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-            self._spread(scorer, settings)
-            self._engines += deepspeed.initialize(model=scorer, config=settings)[:1]
+            self._spread(module, settings)
+            self._engines += deepspeed.initialize(model=module, config=settings)[:1]
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
         assert self._trained is not None, "shard() comes first"
@@ -64,14 +64,14 @@ class Zero3(RankGroup):
         engine, *_ = deepspeed.initialize(model=self._trained, optimizer=optimizer, config=settings)
         return Zero3Updates(engine, parameters, self)
 
-    def _spread(self, scorer: LogprobModel, settings: dict[str, Any]) -> None:
+    def _spread(self, module: LogprobModel, settings: dict[str, Any]) -> None:
         """Shard a model one parameter at a time; DeepSpeed's engine would first move all of them to the device."""
-        deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
-        for layer in scorer.modules():
+        deepspeed.zero.Init(module=module, config_dict_or_path=settings, mem_efficient_linear=False)
+        for layer in module.modules():
             if isinstance(layer, FusedLora):  # it reads the weights of its parts without calling them
                 for parameter in layer.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
-        for buffer in scorer.buffers():
+        for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
 
     def _settings(self, *, is_narrow: bool) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Zero3(RankGroup):
             read({name: whole})
             self.local(parameter).copy_(_part(whole, parameter, self.rank, self.num_ranks))
 
-    def end_inference(self, scorer: LogprobModel) -> None:
+    def end_inference(self, module: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:

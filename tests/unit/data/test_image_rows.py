@@ -68,7 +68,7 @@ def packed(model: ModelConfig, rollouts: list[Rollout]) -> np.ndarray:
     (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=4096)
     (micro_batch,) = batch.mini_batches[0].micro_batches
     policy = load_policy(model, LearnerConfig(), CPU)
-    parts = split_padded(micro_batch, 1) if policy.scorer.layout is AttentionLayout.ALONE else [micro_batch]
+    parts = split_padded(micro_batch, 1) if policy.module.layout is AttentionLayout.ALONE else [micro_batch]
     parts.sort(key=lambda part: int(part.group_ids[0]))
     with policy.inference():
         return np.concatenate([policy.logprobs(part, temperature=1.0)[0].numpy()[part.loss_mask] for part in parts])

@@ -275,7 +275,7 @@ def test_a_checkpoints_policy_is_exported_as_that_of_the_end(
         adapter = {"path": str(tmp_path / "first")}
     model = make_model_config(tiny, adapter=make_adapter_config(**adapter), **options)
     learner = train(make_learner(tiny, model=model), 0, 2)
-    assert any(drift.factor != 1 for drift in learner.policy.scorer.drifts) == bool(options)
+    assert any(drift.factor != 1 for drift in learner.policy.module.drifts) == bool(options)
     recorded = replace(model, path=str(tmp_path / "elsewhere")) if moved else model
     checkpoint = CheckpointStore(tmp_path, keep=1).save(learner, step=2, extra={"model": to_tree(recorded)})
     export_policy(learner.policy, tmp_path / "end")

@@ -50,7 +50,7 @@ def test_packed_rows_score_as_each_row_alone(tiny: Path, attention: str) -> None
 def test_rows_would_leak_into_each_other_with_a_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = load_tiny(tiny, attention="eager")
     rollouts = make_rollouts()
-    backbone = policy.scorer.causal_model.base_model
+    backbone = policy.module.causal_model.base_model
     forward = backbone.forward
     monkeypatch.setattr(backbone, "forward", lambda **arguments: forward(**{**arguments, "use_cache": True}))
     with policy.inference():

@@ -110,7 +110,7 @@ def test_differences_of_log_probs_are_those_of_every_token_before_the_step(tiny:
     with torch.no_grad():
         for rollout in make_rollouts():
             row = learner.policy.plan(micro_batch_of([rollout]))
-            logprobs, _ = learner.policy.scorer.logprobs(row, TEMPERATURE, 64)
+            logprobs, _ = learner.policy.module.logprobs(row, TEMPERATURE, 64)
             differences = logprobs.numpy() - rollout.logprobs[rollout.loss_mask]
             expected.setdefault(rollout.group_id, []).extend(differences.tolist())
     (batch,) = make_batches(algorithm=algorithm, max_tokens=100)
@@ -181,7 +181,7 @@ def test_a_fixed_copy_has_the_models_dtype_and_one_that_moves_that_of_the_weight
         algorithm = AlgorithmConfig(loss=LossConfig(beta=0.1), reference=ReferenceConfig(sync_steps=sync_steps))
         learner = make_learner(tiny, model=model, algorithm=algorithm)
         assert isinstance(learner.reference, FrozenCopy)
-        assert {parameter.dtype for parameter in learner.reference.scorer.parameters()} == {dtype}
+        assert {parameter.dtype for parameter in learner.reference.module.parameters()} == {dtype}
         assert abs(learner.train_step(make_batches()[0])["kl"]) < 1e-4, "the policy is still the reference"
 
 

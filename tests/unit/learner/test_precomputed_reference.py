@@ -85,7 +85,7 @@ def test_the_reference_of_an_adapter_that_training_continues_is_that_adapter(tin
     algorithm = algorithm_of("dpo", precompute_ref_log_probs=True)
     first = make_learner(tiny, algorithm=algorithm_of("dpo"))
     first.train_step(pack("dpo", 0)[0])
-    first.policy.scorer.model.save_pretrained(tmp_path / "adapter")
+    first.policy.module.model.save_pretrained(tmp_path / "adapter")
     model = make_model_config(tiny, adapter=make_adapter_config(path=str(tmp_path / "adapter")))
     learner, cache = make_learner(tiny, model=model, algorithm=algorithm), ReferenceCache(tmp_path)
     batches = pack_step(make_pairs(), step=0, num_ranks=1, max_tokens=40)

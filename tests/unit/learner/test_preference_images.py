@@ -121,7 +121,7 @@ def test_the_loss_of_packed_pairs_with_images_is_that_of_pairs_run_alone(family:
         output.loss.backward()
         total += output.loss.item()
         num_shared += inputs.row.num_shared
-    if learner.policy.scorer.layout is AttentionLayout.SHARED:
+    if learner.policy.module.layout is AttentionLayout.SHARED:
         assert num_shared >= sum(int(np.argmax(pair.loss_mask)) for pair in pairs), "an image of a prompt is run once"
     policy, base = (AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
     policy.load_state_dict(learner.policy.model.state_dict())

@@ -144,7 +144,7 @@ def test_losses_and_gradients_are_those_of_completions_run_alone(
         for module in (learner.policy.model, plain, untrained):
             module.double()
         if isinstance(learner.reference, FrozenCopy):
-            learner.reference.scorer.model.double()
+            learner.reference.module.model.double()
     if reference == "precomputed":
         cache = ReferenceCache(tmp_path)
         cache.add(learner.reference_logprobs(batch.mini_batches))
@@ -167,7 +167,7 @@ def test_losses_and_gradients_are_those_of_completions_run_alone(
 
 def test_a_pair_runs_its_prompt_once(tiny: Path) -> None:
     learner, pairs = make_learner(tiny, algorithm=algorithm_of("dpo")), make_pairs()
-    assert learner.policy.scorer.layout is AttentionLayout.SHARED
+    assert learner.policy.module.layout is AttentionLayout.SHARED
     (batch,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=1000)
     values = learner.train_step(batch)
     prompts = sum(int(np.argmax(pair.loss_mask)) for pair in pairs)
@@ -209,7 +209,7 @@ def test_sampled_pairs_are_compared_at_the_temperature_that_sampled_them(tiny: P
     pairs = make_pairs()
     (micro,) = pack_step(pairs, step=0, num_ranks=1, max_tokens=1000)[0].mini_batches[0].micro_batches
     with torch.no_grad():
-        logprobs = learner.policy.scorer.logprobs(learner.policy.plan(micro), temperature, 4096)[0]
+        logprobs = learner.policy.module.logprobs(learner.policy.plan(micro), temperature, 4096)[0]
     micro.logprobs[micro.loss_mask] = logprobs.numpy()
     mini_batch = MiniBatch(micro_batches=[micro], num_loss_tokens=len(logprobs), num_sequences=PAIRS)
     values = learner.train_step(TrainBatch(step=0, mini_batches=[mini_batch]))

@@ -80,7 +80,7 @@ def rewards_alone(learner: Learner, pairs: list[Rollout]) -> Tensor:
     """Return the rewards ``[P, 2]`` of sequences that transformers runs one after the other."""
     sequences = [torch.from_numpy(sequence.token_ids[:-1].astype(np.int64)) for p in pairs for sequence in p.sequences]
     model = learner.policy.model
-    learner.policy.scorer.causal_model.set_attn_implementation("sdpa")
+    learner.policy.module.causal_model.set_attn_implementation("sdpa")
     model.config.pad_token_id = None  # then the last token counts
     return torch.stack([model(input_ids=tokens[None]).logits[0, 0] for tokens in sequences]).view(-1, 2)
 
@@ -237,7 +237,7 @@ def test_a_trained_head_is_kept_and_a_missing_one_is_drawn_from_the_seed(tiny: P
     perturb(learner)
     export_policy(learner.policy, tmp_path)
     again = learner_of(tmp_path)
-    weights = [policy.scorer.classifier.state_dict() for policy in (learner.policy, again.policy)]
+    weights = [policy.module.classifier.state_dict() for policy in (learner.policy, again.policy)]
     assert torch.equal(weights[0]["weight"], weights[1]["modules_to_save.default.weight"])
     assert not any("score" in name and "lora" in name for name in again.policy.trainable_parameters())
     drawn = [load_head(tiny, seed) for seed in (0, 0, 1)]
@@ -247,7 +247,7 @@ def test_a_trained_head_is_kept_and_a_missing_one_is_drawn_from_the_seed(tiny: P
 
 def load_head(path: Path, seed: int) -> Tensor:
     model, workload = make_model_config(path, adapter="none"), Workload(head="reward_model")
-    head = load_policy(model, LearnerConfig(), torch.device("cpu"), seed=seed, workload=workload).scorer.classifier
+    head = load_policy(model, LearnerConfig(), torch.device("cpu"), seed=seed, workload=workload).module.classifier
     assert isinstance(head, torch.nn.Linear)
     return head.weight
 

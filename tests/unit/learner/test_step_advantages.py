@@ -232,7 +232,7 @@ def test_log_probs_of_the_first_pass_are_those_of_the_steps_start(tiny: Path) ->
     for inputs in (*first, *second):
         assert inputs.ref_logprobs is not None
     (inputs,) = second
-    logprobs, _ = learner.policy.scorer.logprobs(inputs.row, TEMPERATURE, 1024)
+    logprobs, _ = learner.policy.module.logprobs(inputs.row, TEMPERATURE, 1024)
     torch.testing.assert_close(inputs.old_logprobs, logprobs.detach(), atol=1e-6, rtol=0)
 
 
@@ -264,7 +264,7 @@ def test_a_reference_that_is_not_finite_makes_a_bad_step(tiny: Path) -> None:
     algorithm = AlgorithmConfig(reward_kl=RewardKlConfig(coef=COEF, target=0.1))
     learner = make_perturbed(tiny, algorithm)
     assert learner.reference is not None
-    learner.reference.scorer.model.get_output_embeddings().weight.data[:] = math.nan  # type: ignore[attr-defined]
+    learner.reference.module.model.get_output_embeddings().weight.data[:] = math.nan  # type: ignore[attr-defined]
     before = parameters_of(learner)
     metrics = learner.train_step(make_batch(algorithm)[0])
     assert metrics["bad_steps"] == 1

@@ -221,7 +221,7 @@ def test_a_step_leaves_the_feature_network_as_it_was(folder: Path) -> None:
         frozen = (
             {name: p for name, p in policy.model.named_parameters() if not p.requires_grad}
             if adapter == "lora"
-            else dict(learner.reference.scorer.named_parameters())  # type: ignore[union-attr]
+            else dict(learner.reference.module.named_parameters())  # type: ignore[union-attr]
         )
         before = {name: parameter.clone() for name, parameter in frozen.items()}
         trained = {name: parameter.detach().clone() for name, parameter in policy.trainable_parameters().items()}
@@ -253,7 +253,7 @@ def test_a_copy_without_a_kl_penalty_ends_at_the_deepest_features(folder: Path) 
         objective = make_objective(policy, algorithm)
         copy = objective._reference
         assert isinstance(copy, FrozenCopy)
-        assert len(copy.scorer.causal_model.get_decoder().layers) == num_layers
+        assert len(copy.module.causal_model.get_decoder().layers) == num_layers
         mini_batch = make_mini_batch(17, 30)
         objective.begin(0)
         (inputs,) = objective.prepare(mini_batch)

@@ -25,7 +25,7 @@ from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner import policy, row_plan
 from rlpipe.learner.forward import LogprobModel
-from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strided_objective import StridedInputs, plan_strided, sample_blocks, score_blocks
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import open_model
@@ -51,10 +51,10 @@ def family(name: str) -> Path:
 
 
 @cache
-def scorer_of(name: str, attention: str = "sdpa") -> LogprobModel:
-    scorer = load_scorer(make_model_config(family(name), adapter="none", attention=attention), "cpu")
-    scorer.take_masks(attention, CPU)
-    return scorer.eval()
+def module_of(name: str, attention: str = "sdpa") -> LogprobModel:
+    module = load_logprob_model(make_model_config(family(name), adapter="none", attention=attention), "cpu")
+    module.take_masks(attention, CPU)
+    return module.eval()
 
 
 @cache
@@ -74,11 +74,11 @@ def make_inputs(lengths: tuple[int, ...], sizes: tuple[int, int, int], num_sampl
 
 
 def sample(
-    scorer: LogprobModel, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0, top_p: float = 1.0
+    module: LogprobModel, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0, top_p: float = 1.0
 ) -> Tensor:
     uniforms = torch.rand(inputs.plan.num_steps, inputs.plan.num_columns, generator=torch.Generator().manual_seed(seed))
     config = StridedConfig(temperature=temperature, top_p=top_p)
-    return sample_blocks(scorer, inputs, uniforms, config=config, chunk_tokens=5)
+    return sample_blocks(module, inputs, uniforms, config=config, chunk_tokens=5)
 
 
 def contexts_of(inputs: StridedInputs) -> list[Tensor]:
@@ -102,15 +102,15 @@ def logprobs_alone(name: str, inputs: StridedInputs, sampled: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logprobs_packed(scorer: LogprobModel, inputs: StridedInputs, sampled: Tensor) -> Tensor:
-    return score_blocks(scorer, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).sampled.view_as(sampled)
+def logprobs_packed(module: LogprobModel, inputs: StridedInputs, sampled: Tensor) -> Tensor:
+    return score_blocks(module, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).sampled.view_as(sampled)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple) -> None:
     inputs = make_inputs(*case)
-    sampled = sample(scorer_of("qwen3"), inputs)
-    packed, alone = logprobs_packed(scorer_of("qwen3"), inputs, sampled), logprobs_alone("qwen3", inputs, sampled)
+    sampled = sample(module_of("qwen3"), inputs)
+    packed, alone = logprobs_packed(module_of("qwen3"), inputs, sampled), logprobs_alone("qwen3", inputs, sampled)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -119,8 +119,8 @@ def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - LINEAR))
 def test_packed_logprobs_equal_separate_ones_for_common_families(name: str, attention: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
-    sampled = sample(scorer_of(name, attention), inputs)
-    packed, alone = logprobs_packed(scorer_of(name, attention), inputs, sampled), logprobs_alone(name, inputs, sampled)
+    sampled = sample(module_of(name, attention), inputs)
+    packed, alone = logprobs_packed(module_of(name, attention), inputs, sampled), logprobs_alone(name, inputs, sampled)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -129,27 +129,27 @@ def test_packed_logprobs_equal_separate_ones_for_common_families(name: str, atte
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_packed_logprobs_equal_separate_ones_with_flex_attention(name: str) -> None:
-    scorer = load_scorer(make_model_config(family(name), adapter="none"), "cpu").eval()
-    scorer.take_masks("sdpa", CPU)
-    scorer.causal_model.set_attn_implementation("flex_attention")
-    scorer.requires_grad_(False)  # its backward pass needs a GPU
+    module = load_logprob_model(make_model_config(family(name), adapter="none"), "cpu").eval()
+    module.take_masks("sdpa", CPU)
+    module.causal_model.set_attn_implementation("flex_attention")
+    module.requires_grad_(False)  # its backward pass needs a GPU
     inputs = make_inputs((13, 41), (3, 4, 3), 4)
-    sampled = sample(scorer, inputs)
-    packed, alone = logprobs_packed(scorer, inputs, sampled), logprobs_alone(name, inputs, sampled)
+    sampled = sample(module, inputs)
+    packed, alone = logprobs_packed(module, inputs, sampled), logprobs_alone(name, inputs, sampled)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted(LINEAR))
 def test_models_without_plain_attention_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match=r"can't use custom attention masks, which algorithm\.kind=ebft_strided needs"):
-        scorer_of(name)
+        module_of(name)
 
 
 def test_likelihoods_of_the_documents_come_from_the_same_pass() -> None:
     inputs = make_inputs((13, 26), (3, 4, 3), 2)
-    scorer, sampled = scorer_of("qwen3"), sample(scorer_of("qwen3"), inputs)
+    module, sampled = module_of("qwen3"), sample(module_of("qwen3"), inputs)
     with torch.no_grad():
-        got = score_blocks(scorer, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).truth
+        got = score_blocks(module, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).truth
         expected = []
         for places in map(torch.from_numpy, (inputs.plan.document_ids == 0, inputs.plan.document_ids == 1)):
             document = inputs.documents[places]
@@ -160,10 +160,10 @@ def test_likelihoods_of_the_documents_come_from_the_same_pass() -> None:
 
 def test_a_row_without_blocks_still_scores_its_documents() -> None:
     inputs = make_inputs((7, 9), (8, 8, 8), 4)
-    scorer, sampled = scorer_of("qwen3"), sample(scorer_of("qwen3"), inputs)
+    module, sampled = module_of("qwen3"), sample(module_of("qwen3"), inputs)
     assert sampled.shape == (8, 0)
     assert inputs.plan.num_skipped == 2
-    assert len(score_blocks(scorer, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
+    assert len(score_blocks(module, inputs, sampled, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
 
 
 # Likely mistakes, planted one by one ----------------------------------------------------------------------------------
@@ -195,16 +195,16 @@ def block_major(plan: StridedRow) -> np.ndarray:
 @pytest.mark.parametrize("planted", [beside, one_early, at_the_context_end, block_major])
 def test_log_probs_read_at_another_place_are_other_ones(planted: Callable[[StridedRow], np.ndarray]) -> None:
     inputs = make_inputs((41,), (8, 8, 8), 2)
-    sampled = sample(scorer_of("qwen3"), inputs)
+    sampled = sample(module_of("qwen3"), inputs)
     wrong = replace(inputs, predecessors=torch.from_numpy(planted(inputs.plan)))
     alone = logprobs_alone("qwen3", inputs, sampled)
-    assert (logprobs_packed(scorer_of("qwen3"), wrong, sampled) - alone).abs().max() > 1e-2
+    assert (logprobs_packed(module_of("qwen3"), wrong, sampled) - alone).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
     inputs = make_inputs((41,), (8, 8, 8), 2)
-    sampled = sample(scorer_of("qwen3"), inputs)
+    sampled = sample(module_of("qwen3"), inputs)
     alone = logprobs_alone("qwen3", inputs, sampled)
     plan = inputs.plan
     visible = torch.from_numpy(plan.visible()).clone()
@@ -212,7 +212,7 @@ def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
     positions = inputs.position_ids.clone()
     positions[plan.num_document_tokens :] += shift
     for wrong in (replace(inputs, mask=replace(inputs.mask, visible=visible)), replace(inputs, position_ids=positions)):
-        assert (logprobs_packed(scorer_of("qwen3"), wrong, sampled) - alone).abs().max() > 1e-4
+        assert (logprobs_packed(module_of("qwen3"), wrong, sampled) - alone).abs().max() > 1e-4
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
 def test_the_coldest_samples_are_what_each_block_alone_goes_on_with(name: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
-    sampled = sample(scorer_of(name), inputs, temperature=1e-6)
+    sampled = sample(module_of(name), inputs, temperature=1e-6)
     for context, tokens in zip(contexts_of(inputs), sampled.T, strict=True):
         expected = context
         for _ in tokens:
@@ -237,7 +237,7 @@ def test_samples_follow_the_policys_distribution(top_p: float) -> None:
         logits = plain_model("qwen3")(input_ids=inputs.documents[None, :8]).logits[0, -1]
     warped = TopPLogitsWarper(top_p)(None, logits[None] / 0.3)[0] if top_p < 1 else logits / 0.3
     probabilities = warped.softmax(0)
-    sampled = sample(scorer_of("qwen3"), inputs, temperature=0.3, top_p=top_p)
+    sampled = sample(module_of("qwen3"), inputs, temperature=0.3, top_p=top_p)
     counts = sampled.flatten().bincount(minlength=len(logits))[: len(logits)]
     possible = probabilities > 0
     assert not counts[~possible].any()
@@ -248,7 +248,7 @@ def test_samples_follow_the_policys_distribution(top_p: float) -> None:
 
 def test_a_seed_samples_the_same_tokens_again() -> None:
     inputs = make_inputs((41,), (8, 8, 8), 4)
-    first, again, other = (sample(scorer_of("qwen3"), inputs, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (sample(module_of("qwen3"), inputs, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -259,10 +259,10 @@ def test_a_seed_samples_the_same_tokens_again() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3-moe", "mistral"])
 def test_hidden_states_are_transformers_own_at_every_depth(name: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
-    sampled = sample(scorer_of(name), inputs)
+    sampled = sample(module_of(name), inputs)
     row, plan = inputs.row(sampled), inputs.plan
     with torch.no_grad():
-        depths = scorer_of(name).depths(row, [2, 0, 1, 1])
+        depths = module_of(name).depths(row, [2, 0, 1, 1])
         for column, context in enumerate(contexts_of(inputs)):
             alone = torch.cat([context, sampled[:, column]])[None]
             expected = plain_model(name)(input_ids=alone, output_hidden_states=True).hidden_states
@@ -295,13 +295,15 @@ def test_flex_attention_is_taken_where_what_is_recomputed_can_have_it(
     """Check a policy whose passes run on a GPU, though its weights are on the CPU."""
     chosen: list[dict[str, bool]] = []
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda _, options: chosen.append(options))
-    monkeypatch.setattr(policy, "load_scorer", lambda model, *_, **options: load_scorer(model, "cpu", **options))
+    monkeypatch.setattr(
+        policy, "load_logprob_model", lambda model, *_, **options: load_logprob_model(model, "cpu", **options)
+    )
     model = make_model_config(family("qwen3"), adapter="none", gradient_checkpointing=True)
     model.reentrant_checkpointing = form
     workload = Workload(takes_masks=takes_masks)
     loaded = policy.load_policy(model, LearnerConfig(), torch.device("cuda"), workload=workload)
     assert chosen == [{"use_reentrant": reentrant}]
-    assert (loaded.scorer.causal_model.config._attn_implementation == "flex_attention") == flex
+    assert (loaded.module.causal_model.config._attn_implementation == "flex_attention") == flex
 
 
 def test_fsdp2_and_recomputed_chunks_have_dense_masks() -> None:

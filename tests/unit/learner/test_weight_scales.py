@@ -96,7 +96,7 @@ def test_an_adapter_over_mended_weights_is_merged_into_mended_weights(tmp_path: 
     rules = {"queries": WeightScaleRule(name_pattern="q_proj")}
     algorithm = AlgorithmConfig(kind="sft", num_steps=10)
     learner = make_learner(base, model=make_model_config(base, normalize_weight_scales=rules), algorithm=algorithm)
-    assert [drift.name for drift in learner.policy.scorer.drifts] == [drifted]
+    assert [drift.name for drift in learner.policy.module.drifts] == [drifted]
     (batch,) = make_batches(algorithm=algorithm)
     learner.train_step(batch)
     export_policy(learner.policy, tmp_path / "policy")

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import ModelError
-from rlpipe.learner.policy import load_policy, load_scorer
+from rlpipe.learner.policy import load_logprob_model, load_policy
 from rlpipe.models.nf4 import nf4_parameters, nf4_round_trip, resolve_nf4, to_nf4_and_back
 from rlpipe.models.tiny import make_tiny_policy
 
 
 def test_the_parameters_in_nf4_are_those_that_transformers_quantises(tmp_path: Path) -> None:
     path = make_tiny_policy(tmp_path, hidden_size=64, num_layers=2, intermediate_size=128)
-    loaded = load_scorer(make_model_config(path, adapter="qlora", attention="eager"), "cpu").causal_model
+    loaded = load_logprob_model(make_model_config(path, adapter="qlora", attention="eager"), "cpu").causal_model
     quantised = {f"{name}.weight": module for name, module in loaded.named_modules() if isinstance(module, Linear4bit)}
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert nf4_parameters(plain) == quantised.keys()

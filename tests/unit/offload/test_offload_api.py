@@ -40,7 +40,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.hardware.calibration import own_device
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
@@ -247,9 +247,9 @@ def test_knobs_are_no_negative_numbers(others: dict[str, int]) -> None:
 
 def test_a_copy_is_spread_after_what_is_trained(tmp_path: Path) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=2, intermediate_size=96)
-    scorer = load_scorer(make_model_config(path, adapter="none"), CPU)
+    module = load_logprob_model(make_model_config(path, adapter="none"), CPU)
     with pytest.raises(AssertionError, match="the trained model is spread first"):
-        Chunked(LearnerConfig(offload="chunked"), CPU, Workload()).shard(scorer, trained=False)
+        Chunked(LearnerConfig(offload="chunked"), CPU, Workload()).shard(module, trained=False)
 
 
 def test_where_all_knobs_are_given_nothing_is_measured_or_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_room_is_left_for_a_frozen_copy(tmp_path: Path, monkeypatch: pytest.Monk
         sharding = make_learner(path, adapter="none", learner=config, algorithm=algorithm).policy.sharding
         assert isinstance(sharding, Chunked)
         taken.append(sharding.decision.prediction.device_bytes)
-    copy = load_scorer(make_model_config(path, adapter="none"), CPU)
+    copy = load_logprob_model(make_model_config(path, adapter="none"), CPU)
     room = least_memory(copy, sizes=[int(0.06 * 2**20)]).device_bytes
     assert 2 * 2**20 - room < taken[0] <= 2 * 2**20
     assert taken[1] <= 2 * 2**20 - room

@@ -183,7 +183,7 @@ def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_
     config = load_config([*options, "learner.max_tokens_per_microbatch=2048"], need_files=False)
     described = describe_offline(QWEN_8B, config.model)
     policy, rewards = meta_policy(described, config.model), meta_policy(described, config.model, head=kind)
-    head = [entry for name, entry in rewards.scorer.named_parameters() if ".score." in name and entry.requires_grad]
+    head = [entry for name, entry in rewards.module.named_parameters() if ".score." in name and entry.requires_grad]
     size, lm_head = sum(entry.numel() for entry in head), described.vocab_size * described.hidden_size
     assert size in (num_labels * described.hidden_size, num_labels * (described.hidden_size + 1))  # may have a bias
     assert rewards.num_trained - policy.num_trained == (size if model == "lora" else size - lm_head)
@@ -204,7 +204,7 @@ def test_a_reward_model_has_its_own_head_in_place_of_the_lm_head(kind: str, num_
 
 def drafted_copy() -> PreTrainedModel:
     model = config_of(SMALL).model
-    return meta_policy(describe_offline(SMALL, model), model, frozen=True).scorer.causal_model
+    return meta_policy(describe_offline(SMALL, model), model, frozen=True).module.causal_model
 
 
 def test_minibatches_need_the_log_probs_of_the_start() -> None:
@@ -217,7 +217,7 @@ def test_minibatches_need_the_log_probs_of_the_start() -> None:
 def test_work_is_packed_as_in_a_run() -> None:
     config = config_of(SMALL, "learner.max_tokens_per_microbatch=16384")
     policy = meta_policy(describe_offline(SMALL, config.model), config.model)
-    work = read_work(config, policy.scorer.layout)
+    work = read_work(config, policy.module.layout)
     assert (work.num_sequences, work.sequence_tokens, work.step_tokens) == (256, 1536, 256 * 1536)
     assert (work.num_updates, work.num_micro_batches) == (1, 26)  # of 10 sequences each
     assert len(work.row.predictors) == 10 * 1024

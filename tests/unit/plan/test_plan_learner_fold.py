@@ -33,15 +33,15 @@ def config_of(*overrides: str) -> Config:
 
 
 def trace_whole(policy: MetaPolicy, config: Config, dtype: torch.dtype | None) -> Trace:
-    scorer = policy.scorer
-    row = full_rows(scorer, 100)[-1]
+    module = policy.module
+    row = full_rows(module, 100)[-1]
 
     def loss_of(trace: Trace) -> Tensor:
-        scorer.announce = trace.read
-        return scorer.logprobs(row, 1.0, config.learner.logprob_chunk_tokens, with_entropy=True)[0].sum()
+        module.announce = trace.read
+        return module.logprobs(row, 1.0, config.learner.logprob_chunk_tokens, with_entropy=True)[0].sum()
 
-    with traceable_experts(scorer):
-        return trace_on(DEVICE, scorer, policy.units, loss_of, compute_dtype=dtype)
+    with traceable_experts(module):
+        return trace_on(DEVICE, module, policy.units, loss_of, compute_dtype=dtype)
 
 
 QWEN = Qwen3Config(num_hidden_layers=5, **SMALL)
@@ -52,7 +52,7 @@ GEMMA = Gemma3TextConfig(num_hidden_layers=6, layer_types=KINDS, sliding_window=
 def both_traces(described: PreTrainedConfig, adapter: str, dtype: torch.dtype | None) -> tuple[Trace, Trace]:
     config = config_of(f"model.adapter.kind={adapter}")
     policy = meta_policy(described, config.model)
-    row = full_rows(policy.scorer, 100)[-1]
+    row = full_rows(policy.module, 100)[-1]
     folded = trace_policy(policy, row, config, DEVICE, compute_dtype=dtype)
     return folded, trace_whole(policy, config, dtype)
 
@@ -82,10 +82,10 @@ def test_layers_of_two_kinds_are_each_folded() -> None:
 def test_the_model_is_whole_again_after_a_trace() -> None:
     config = config_of()
     policy = meta_policy(GEMMA, config.model)
-    before = [name for name, _ in policy.scorer.named_parameters()]
-    trace_policy(policy, full_rows(policy.scorer, 50)[-1], config, DEVICE, compute_dtype=None)
-    assert [name for name, _ in policy.scorer.named_parameters()] == before
-    assert policy.scorer.causal_model.config.layer_types == KINDS
+    before = [name for name, _ in policy.module.named_parameters()]
+    trace_policy(policy, full_rows(policy.module, 50)[-1], config, DEVICE, compute_dtype=None)
+    assert [name for name, _ in policy.module.named_parameters()] == before
+    assert policy.module.causal_model.config.layer_types == KINDS
 
 
 def test_blocks_of_a_kind_are_stood_for_by_one() -> None:

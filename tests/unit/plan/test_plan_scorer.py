@@ -14,7 +14,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.policy import load_logprob_model
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.offload.api import SHARE_USED
 from rlpipe.offload.planner.trace import TensorTracker
@@ -104,7 +104,7 @@ def test_a_pass_of_a_feature_network_takes_what_a_real_one_does(tmp_path: Path) 
     with TensorTracker() as tracker:
         reader.read([sequence] * 5)
     assert model.cost(5, 64, H100).peak_bytes == pytest.approx(tracker.peak, rel=0.02)
-    whole = load_scorer(config.model, cpu, frozen=True)
+    whole = load_logprob_model(config.model, cpu, frozen=True)
     assert model.starting_bytes == sum(parameter.nbytes for parameter in whole.parameters())
 
 

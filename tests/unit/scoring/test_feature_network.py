@@ -85,8 +85,8 @@ def test_features_do_not_depend_on_the_micro_batches(folder: Path, max_tokens: i
 def test_layers_that_are_not_read_and_the_head_are_not_kept(folder: Path) -> None:
     def num_parameters(layers: list[float]) -> int:
         reader = open_feature_network(make_model_config(folder), FeatureConfig(layers=layers), CPU, max_tokens=100)
-        scorer = reader._depths.__self__  # type: ignore[attr-defined]
-        return sum(parameter.numel() for parameter in scorer.parameters())
+        module = reader._depths.__self__  # type: ignore[attr-defined]
+        return sum(parameter.numel() for parameter in module.parameters())
 
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert num_parameters([1.0]) == whole.num_parameters() - whole.lm_head.weight.numel()
@@ -104,8 +104,8 @@ def test_the_learners_weights_with_the_adapter_off_give_the_same_features(tmp_pa
     shared = FeatureReader(
         AdapterOff(policy).depths,
         config,
-        num_layers=policy.scorer.num_layers,
-        layout=policy.scorer.layout,
+        num_layers=policy.module.num_layers,
+        layout=policy.module.layout,
         device=CPU,
         max_tokens=50,
     )
