@@ -167,7 +167,7 @@ def make_row(case: Case, number: int, device: torch.device) -> Row:
         advantages=np.zeros(count, np.float32),
         policy_versions=np.zeros(count, np.int32),
         group_ids=np.zeros(1, np.int32),
-        first_places=np.zeros(1, np.int64),
+        first_indices=np.zeros(1, np.int64),
     )
     return plan_row(micro_batch, layout=AttentionLayout.SHARED, device=device)
 

@@ -171,7 +171,7 @@ class Rollout:
     """The worse completion of a preference, of which this is the better one."""
     is_greedy: bool = False
     """True for the greedy completion of a prompt, which others are compared with and which is not trained."""
-    first_place: int = 0
+    first_index: int = 0
     """Place of its first loss token among those of the step."""
 
     def __post_init__(self) -> None:
@@ -298,7 +298,7 @@ class MicroBatch:
     advantages: FloatArray  # [N]
     policy_versions: IntArray  # [N]
     group_ids: IntArray  # [S]
-    first_places: NDArray[np.int64]  # [S], as in rollouts
+    first_indices: NDArray[np.int64]  # [S], as in rollouts
     ref_logprobs: FloatArray | None = None  # [N]
     shares: FloatArray | None = None  # [N]
     """Share of a token's sequence in the loss tokens of its episode; None: every sequence is a whole episode."""
@@ -356,8 +356,8 @@ class TrainBatch:
     mini_batches: list[MiniBatch]
     rewards: StepRewards | None = None
     """Rewards of all ranks' rollouts, if the learner computes the advantages."""
-    group_places: Mapping[int, range] = field(default_factory=dict)
-    """By group, the places of its loss tokens among all of the step, in the order of ``StepRewards``."""
+    group_ranges: Mapping[int, range] = field(default_factory=dict)
+    """By group, the indices of its loss tokens among all of the step, in the order of ``StepRewards``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the replay buffer knows (rewards, lengths, staleness); equal on all ranks."""
     resume: dict[str, Any] = field(default_factory=dict)

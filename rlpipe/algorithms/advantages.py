@@ -338,10 +338,10 @@ def _subtract_token_baseline(returns: list[Values], energies: Sequence[NDArray[n
     scored = [index for index, own in enumerate(returns) if len(own) and not np.isnan(own).any()]
     longest = max((len(returns[index]) for index in scored), default=0)
     weights, totals = np.zeros((2, len(scored), longest))
-    for place, index in enumerate(scored):
+    for row, index in enumerate(scored):
         count = len(returns[index])
-        weights[place, :count] = np.cumsum(energies[index], dtype=np.float64)
-        totals[place, :count] = weights[place, :count] * returns[index]
+        weights[row, :count] = np.cumsum(energies[index], dtype=np.float64)
+        totals[row, :count] = weights[row, :count] * returns[index]
     baseline = totals.sum(0) / (weights.sum(0) + TINY)
     lengths = sorted(len(returns[index]) for index in scored)
     baseline[lengths[-2] if len(lengths) > 1 else 0 :] = 0
@@ -381,12 +381,12 @@ def generalized_advantages(
     """
     decay = config.gamma * config.lam
     found: list[list[Values]] = []
-    for place, (group, group_values) in enumerate(zip(rewards, values, strict=True)):
+    for number, (group, group_values) in enumerate(zip(rewards, values, strict=True)):
         found.append([])
         for index, (reward, own) in enumerate(zip(group, group_values, strict=True)):
             errors = config.gamma * np.append(own[1:], 0.0)[: len(own)] - own
             if penalties is not None:
-                errors -= penalties[place][index]
+                errors -= penalties[number][index]
             errors[-1:] += reward
             backwards = accumulate(errors[::-1].tolist(), lambda later, error: error + decay * later)
             found[-1].append(np.array([*backwards], np.float64)[::-1])

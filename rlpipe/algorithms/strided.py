@@ -38,7 +38,7 @@ class StridedRow:
     """The layout of a row's tokens; step s of column c is at L + s C + c."""
 
     document_ids: Ints  # [L], from 0
-    positions: Ints  # [L], each token's place in its own document
+    positions: Ints  # [L], each token's index in its own document
     column_documents: Ints  # [C]
     contexts: Ints  # [C], tokens of the document that the column sees
     num_steps: int
@@ -65,7 +65,7 @@ class StridedRow:
         """Return the number of columns of each document."""
         return np.bincount(self.column_documents, minlength=int(self.document_ids[-1]) + 1)
 
-    def place(self, step: int) -> slice:
+    def step_slice(self, step: int) -> slice:
         """Return the slice of the row with one step's tokens, of all columns."""
         start = self.num_document_tokens + step * self.num_columns
         return slice(start, start + self.num_columns)
@@ -85,7 +85,7 @@ class StridedRow:
         later = self.num_document_tokens + np.arange((self.num_steps - 1) * self.num_columns)
         return np.concatenate([first, later]).reshape(self.num_steps, self.num_columns)
 
-    def truth_places(self) -> Ints:
+    def truth_indices(self) -> Ints:
         """Return the indices of the document's own tokens that a column's tokens are compared with ``[g, C]``."""
         return self._column_starts() + self.contexts + np.arange(self.num_steps)[:, None]
 

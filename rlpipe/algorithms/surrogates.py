@@ -244,11 +244,11 @@ def clip_cov(inputs: SurrogateInputs) -> SurrogateOutput:
     is_clipped = (ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high) - ratio) * advantages < 0
     covariance = _covariance(inputs)
     found = inputs.mask & ~is_clipped & (covariance > config.low) & (covariance < config.high)
-    places = found.nonzero()[:, 0]
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(len(places)))
+    indices = found.nonzero()[:, 0]
+    order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(len(indices)))
     count = max(int(config.share * int(inputs.mask.sum())), 1)
     dropped = torch.zeros_like(inputs.mask)
-    dropped[places[order[:count].to(places.device)]] = True
+    dropped[indices[order[:count].to(indices.device)]] = True
     return SurrogateOutput(
         per_token=output.per_token.masked_fill(dropped, 0),
         clipped_low=output.clipped_low,
@@ -297,13 +297,13 @@ def m2po(inputs: SurrogateInputs) -> SurrogateOutput:
     m2_threshold; one is always kept.
     """
     moved = (inputs.logprobs - inputs.sampling_logprobs).detach()
-    places = inputs.mask.nonzero()[:, 0]
-    squares, order = moved[places].square().sort(descending=True)
-    counts = torch.arange(len(places), 0, -1, device=places.device)
+    indices = inputs.mask.nonzero()[:, 0]
+    squares, order = moved[indices].square().sort(descending=True)
+    counts = torch.arange(len(indices), 0, -1, device=indices.device)
     means = squares.flip(0).cumsum(0).flip(0) / counts  # of each and all smaller ones
-    num_dropped = (means >= inputs.config.m2_threshold).sum().clamp(max=max(len(places) - 1, 0))
+    num_dropped = (means >= inputs.config.m2_threshold).sum().clamp(max=max(len(indices) - 1, 0))
     dropped = torch.zeros_like(inputs.mask)
-    dropped[places[order]] = torch.arange(len(places), device=places.device) < num_dropped
+    dropped[indices[order]] = torch.arange(len(indices), device=indices.device) < num_dropped
     return SurrogateOutput(
         per_token=(-importance_ratio(inputs) * inputs.advantages).masked_fill(dropped, 0),
         clipped_low=dropped & (moved < 0),

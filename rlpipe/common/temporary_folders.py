@@ -17,21 +17,21 @@ REMOVAL_TIMEOUT_S = 30.0
 class ScratchFolder:
     """A temporary folder of this process, with a lock that ends with the process.
 
-    It is in ``place``, or where the system has temporary files. Folders of the same prefix in the same place whose
+    It is in ``parent``, or where the system has temporary files. Folders of the same prefix in the same parent whose
     processes have ended are removed first, once in a process.
     """
 
-    def __init__(self, prefix: str, place: Path | None = None) -> None:
-        there = tempfile.gettempdir() if place is None else str(place)
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        there = tempfile.gettempdir() if parent is None else str(parent)
         remove_abandoned(there, prefix)
         self.path, lock = _locked_folder(there, prefix)
         self.close = weakref.finalize(self, _end_folder, self.path, lock)
         """Remove the folder with its content, which otherwise happens at the process's end."""
 
 
-def _locked_folder(place: str, prefix: str) -> tuple[str, int]:
+def _locked_folder(parent: str, prefix: str) -> tuple[str, int]:
     while True:
-        path = tempfile.mkdtemp(prefix=prefix, dir=place)
+        path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         with suppress(FileNotFoundError):  # another process took it for an abandoned one before it was locked
             lock = os.open(path, os.O_RDONLY)
             with suppress(OSError):  # a file system without locks, where nothing is taken for abandoned
@@ -47,9 +47,9 @@ def _end_folder(path: str, lock: int) -> None:
 
 
 @cache
-def remove_abandoned(place: str, prefix: str) -> None:
-    """Remove the folders of a prefix in ``place`` whose processes have ended; those of other users stay."""
-    for path in Path(place).glob(f"{prefix}*"):
+def remove_abandoned(parent: str, prefix: str) -> None:
+    """Remove the folders of a prefix in ``parent`` whose processes have ended; those of other users stay."""
+    for path in Path(parent).glob(f"{prefix}*"):
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

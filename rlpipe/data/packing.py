@@ -36,7 +36,7 @@ class _Unit:
     The two completions of a pair always do, because their loss compares them.
     """
 
-    members: list[int]  # places in the mini batch
+    members: list[int]  # indices in the mini batch
     num_tokens: int
     cost: float
 
@@ -347,7 +347,7 @@ def _join(rollouts: list[Rollout], shares: Mapping[int, float] | None = None) ->
         advantages=np.concatenate(advantages),
         policy_versions=np.concatenate([rollout.policy_versions for rollout in rollouts]),
         group_ids=np.array([rollout.group_id for rollout in rollouts], np.int32),
-        first_places=np.array([rollout.first_place for rollout in rollouts], np.int64),
+        first_indices=np.array([rollout.first_index for rollout in rollouts], np.int64),
         ref_logprobs=np.concatenate(references) if references else None,
         shares=np.repeat([shares[id(rollout)] for rollout in rollouts], lengths).astype(np.float32) if shares else None,
         images=tuple(
@@ -400,22 +400,22 @@ def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
     starts = micro_batch.sequence_starts
-    places = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in sequences])
+    indices = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in sequences])
     reference = micro_batch.ref_logprobs
     lengths = [int(starts[index + 1] - starts[index]) for index in sequences]
     offsets = np.cumsum([0, *lengths])
     return MicroBatch(
-        token_ids=micro_batch.token_ids[places],
-        position_ids=micro_batch.position_ids[places],
+        token_ids=micro_batch.token_ids[indices],
+        position_ids=micro_batch.position_ids[indices],
         sequence_starts=offsets.astype(np.int32),
-        loss_mask=micro_batch.loss_mask[places],
-        logprobs=micro_batch.logprobs[places],
-        advantages=micro_batch.advantages[places],
-        policy_versions=micro_batch.policy_versions[places],
+        loss_mask=micro_batch.loss_mask[indices],
+        logprobs=micro_batch.logprobs[indices],
+        advantages=micro_batch.advantages[indices],
+        policy_versions=micro_batch.policy_versions[indices],
         group_ids=micro_batch.group_ids[list(sequences)],
-        first_places=micro_batch.first_places[list(sequences)],
-        ref_logprobs=None if reference is None else reference[places],
-        shares=None if micro_batch.shares is None else micro_batch.shares[places],
+        first_indices=micro_batch.first_indices[list(sequences)],
+        ref_logprobs=None if reference is None else reference[indices],
+        shares=None if micro_batch.shares is None else micro_batch.shares[indices],
         images=tuple(
             image.moved(int(offset - starts[index]))
             for index, offset in zip(sequences, offsets[:-1], strict=True)
@@ -436,7 +436,7 @@ def empty_micro_batch(*, with_reference: bool) -> MicroBatch:
         advantages=np.zeros(2, np.float32),
         policy_versions=np.full(2, NO_VERSION, np.int32),
         group_ids=np.array([NO_GROUP], np.int32),
-        first_places=np.zeros(1, np.int64),
+        first_indices=np.zeros(1, np.int64),
         ref_logprobs=np.zeros(2, np.float32) if with_reference else None,
     )
 
@@ -459,7 +459,7 @@ def with_blank(micro_batch: MicroBatch, blank: Encoded) -> MicroBatch:
         advantages=added(micro_batch.advantages, none),
         policy_versions=added(micro_batch.policy_versions, np.full(length, NO_VERSION)),
         group_ids=added(micro_batch.group_ids, [NO_GROUP]),
-        first_places=added(micro_batch.first_places, [0]),
+        first_indices=added(micro_batch.first_indices, [0]),
         ref_logprobs=None if micro_batch.ref_logprobs is None else added(micro_batch.ref_logprobs, none),
         shares=None if micro_batch.shares is None else added(micro_batch.shares, none),
         images=tuple(image.moved(micro_batch.num_tokens) for image in blank.images),
@@ -482,13 +482,13 @@ class PrefixIndex:
         Sequences are numbered from 0 as they are added. If there is none before, both numbers are 0.
         """
         entry = (tokens.tobytes(), len(self._sequences))
-        place = bisect_left(self._ordered, entry)
+        index = bisect_left(self._ordered, entry)
         found = (0, 0)
-        for _, number in self._ordered[max(place - 1, 0) : place + 1]:
+        for _, number in self._ordered[max(index - 1, 0) : index + 1]:
             shared = common_length(self._sequences[number], tokens)
             if shared > found[1]:
                 found = (number, shared)
-        self._ordered.insert(place, entry)
+        self._ordered.insert(index, entry)
         self._sequences.append(tokens)
         return found
 

@@ -62,7 +62,7 @@ class GroupPlayer:
         self._max_model_len = max_model_len
         self._sampling = replace(sampling, stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids])
         self._sends_sampling = bool(stop_token_ids)
-        self._places = asyncio.Semaphore(config.concurrency)
+        self._slots = asyncio.Semaphore(config.concurrency)
         self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
 
     @property
@@ -112,8 +112,8 @@ class GroupPlayer:
             group.failure = f"{len(failures)} of {request.group_size} episodes failed, the first with: {failures[0]}"
             return group
         group.rollouts = [
-            episode_rollout(request, place, episodes[index], has_reward=self._kind.has_reward)
-            for place, index in enumerate(kept)
+            episode_rollout(request, number, episodes[index], has_reward=self._kind.has_reward)
+            for number, index in enumerate(kept)
         ]
         opening = next((own.opening for own in episodes if own.opening), [])
         group.prompt = replace(request.prompt, prompt=opening)
@@ -144,7 +144,7 @@ class GroupPlayer:
                 finish_reason=rollout.finish_reason,
             )
 
-        async with self._places:
+        async with self._slots:
             deadline = Deadline(self._config.timeout_s)
             rules = Rules(
                 max_turns=self._config.max_turns,

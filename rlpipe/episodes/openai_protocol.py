@@ -224,20 +224,20 @@ def _events(answer: ChatAnswer, body: Mapping[str, Any]) -> Iterator[tuple[str, 
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(whole["output"]):
         yield "response.output_item.added", {"output_index": index, "item": _emptied(item)}
-        place = {"output_index": index, "item_id": item["id"]}
+        position = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "function_call":
-            yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
+            yield "response.function_call_arguments.delta", {**position, "delta": item["arguments"]}
             own = {"name": item["name"], "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", {**place, **own}
+            yield "response.function_call_arguments.done", {**position, **own}
         else:
-            yield from _part_events(item["content"], place)
+            yield from _part_events(item["content"], position)
         yield "response.output_item.done", {"output_index": index, "item": item}
     yield f"response.{whole['status']}", {"response": whole}
 
 
-def _part_events(parts: Sequence[Item], place: Item) -> Iterator[tuple[str, dict[str, Any]]]:
+def _part_events(parts: Sequence[Item], position: Item) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, part in enumerate(parts):
-        own = {**place, "content_index": number}
+        own = {**position, "content_index": number}
         logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
         yield "response.content_part.added", {**own, "part": {**part, "text": ""}}
         yield f"response.{part['type']}.delta", {**own, "delta": part["text"], **logprobs}

@@ -69,8 +69,8 @@ class Critic:
 
     def _gradient(self, part: LearnerInputs, values: Tensor, returns: Tensor) -> Tensor:
         """Return sums over a micro batch's tokens: the gradient ``[H + 1]``, the loss, clipped tokens, and tokens."""
-        states, places = self._states(part), torch.from_numpy(part.places).to(values.device)
-        target, before = returns[places], values[places]
+        states, indices = self._states(part), torch.from_numpy(part.indices).to(values.device)
+        target, before = returns[indices], values[indices]
         known = ~target.isnan()
         now = _values(states, self.weight).to(target.dtype)
         bound = torch.inf if self._config.value_clip is None else self._config.value_clip

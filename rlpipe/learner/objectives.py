@@ -40,7 +40,7 @@ class LearnerInputs:
     num_sequences: int
     """Sequences with loss tokens."""
     sequence_ids: Tensor  # [K], numbered from 0 without gaps
-    places: NDArray[np.int64]  # [K], among all loss tokens of the step, on the host
+    indices: NDArray[np.int64]  # [K], among all loss tokens of the step, on the host
     advantages: Tensor  # [K]
     sampling_logprobs: Tensor  # [K]
     old_logprobs: Tensor | None = None  # [K]
@@ -86,7 +86,7 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
         group_ids=micro_batch.group_ids,
         num_sequences=len(found),
         sequence_ids=torch.from_numpy(sequence_ids).to(policy.device),
-        places=_places(micro_batch, sequences - 1),
+        indices=_loss_token_indices(micro_batch, sequences - 1),
         advantages=pick(micro_batch.advantages),
         sampling_logprobs=pick(micro_batch.logprobs),
         ref_logprobs=None if micro_batch.ref_logprobs is None else pick(micro_batch.ref_logprobs),
@@ -94,10 +94,10 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
     )
 
 
-def _places(micro_batch: MicroBatch, sequences: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the places of the loss tokens among all of the step, given the sequence of each ``[K]``."""
+def _loss_token_indices(micro_batch: MicroBatch, sequences: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the indices of the loss tokens among all of the step, given the sequence of each ``[K]``."""
     before = np.searchsorted(sequences, sequences)  # loss tokens of the micro batch
-    return micro_batch.first_places[sequences] + np.arange(len(sequences)) - before
+    return micro_batch.first_indices[sequences] + np.arange(len(sequences)) - before
 
 
 class Reference(Protocol):
@@ -319,7 +319,7 @@ class PolicyGradient(PackedRows):
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
         self._truths = Supervised(policy, learner)
         self.differences: list[tuple[NDArray[np.int64], Tensor]] = []
-        """Places of the step's loss tokens, and their log-probs before the step minus the engine's ``[K]``."""
+        """Indices of the step's loss tokens, and their log-probs before the step minus the engine's ``[K]``."""
 
     def begin(self, step: int) -> None:
         self.differences.clear()
@@ -354,7 +354,7 @@ class PolicyGradient(PackedRows):
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
         loss_inputs.entropy_weight = self._bonus.weight
         before = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-        self.differences.append((inputs.places, before - inputs.sampling_logprobs))
+        self.differences.append((inputs.indices, before - inputs.sampling_logprobs))
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
         self.with_token_counts(output, inputs)
         if not self._algorithm.ebft.reward:

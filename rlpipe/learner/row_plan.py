@@ -54,7 +54,7 @@ PLANNED = {AttentionLayout.SHARED, AttentionLayout.APART}
 class AttentionPlan:
     """The cut of a row into blocks of sequences of similar length, for attention within each sequence alone.
 
-    A block ``[S, L]`` holds the place in the row of each token of its sequences; shorter sequences are padded at the
+    A block ``[S, L]`` holds the index in the row of each token of its sequences; shorter sequences are padded at the
     end, where causal attention never looks. ``selected`` holds, for each token of the row, the index of its output in
     the concatenated outputs of all blocks.
     """
@@ -73,21 +73,21 @@ class AttentionPlan:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
-    """One row for the backbone, with the places in it that predict the micro batch's loss tokens."""
+    """One row for the backbone, with the tokens in it that predict the micro batch's loss tokens."""
 
     token_ids: Tensor  # [M]
     position_ids: Tensor  # [M], or [P, M] where tokens have several
     predictors: Tensor  # [K], the token of the row that predicts each loss token
-    loss_tokens: Tensor  # [K], places of the loss tokens in the micro batch
+    loss_tokens: Tensor  # [K], indices of the loss tokens in the micro batch
     targets: Tensor  # [K], token ids of the loss tokens
     attention: AttentionPlan | None = None
     """Attention plan in layout ``SHARED``; in ``APART``, a plan whose single block holds each sequence as a row."""
     mask: StridedMask | None = None
     """Attention mask of EBFT's strided rows, which have no plan."""
     sequences: Sequence[Indices] = ()
-    """Places in the row of each sequence's tokens, on the host."""
+    """Indices in the row of each sequence's tokens, on the host."""
     images: Images = ()
-    """Images, with their places in the row."""
+    """Images, with their positions in the row."""
     num_shared: int = 0
     """Tokens of sequences that are not in the row, because an earlier sequence has them."""
     vision: Mapping[str, Tensor] = field(default_factory=dict)
@@ -96,34 +96,34 @@ class Row:
 
 @dataclass(slots=True)
 class _RowBuilder:
-    """The tokens of a row that is being built, with the places of each sequence's tokens."""
+    """The tokens of a row that is being built, with the indices of each sequence's tokens."""
 
     sources: list[Indices] = field(default_factory=list)  # pieces of the micro batch, in the order of the row
-    sequences: list[Indices] = field(default_factory=list)  # places in the row of each sequence's tokens
+    sequences: list[Indices] = field(default_factory=list)  # indices in the row of each sequence's tokens
     num_tokens: int = 0
     images: list[PlacedImage] = field(default_factory=list)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    paths: list[Indices] = field(default_factory=list)  # places of each sequence in the prefix index
+    paths: list[Indices] = field(default_factory=list)  # indices of each sequence in the prefix index
     num_shared: int = 0
 
     def append(self, start: int, stop: int, images: Images = ()) -> Indices:
-        """Append a piece of the micro batch, and return its places in the row."""
-        places = np.arange(self.num_tokens, self.num_tokens + stop - start)
+        """Append a piece of the micro batch, and return its indices in the row."""
+        indices = np.arange(self.num_tokens, self.num_tokens + stop - start)
         self.sources.append(np.arange(start, stop))
         self.images += [image.moved(self.num_tokens - start) for image in _within(images, start, stop)]
         self.num_tokens += stop - start
-        return places
+        return indices
 
     def append_shared(self, token_ids: Indices, start: int, stop: int, images: Images) -> Indices:
-        """Append what no earlier sequence begins with; return the places of all tokens, and note a new sequence."""
+        """Append what no earlier sequence begins with; return the indices of all tokens, and note a new sequence."""
         number, shared = self.prefixes.add(_told_apart(token_ids[start:stop], _within(images, start, stop), start))
         known = self.paths[number][:shared] if shared else np.zeros(0, np.int64)
-        places = np.concatenate([known, self.append(start + shared, stop, images)])
-        self.paths.append(places)
+        indices = np.concatenate([known, self.append(start + shared, stop, images)])
+        self.paths.append(indices)
         self.num_shared += shared
         if start + shared < stop:
-            self.sequences.append(places)
-        return places
+            self.sequences.append(indices)
+        return indices
 
 
 def _told_apart(token_ids: Indices, images: Images, start: int) -> Indices:
@@ -158,11 +158,11 @@ def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.
             ends = [image.start + image.num_tokens for image in micro_batch.images if image.start < starts[index + 1]]
             last = max([last, *ends])
         if layout is AttentionLayout.SHARED:
-            places = builder.append_shared(micro_batch.token_ids, start, last, micro_batch.images)
+            indices = builder.append_shared(micro_batch.token_ids, start, last, micro_batch.images)
         else:
-            places = builder.append(start, last, micro_batch.images)
-            builder.sequences.append(places)
-        predictors.append(places[loss_tokens[begin:end] - 1 - start])
+            indices = builder.append(start, last, micro_batch.images)
+            builder.sequences.append(indices)
+        predictors.append(indices[loss_tokens[begin:end] - 1 - start])
     if micro_batch.images and not builder.images:
         image = micro_batch.images[0]
         start = int(starts[np.searchsorted(starts, image.start, side="right") - 1])
@@ -215,10 +215,10 @@ def _plan_attention(builder: _RowBuilder, layout: AttentionLayout, device: torch
             last += 1
         longest = len(ordered[last - 1])
         block = np.empty((last - first, longest), np.int64)
-        for slot, places in enumerate(ordered[first:last]):
-            block[slot, : len(places)] = places
-            block[slot, len(places) :] = places[0]
-            selected[places] = np.arange(offset, offset + len(places))
+        for slot, indices in enumerate(ordered[first:last]):
+            block[slot, : len(indices)] = indices
+            block[slot, len(indices) :] = indices[0]
+            selected[indices] = np.arange(offset, offset + len(indices))
             offset += longest
         blocks.append(torch.from_numpy(block).to(device, non_blocking=True))
         first = last
@@ -345,31 +345,31 @@ def packed_attention(
 def _in_blocks(tensor: Tensor, blocks: Sequence[Tensor], selected: Tensor | None) -> Iterable[Tensor]:
     """Return a tensor ``[1, h, M, d]`` by blocks ``[S, h, L, d]``.
 
-    ``selected`` may be given if only the places that it names have a gradient: for queries, whose other places are not
-    among the outputs, and for keys and values whose tokens are in one sequence each, as padding is never seen.
+    ``selected`` may be given if only these indices have a gradient: for queries, whose other indices are not among the
+    outputs, and for keys and values whose tokens are in one sequence each, as padding is never seen.
     """
     row = tensor[0].transpose(0, 1)
-    places = [block.view(-1) for block in blocks]
+    indices = [block.view(-1) for block in blocks]
     if selected is None:
-        parts: Sequence[Tensor] = [row.index_select(0, own) for own in places]
+        parts: Sequence[Tensor] = [row.index_select(0, own) for own in indices]
     elif len(blocks) == 1:
-        parts = [_Placed.apply(row, places[0], selected)]  # type: ignore[no-untyped-call]
+        parts = [_Placed.apply(row, indices[0], selected)]  # type: ignore[no-untyped-call]
     else:
-        placed: Tensor = _Placed.apply(row, torch.cat(places), selected)  # type: ignore[no-untyped-call]
-        parts = placed.split([len(own) for own in places])
+        placed: Tensor = _Placed.apply(row, torch.cat(indices), selected)  # type: ignore[no-untyped-call]
+        parts = placed.split([len(own) for own in indices])
     return [part.unflatten(0, block.shape).transpose(1, 2) for part, block in zip(parts, blocks, strict=True)]
 
 
 class _Placed(torch.autograd.Function):
-    """Tokens of a row at places of blocks; the gradient is that of the selected places, one for each token.
+    """Tokens of a row at indices of blocks; the gradient is that of the selected indices, one for each token.
 
-    A gather both ways: the sum over all places, which PyTorch takes otherwise, needs atomic additions.
+    A gather both ways: the sum over all indices, which PyTorch takes otherwise, needs atomic additions.
     """
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, places: Tensor, selected: Tensor) -> Tensor:
+    def forward(ctx: Any, row: Tensor, indices: Tensor, selected: Tensor) -> Tensor:
         ctx.save_for_backward(selected)
-        return row.index_select(0, places)
+        return row.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -378,7 +378,7 @@ class _Placed(torch.autograd.Function):
 
 
 class _Selected(torch.autograd.Function):
-    """Outputs at the selected places, each of which is selected once, so that gradients are copied and not added."""
+    """Outputs at the selected indices, each of which is selected once, so that gradients are copied and not added."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, selected: Tensor) -> Tensor:

@@ -157,17 +157,17 @@ class Learner:
         The learner's are those before the step; tokens that it left out have NaN. All ranks must call this once after
         ``train_step`` or ``compare`` of a batch from ``assemble_step``. Empty for objectives other than RL.
         """
-        total = max((places.stop for places in batch.group_places.values()), default=0)
+        total = max((indices.stop for indices in batch.group_ranges.values()), default=0)
         if not total or not isinstance(self._objective, PolicyGradient):
             return {}
         found = torch.full((total,), -math.inf)
-        for places, values in self._objective.differences:
-            found[torch.from_numpy(places)] = values.float().cpu()
+        for indices, values in self._objective.differences:
+            found[torch.from_numpy(indices)] = values.float().cpu()
         self._objective.differences.clear()
         found = self.policy.sharding.reduce(found, Reduce.MAX).cpu()
         limit = torch.finfo(torch.half).max
         known = found.masked_fill(found == -math.inf, math.nan).clamp(-limit, limit).half().numpy()
-        return {group_id: known[places.start : places.stop] for group_id, places in batch.group_places.items()}
+        return {group_id: known[indices.start : indices.stop] for group_id, indices in batch.group_ranges.items()}
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:
         """Return the reference's log-probs of all loss tokens by the keys of their sequences (``keyed_sequences``).

@@ -75,7 +75,7 @@ class StepAdvantages:
         else:
             advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
         for part in (part for update in updates for part in update if not part.is_truth):
-            part.advantages = torch.from_numpy(advantages[part.places]).to(part.advantages.device)
+            part.advantages = torch.from_numpy(advantages[part.indices]).to(part.advantages.device)
         metrics = {} if estimates is None or is_bad else self._fit(values, estimates, updates)
         return metrics if self._reference is None else metrics | self._follow(kl, rewards)
 
@@ -102,9 +102,9 @@ class StepAdvantages:
             for part in update:
                 if part.is_truth or (part.is_empty and self._policy.sharding.num_ranks == 1):
                     continue
-                found[:2, part.places] = torch.stack(self._read(part, is_first=number == 0)).cpu().numpy()
+                found[:2, part.indices] = torch.stack(self._read(part, is_first=number == 0)).cpu().numpy()
                 if self._critic is not None:
-                    found[2, part.places] = self._critic.values(part).cpu().numpy()
+                    found[2, part.indices] = self._critic.values(part).cpu().numpy()
         tokens: Tokens = self._policy.sharding.reduce(torch.from_numpy(found), Reduce.SUM).cpu().numpy()
         return tokens
 

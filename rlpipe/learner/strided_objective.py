@@ -42,7 +42,7 @@ class StridedInputs:
     position_ids: Tensor  # [M]
     mask: StridedMask
     predecessors: Tensor  # [g, C], into the row
-    truth: Tensor  # [K], places of the document tokens whose likelihood counts
+    truth: Tensor  # [K], indices of the document tokens whose likelihood counts
     group_ids: IntArray  # of the documents, on the host
     num_columns_of_update: int = 0
     """Columns of the update, on all ranks."""
@@ -54,13 +54,13 @@ class StridedInputs:
     def row(self, sampled: Tensor) -> Row:
         """Return the row with the sampled tokens ``[g, C]``, which are its targets, step by step."""
         token_ids = torch.cat([self.documents, sampled.flatten()])
-        places = torch.arange(len(self.documents), len(token_ids), device=token_ids.device)
+        indices = torch.arange(len(self.documents), len(token_ids), device=token_ids.device)
         return Row(
             token_ids=token_ids,
             position_ids=self.position_ids,
             predictors=self.predecessors.flatten(),
-            loss_tokens=places,
-            targets=token_ids[places],
+            loss_tokens=indices,
+            targets=token_ids[indices],
             mask=self.mask,
         )
 
@@ -158,11 +158,11 @@ def _sample_blocks(
 ) -> Tensor:
     plan = inputs.plan
 
-    def run(token_ids: Tensor, places: slice, cache: DynamicCache) -> Tensor:
+    def run(token_ids: Tensor, part: slice, cache: DynamicCache) -> Tensor:
         return module.run_backbone(
             token_ids[None],
-            position_ids=inputs.position_ids[None, places],
-            attention_mask=mask_for(module.causal_model, inputs.mask, places),
+            position_ids=inputs.position_ids[None, part],
+            attention_mask=mask_for(module.causal_model, inputs.mask, part),
             past_key_values=cache,
         )[0]
 
@@ -176,7 +176,7 @@ def _sample_blocks(
     steps = [sample(hidden.index_select(0, inputs.predecessors[0]), uniforms[0])]
     for step in range(plan.num_steps - 1):
         if plan.num_columns:
-            hidden = run(steps[-1], plan.place(step), cache)
+            hidden = run(steps[-1], plan.step_slice(step), cache)
         else:  # as many passes as on ranks that have blocks
             run(inputs.documents, documents, DynamicCache())
         steps.append(sample(hidden[: plan.num_columns], uniforms[step + 1]))
@@ -287,17 +287,17 @@ class Strided:
         """Score each block's samples against the document's own tokens in their place."""
         config, num_samples = self._algorithm.ebft.features, self._algorithm.group_size
         depths = self._reference.depths(inputs.row(sampled), self._layers)
-        places = inputs.plan.truth_places()[:, ::num_samples]  # [g, B], the same for all samples
-        truth = self._pool(depths, torch.from_numpy(places).to(sampled.device))  # [B, D]
+        indices = inputs.plan.truth_indices()[:, ::num_samples]  # [g, B], the same for all samples
+        truth = self._pool(depths, torch.from_numpy(indices).to(sampled.device))  # [B, D]
         start = inputs.plan.num_document_tokens
         own = torch.arange(start, inputs.plan.num_tokens, device=sampled.device).view_as(sampled)
         samples = self._pool(depths, own).unflatten(0, (-1, num_samples))  # [B, n, D]
         return score_features(samples, truth, config.whitening, **config.parts)
 
-    def _pool(self, depths: list[Tensor], places: Tensor) -> Tensor:
-        """Return the features ``[S, D]`` of token sequences whose places in the row are ``[g, S]``."""
+    def _pool(self, depths: list[Tensor], indices: Tensor) -> Tensor:
+        """Return the features ``[S, D]`` of token sequences whose indices in the row are ``[g, S]``."""
         config = self._algorithm.ebft.features
-        states = [depth[places.T].float() for depth in depths]
+        states = [depth[indices.T].float() for depth in depths]
         tokens = join_layers(states, normalize=config.normalize_layers)  # [S, g, D]
         every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         return pool(tokens, every, every, config.pooling)

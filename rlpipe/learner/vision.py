@@ -83,19 +83,19 @@ class Vision:
 
     def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: AttentionLayout) -> Tensor:
         """Return positions ``[4, M]`` of text, time, height and width, or without text ``[3, M]`` in ``APART``."""
-        places_of = {image.start: index for index, image in enumerate(row.images)}
+        index_at = {image.start: index for index, image in enumerate(row.images)}
         spatial = row.position_ids.expand(3, -1).clone()
         for sequence in row.sequences:
-            own = [places_of[place] for place in sequence.tolist() if place in places_of]
+            own = [index_at[place] for place in sequence.tolist() if place in index_at]
             if not own:
                 continue
-            places = torch.from_numpy(sequence).to(spatial.device)
+            indices = torch.from_numpy(sequence).to(spatial.device)
             positions, _ = self._base.get_rope_index(
-                input_ids=row.token_ids[places][None],
-                mm_token_type_ids=is_image[places][None].int(),
+                input_ids=row.token_ids[indices][None],
+                mm_token_type_ids=is_image[indices][None].int(),
                 image_grid_thw=extra["image_grid_thw"][own].to(spatial.device),
             )
-            spatial[:, places] = positions[:, 0]
+            spatial[:, indices] = positions[:, 0]
         return spatial if layout is AttentionLayout.APART else torch.cat([row.position_ids[None], spatial])
 
     def _let_see(self, row: Row, is_image: Tensor, layout: AttentionLayout) -> Row:

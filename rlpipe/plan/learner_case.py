@@ -69,9 +69,9 @@ def trace_policy(
 
     stands_for = _placeholders(policy)
     kept = sorted({*stands_for.values()})
-    places = {unit: place for place, unit in enumerate(stands_for)}
+    indices = {unit: index for index, unit in enumerate(stands_for)}
     try:
-        with _only_layers(module.causal_model, [places[unit] for unit in kept]), traceable_experts(module):
+        with _only_layers(module.causal_model, [indices[unit] for unit in kept]), traceable_experts(module):
             trace = trace_on(device, module, policy.units, loss_of, compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
         raise ModelError(
@@ -93,7 +93,7 @@ def _placeholders(policy: MetaPolicy) -> dict[int, int]:
     units = {id(unit.module): index for index, unit in enumerate(policy.units)}
     layers = [units[id(layer)] for layer in find_layers(policy.module.causal_model)]
     chosen = choose_blocks([policy.kinds.get(unit) for unit in layers])
-    return {unit: layers[chosen[place]] for place, unit in enumerate(layers)}
+    return {unit: layers[chosen[index]] for index, unit in enumerate(layers)}
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]
     fewer: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if len(getattr(text, "layer_types", None) or ()) == len(whole):
         own["layer_types"] = text.layer_types
-        fewer["layer_types"] = [text.layer_types[place] for place in kept]
+        fewer["layer_types"] = [text.layer_types[index] for index in kept]
 
     def take(entries: Sequence[Any], options: dict[str, Any]) -> None:
         del layers[:]
@@ -112,7 +112,7 @@ def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]
         for name, value in options.items():
             setattr(text, name, value)
 
-    take([whole[place] for place in kept], fewer)
+    take([whole[index] for index in kept], fewer)
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ def assemble_step(
     skip_zero_advantage = skip_zero_advantage and not in_learner
     baselines = _greedy_rewards(whole, reward_weights) if algorithm.samples_greedy else []
     rewards = set_advantages(trained, algorithm, reward_weights, baselines)
-    places = number_tokens(rollout for group in trained for rollout in group)
+    ranges = number_tokens(rollout for group in trained for rollout in group)
     rollouts, pairs = [rollout for group in trained for rollout in group], []
     if algorithm.samples_pairs:
         pairs = pair_up(trained, without_truncated=algorithm.loss.mask_truncated)
@@ -93,7 +93,7 @@ def assemble_step(
     if algorithm.ebft.reward and not in_learner:
         metrics["ebft/advantages_std"] = float(np.mean([_advantages_std(group) for group in trained]))
     for batch in batches:
-        batch.metrics, batch.rewards, batch.group_places = metrics, rewards if in_learner else None, places
+        batch.metrics, batch.rewards, batch.group_ranges = metrics, rewards if in_learner else None, ranges
     if in_learner:
         _clear_advantages(trained)
     return batches
@@ -279,18 +279,18 @@ def _greedy_rewards(groups: Sequence[RolloutGroup], reward_weights: Mapping[str,
 
 
 def number_tokens(rollouts: Iterable[Rollout]) -> dict[int, range]:
-    """Write to each sequence the place of its first loss token among all, and return the places of each group.
+    """Write to each sequence the index of its first loss token among all, and return the range of each group.
 
     The rollouts of a group follow each other.
     """
-    places: dict[int, range] = {}
+    ranges: dict[int, range] = {}
     count = 0
     for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
-        sequence.first_place = count
+        sequence.first_index = count
         count += sequence.num_loss_tokens
-        start = places[sequence.group_id].start if sequence.group_id in places else sequence.first_place
-        places[sequence.group_id] = range(start, count)
-    return places
+        start = ranges[sequence.group_id].start if sequence.group_id in ranges else sequence.first_index
+        ranges[sequence.group_id] = range(start, count)
+    return ranges
 
 
 def _clear_advantages(groups: Sequence[RolloutGroup]) -> None:

@@ -46,11 +46,11 @@ class Router:
         """
         shares: dict[str, list[GroupRequest]] = {}
         engines = self._outstanding if among is None else among
-        least_first = [(self._outstanding[engine], place, engine) for place, engine in enumerate(engines)]
+        least_first = [(self._outstanding[engine], index, engine) for index, engine in enumerate(engines)]
         heapify(least_first)
         for request in requests:
-            tokens, place, engine = least_first[0]
-            heapreplace(least_first, (tokens + request.outstanding_tokens, place, engine))
+            tokens, index, engine = least_first[0]
+            heapreplace(least_first, (tokens + request.outstanding_tokens, index, engine))
             self._outstanding[engine] += request.outstanding_tokens
             self._assigned[request.group_id] = (engine, request)
             shares.setdefault(engine, []).append(request)

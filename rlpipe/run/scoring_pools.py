@@ -33,7 +33,7 @@ from rlpipe.types import GroupRequest, RolloutGroup
 logger = logging.getLogger(__name__)
 
 Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
-"""Starts an actor with a name (first) in a reserved place (second); returns it and the reference of its ``start``."""
+"""Starts an actor with a name (first) in a reserved slot (second); returns it and the reference of its ``start``."""
 
 
 def _log(subject: str, message: str, kind: str = "") -> None:
@@ -42,9 +42,9 @@ def _log(subject: str, message: str, kind: str = "") -> None:
 
 @dataclass(slots=True)
 class _Process:
-    """Place of the pool, with the actor that currently occupies it."""
+    """A slot of the pool, with the actor that currently occupies it."""
 
-    place: str
+    slot: str
     name: str
     actor: ActorHandle
     num_restarts: int = 0
@@ -120,10 +120,10 @@ class ScorerPool(ScoringPool):
         self._starting: list[tuple[_Process, ObjectRef]] = []
         self._working: set[str] = set()
         """Places of the processes that have a call."""
-        self._places = [f"{name}-{index}" for index in range(size)]
-        for place in self._places:
-            actor, ready = spawn(place, place)
-            process = _Process(place=place, name=place, actor=actor)
+        self._slots = [f"{name}-{index}" for index in range(size)]
+        for slot in self._slots:
+            actor, ready = spawn(slot, slot)
+            process = _Process(slot=slot, name=slot, actor=actor)
             self._starting.append((process, ready))
 
     async def start(self) -> None:
@@ -133,9 +133,9 @@ class ScorerPool(ScoringPool):
 
     def parts(self, queue: int) -> list[PartState]:
         """Return the state of the pool, and of each of its processes."""
-        busy = {place: _scoring(place in self._working) for place in self._places}
-        states = busy | {process.place: "starting" for process, _ in self._starting}
-        processes = [PartState(kind="scorer", name=place, state=state) for place, state in states.items()]
+        busy = {slot: _scoring(slot in self._working) for slot in self._slots}
+        states = busy | {process.slot: "starting" for process, _ in self._starting}
+        processes = [PartState(kind="scorer", name=slot, state=state) for slot, state in states.items()]
         return [*super().parts(queue), *processes]
 
     async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
@@ -144,7 +144,7 @@ class ScorerPool(ScoringPool):
 
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         process = await self._idle.get()
-        self._working.add(process.place)
+        self._working.add(process.slot)
         limit = self._timeout_s * len(indices)
         reason = None
         try:
@@ -164,21 +164,21 @@ class ScorerPool(ScoringPool):
         finally:
             if reason is not None:
                 await self._restart(process, reason)
-            self._working.remove(process.place)
+            self._working.remove(process.slot)
             self._idle.put_nowait(process)
         return reason
 
     async def _restart(self, process: _Process, reason: str) -> None:
-        self.notice(process.place, f"{reason}; another process replaces it", "death")
+        self.notice(process.slot, f"{reason}; another process replaces it", "death")
         name, ready = self._replace(process)
         await until_ready(name, ready, lambda: self._replace(process), self._start_timeout_s)
 
     def _replace(self, process: _Process) -> tuple[str, ObjectRef]:
-        """Start another actor in the place; return its name and the reference of its ``start``."""
+        """Start another actor in the slot; return its name and the reference of its ``start``."""
         ray.kill(process.actor)
         process.num_restarts += 1
-        process.name = f"{process.place}.{process.num_restarts}"
-        process.actor, ready = self._spawn(process.name, process.place)
+        process.name = f"{process.slot}.{process.num_restarts}"
+        process.actor, ready = self._spawn(process.name, process.slot)
         return process.name, ready
 
 
@@ -211,7 +211,7 @@ class ServedPool(ScoringPool):
         serve = next(iter(rewards.values())).serve
         self._name, self._deploy, self._start_timeout_s = name, deploy, start_timeout_s
         self._answer_timeout_s = start_timeout_s + 2 * serve.batch_groups * self._timeout_s
-        self._places = asyncio.Semaphore(2 * serve.batch_groups * (serve.max_replicas or serve.replicas))
+        self._requests = asyncio.Semaphore(2 * serve.batch_groups * (serve.max_replicas or serve.replicas))
         self._handle: Any = None
 
     async def start(self) -> None:
@@ -245,7 +245,7 @@ class ServedPool(ScoringPool):
     async def _ask(self, groups: ObjectRef, index: int, *, alone: bool) -> list[GroupScores] | str:
         num_deaths = 0
         while True:
-            async with self._places:
+            async with self._requests:
                 try:
                     request: Any = self._handle.score.remote(groups, index, alone)
                     scores: list[GroupScores] = await wait_within(self._answer_timeout_s, request)
@@ -350,58 +350,58 @@ class ScoringDispatch:
 
     async def score_stored(self, groups: Sequence[RolloutGroup]) -> None:
         """Score groups whose tokens are stored already, in all pools, and pass the scores on."""
-        places = range(len(self._pools))
-        scores = await self._score_again(groups, places)
+        pools = range(len(self._pools))
+        scores = await self._score_again(groups, pools)
         ids = {index: group.group_id for index, group in enumerate(groups)}
-        await self._scored(ray.put(groups), ids, [scores[place] for place in places])
+        await self._scored(ray.put(groups), ids, [scores[pool] for pool in pools])
 
     async def _score_kept(
         self, groups: ObjectRef, requests: Mapping[int, GroupRequest], kept: asyncio.Future[None]
     ) -> None:
         """Score groups while their tokens are being stored; the scores wait for ``kept``."""
-        places = range(len(self._pools))
-        found = await self._score_in(places, groups, _ids(requests))
-        scores = {place: own for place, own in found.items() if not isinstance(own, ObjectsLost)}
-        if losses := {place: own for place, own in found.items() if isinstance(own, ObjectsLost)}:
+        pools = range(len(self._pools))
+        found = await self._score_in(pools, groups, _ids(requests))
+        scores = {pool: own for pool, own in found.items() if not isinstance(own, ObjectsLost)}
+        if losses := {pool: own for pool, own in found.items() if isinstance(own, ObjectsLost)}:
             await kept
             loss = next(iter(losses.values()))
             logger.warning("scoring: groups that the replay actor has stored are scored from there: %s", loss)
             scores |= await self._score_again(await self._stored([*requests.values()]), [*losses])
         await kept
-        await self._scored(groups, _ids(requests), [scores[place] for place in places])
+        await self._scored(groups, _ids(requests), [scores[pool] for pool in pools])
 
-    async def _score_again(self, groups: Sequence[RolloutGroup], places: Sequence[int]) -> dict[int, list[GroupScores]]:
+    async def _score_again(self, groups: Sequence[RolloutGroup], pools: Sequence[int]) -> dict[int, list[GroupScores]]:
         """Score groups that the driver holds in some pools; they fail if they do not reach the scorers either.
 
         Generating them again would give scores of other tokens than the stored ones.
         """
         group_ids = {index: group.group_id for index, group in enumerate(groups)}
-        found = await self._score_in(places, ray.put(groups), group_ids)
+        found = await self._score_in(pools, ray.put(groups), group_ids)
         return {
-            place: [self._pools[place].failed(group_id, str(own)) for group_id in group_ids.values()]
+            pool: [self._pools[pool].failed(group_id, str(own)) for group_id in group_ids.values()]
             if isinstance(own, ObjectsLost)
             else own
-            for place, own in found.items()
+            for pool, own in found.items()
         }
 
     async def _score_in(
-        self, places: Sequence[int], groups: ObjectRef, group_ids: GroupIds
+        self, pools: Sequence[int], groups: ObjectRef, group_ids: GroupIds
     ) -> dict[int, list[GroupScores] | ObjectsLost]:
         """Return the scores of some pools, or the loss of the groups on the way there."""
         try:
-            found = await asyncio.gather(*(self._try_in(place, groups, group_ids) for place in places))
+            found = await asyncio.gather(*(self._try_in(pool, groups, group_ids) for pool in pools))
         except RayTaskError as error:
             raise root_cause(error, "scoring failed") from None
-        return dict(zip(places, found, strict=True))
+        return dict(zip(pools, found, strict=True))
 
-    async def _try_in(self, place: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores] | ObjectsLost:
-        self._queues[place] += len(group_ids)
+    async def _try_in(self, pool: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores] | ObjectsLost:
+        self._queues[pool] += len(group_ids)
         try:
-            return await self._pools[place].score(groups, group_ids)
+            return await self._pools[pool].score(groups, group_ids)
         except ObjectsLost as loss:
             return loss
         finally:
-            self._queues[place] -= len(group_ids)
+            self._queues[pool] -= len(group_ids)
 
 
 def _ids(requests: Mapping[int, GroupRequest]) -> GroupIds:

@@ -184,7 +184,7 @@ class EngineClient:
         self._chat, self._weights = chat, weights
         self._temperature, self._max_tokens = temperature, max_tokens
         self._timeout_s, self._retries = timeout_s, retries
-        self._places = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         self._options = options
 
     async def ask(self, messages: ChatMessages, seed: int, read: Callable[[str], Value]) -> Value:
@@ -204,7 +204,7 @@ class EngineClient:
         raise RequestFailed(f"{reason}, at the last of {self._retries + 1} attempts")
 
     async def _answer(self, messages: ChatMessages, seed: int) -> str:
-        async with self._places:
+        async with self._slots:
             return await self._chat.answer(
                 messages,
                 weights=self._weights,

@@ -113,8 +113,8 @@ class FeatureReader:
     def _row(self, token_ids: np.ndarray) -> Row:
         """Return a row of the padded sequences, one after the other."""
         count, length = token_ids.shape
-        places = torch.arange(count * length, device=self._device)
-        none = places[:0]
+        indices = torch.arange(count * length, device=self._device)
+        none = indices[:0]
         return Row(
             token_ids=torch.from_numpy(token_ids).flatten().to(self._device),
             position_ids=torch.arange(length, device=self._device).repeat(count),
@@ -123,7 +123,7 @@ class FeatureReader:
             targets=none,
             attention=None
             if self._layout is AttentionLayout.POSITIONS
-            else AttentionPlan(blocks=[places.view(count, length)], selected=places),
+            else AttentionPlan(blocks=[indices.view(count, length)], selected=indices),
         )
 
 

@@ -55,7 +55,7 @@ class JsonClient:
     ) -> None:
         self._url = url.rstrip("/")
         self._timeout_s, self._retries = timeout_s, retries
-        self._places = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._client = httpx.AsyncClient(
             timeout=timeout_s, limits=limits, headers={"accept-encoding": "identity", **(headers or {})}
@@ -73,7 +73,7 @@ class JsonClient:
             pause_s: float | None = None
             try:
                 async with (
-                    self._places,
+                    self._slots,
                     asyncio.timeout(self._timeout_s),  # for the whole answer, however slowly it arrives
                     self._client.stream("POST", url, json=body) as response,
                 ):

@@ -128,16 +128,16 @@ def _describe_sequence(
         images = tuple(image.moved(-first) for image in rollout.images if first <= image.start < last)
         split = split_row(rollout.token_ids[part], rollout.loss_mask[part], tokenizer, images)
         pieces = [(_length(piece), _text(piece)) for piece in split]
-    places = first + np.cumsum([0, *(length for length, _ in pieces[:-1])], dtype=int)[: len(pieces)]
+    indices = first + np.cumsum([0, *(length for length, _ in pieces[:-1])], dtype=int)[: len(pieces)]
     by_token = np.full(len(rollout.token_ids), np.nan)
     by_token[sampled] = np.nan if differences is None else differences
     return {
         "pieces": [text for _, text in pieces],
-        "logprobs": np.round(rollout.logprobs[places].astype(float), 4).tolist(),
-        "versions": rollout.policy_versions[places].tolist(),
-        "mask": rollout.loss_mask[places].astype(int).tolist(),
-        "differences": _rounded(by_token[places]),
-        "advantages": None if rollout.advantages is None else _rounded(rollout.advantages[places]),
+        "logprobs": np.round(rollout.logprobs[indices].astype(float), 4).tolist(),
+        "versions": rollout.policy_versions[indices].tolist(),
+        "mask": rollout.loss_mask[indices].astype(int).tolist(),
+        "differences": _rounded(by_token[indices]),
+        "advantages": None if rollout.advantages is None else _rounded(rollout.advantages[indices]),
         "num_left": len(rollout.token_ids) - last,
     }
 

@@ -87,7 +87,7 @@ def make_batches(
         num_epochs=algorithm.num_epochs_per_step,
         seed=seed,
     )
-    return [replace(batch, group_places=places) for batch in batches]
+    return [replace(batch, group_ranges=places) for batch in batches]
 
 
 def make_rewarded(

@@ -130,7 +130,7 @@ class RoleBoundary:
 
 
 class Turn(NamedTuple):
-    """The places of one turn in its sequence; without an end marker its content goes up to T."""
+    """The positions of one turn in its sequence; without an end marker its content goes up to T."""
 
     boundary: RoleBoundary
     marker: int
@@ -161,10 +161,10 @@ def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[
     markers = _Markers(token_ids, boundaries)
     turns: list[Turn] = []
     free = 0
-    for place in sorted(markers.starts):
-        if place < free:
+    for position in sorted(markers.starts):
+        if position < free:
             continue
-        turn = markers.turn(place)
+        turn = markers.turn(position)
         if markers.interruptions and not turn.boundary.interrupts:
             turns += markers.parts(turn)
         else:
@@ -174,7 +174,7 @@ def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[
 
 
 class _Markers:
-    """The places of boundaries' markers in a sequence."""
+    """The positions of boundaries' markers in a sequence."""
 
     def __init__(self, token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> None:
         boundaries = [*boundaries]
@@ -183,24 +183,24 @@ class _Markers:
             for start in (boundary.start, *boundary.other_starts):
                 by_start.setdefault(start, []).append(boundary)
         self.starts: dict[int, tuple[int, list[RoleBoundary], bool]] = {}
-        """Length of the start marker at each place, the boundaries that it belongs to, and whether one interrupts."""
+        """By position, the start marker's length, the boundaries that it belongs to, and whether one interrupts."""
         for start in sorted(by_start, key=len):  # longer ones take the place of shorter ones
             alike = [boundary for boundary in by_start[start] if boundary.role == by_start[start][-1].role]
             found = len(start), alike, any(boundary.interrupts for boundary in alike)
             self.starts.update(dict.fromkeys(_places_of(start, token_ids), found))
         self.interruptions: list[int] = []
         if any(boundary.interrupts for boundary in boundaries):
-            self.interruptions = sorted(place for place, (_, _, interrupts) in self.starts.items() if interrupts)
+            self.interruptions = sorted(position for position, (_, _, interrupts) in self.starts.items() if interrupts)
         markers = {boundary.end for boundary in boundaries if boundary.end is not None}
         self._ends = {marker: _places_of(marker, token_ids) for marker in markers}
         self._length = len(token_ids)
 
-    def turn(self, place: int) -> Turn:
-        """Return the turn whose start marker is at a place."""
-        length, boundaries, _ = self.starts[place]
-        turn = self._turn(boundaries[0], place, place + length)
+    def turn(self, position: int) -> Turn:
+        """Return the turn whose start marker is at a position."""
+        length, boundaries, _ = self.starts[position]
+        turn = self._turn(boundaries[0], position, position + length)
         for boundary in boundaries[1:]:
-            other = self._turn(boundary, place, place + length)
+            other = self._turn(boundary, position, position + length)
             if (other.end, -other.stop) < (turn.end, -turn.stop):
                 turn = other
         return turn
@@ -224,18 +224,18 @@ class _Markers:
     def _turn(self, boundary: RoleBoundary, marker: int, start: int) -> Turn:
         end = stop = self._length
         if boundary.end is not None:
-            places = self._ends[boundary.end]
-            following = bisect_left(places, start)
-            if following < len(places):
-                end = places[following]
+            positions = self._ends[boundary.end]
+            following = bisect_left(positions, start)
+            if following < len(positions):
+                end = positions[following]
                 stop = end + len(boundary.end)
         return Turn(boundary, marker, start, end, stop)
 
-    def _rest(self, part: Turn, place: int) -> Turn:
-        """Return the rest of a turn, from a place on."""
-        if place <= part.end:
-            return Turn(part.boundary, place, place, part.end, part.stop)
-        return self._turn(part.boundary, place, place)
+    def _rest(self, part: Turn, position: int) -> Turn:
+        """Return the rest of a turn, from a position on."""
+        if position <= part.end:
+            return Turn(part.boundary, position, position, part.end, part.stop)
+        return self._turn(part.boundary, position, position)
 
     def _interruption(self, part: Turn) -> Turn | None:
         """Return the first turn that interrupts the part, or None."""
@@ -246,12 +246,12 @@ class _Markers:
 
 
 def _places_of(marker: Sequence[int], token_ids: IntArray) -> list[int]:
-    """Return the places where the marker begins, in order."""
+    """Return the positions where the marker begins, in order."""
     last = len(token_ids) - len(marker)
-    places = np.flatnonzero(token_ids[: max(last + 1, 0)] == marker[0])
+    positions = np.flatnonzero(token_ids[: max(last + 1, 0)] == marker[0])
     for offset, token_id in enumerate(marker[1:], start=1):
-        places = places[token_ids[places + offset] == token_id]
-    found: list[int] = places.tolist()
+        positions = positions[token_ids[positions + offset] == token_id]
+    found: list[int] = positions.tolist()
     return found
 
 
@@ -260,7 +260,7 @@ def encode_markers(
 ) -> list[RoleBoundary]:
     """Encode the ``markers``, which messages call ``name``, to token ids.
 
-    Raises ``ConfigError`` with a marker's place in the list if it has no tokens, or an unknown one.
+    Raises ``ConfigError`` with a marker's index in the list if it has no tokens, or an unknown one.
     """
     return [_encode(one, tokenizer, f"{name}[{index}]") for index, one in enumerate(markers)]
 

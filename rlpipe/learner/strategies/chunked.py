@@ -57,7 +57,7 @@ def full_rows(module: LogprobModel, num_tokens: int) -> list[Row]:
         advantages=np.zeros(num_tokens, np.float32),
         policy_versions=np.zeros(num_tokens, np.int32),
         group_ids=np.zeros(1, np.int32),
-        first_places=np.zeros(1, np.int64),
+        first_indices=np.zeros(1, np.int64),
     )
     text = plan_row(micro_batch, layout=module.layout, device=CPU)
     return [*_with_images(module, micro_batch), text]
@@ -72,13 +72,13 @@ def _with_images(module: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
     try:
         each = blank_images(model.config, 1, most_tokens=num_tokens - 1).tokens_per_image
         images = blank_images(model.config, num_tokens // (each + 1), most_tokens=num_tokens - 1)
-        places = [1 + index * (each + 1) for index in range(images.num_images)]
+        starts = [1 + index * (each + 1) for index in range(images.num_images)]
         token_ids = np.full(num_tokens, 0 if image_token else 1)
-        for place in places:
-            token_ids[place : place + each] = image_token
-        placed = tuple(PlacedImage(start=place, num_tokens=each, content=b"") for place in places)
+        for start in starts:
+            token_ids[start : start + each] = image_token
+        placed = tuple(PlacedImage(start=start, num_tokens=each, content=b"") for start in starts)
         filled = replace(micro_batch, token_ids=token_ids, images=placed)
-        return [Vision(model, _Blank(images)).plan(filled, module.layout, CPU)] if places else []
+        return [Vision(model, _Blank(images)).plan(filled, module.layout, CPU)] if starts else []
     except (LookupError, AttributeError, TypeError, ValueError):  # a tower that takes its images in another form
         return []
 

@@ -162,7 +162,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 episode=None,
                 rejected=None,
                 is_greedy=bool(entry.get("is_greedy", False)),
-                first_place=0,
+                first_index=0,
                 **{name: parts[name][place] for name in names},
             )
             for place in range(start, stop)

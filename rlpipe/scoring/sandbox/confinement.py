@@ -69,7 +69,7 @@ def find_bwrap() -> str | None:
     """Return the path of bubblewrap, or None if it is not installed or can't confine a process on this machine."""
     if (path := shutil.which("bwrap")) is None:
         return None
-    command = [path, *_bwrap_arguments(os.sep, readable_places()), "--", sys.executable, "-I", "-c", ""]
+    command = [path, *_bwrap_arguments(os.sep, readable_paths()), "--", sys.executable, "-I", "-c", ""]
     try:
         result = subprocess.run(command, capture_output=True, timeout=BWRAP_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
@@ -98,7 +98,7 @@ def describe_confinement() -> str:
     return ", ".join([*parts, *usable_namespaces().describe()])
 
 
-def readable_places(more: Iterable[str | Path] = ()) -> set[str]:
+def readable_paths(more: Iterable[str | Path] = ()) -> set[str]:
     """Return the real paths of what a program may read: the system's and Python's libraries, and ``more``."""
     return {os.path.realpath(path) for path in (*READABLE, sys.prefix, sys.base_prefix, sys.executable, *more)}
 
@@ -119,23 +119,23 @@ def confine_program(folder: str, readable: Iterable[str | Path] = ()) -> tuple[l
     ``readable``. It reaches no process but those it starts. Under Landlock it opens no sockets but pairs; under
     bubblewrap, local ones, too. The function raises ``OSError`` on failure.
     """
-    places, program_filter = readable_places(readable), build_program_filter()
+    paths, program_filter = readable_paths(readable), build_program_filter()
     version = landlock_version()
     bwrap = None if version else find_bwrap()
 
     def confine() -> None:
         call_prctl(PR_SET_NO_NEW_PRIVS, 1)
         if version:
-            _restrict(version, readable=places, writable=[folder])
+            _restrict(version, readable=paths, writable=[folder])
             install_filter(program_filter)
 
-    return [] if bwrap is None else [bwrap, *_bwrap_arguments(folder, places), "--"], confine
+    return [] if bwrap is None else [bwrap, *_bwrap_arguments(folder, paths), "--"], confine
 
 
 def _bwrap_arguments(folder: str, readable: Iterable[str]) -> list[str]:
-    places = [argument for path in sorted({*readable, *READABLE[:5]}) for argument in ("--ro-bind-try", path, path)]
+    binds = [argument for path in sorted({*readable, *READABLE[:5]}) for argument in ("--ro-bind-try", path, path)]
     own = [] if folder == os.sep else ["--bind", folder, folder, "--chdir", folder]
-    return [*BWRAP_NAMESPACES, "--die-with-parent", "--dev", "/dev", *places, *own]
+    return [*BWRAP_NAMESPACES, "--die-with-parent", "--dev", "/dev", *binds, *own]
 
 
 def _restrict(version: int, *, readable: Iterable[str], writable: Sequence[str]) -> None:
@@ -155,16 +155,16 @@ def _restrict(version: int, *, readable: Iterable[str], writable: Sequence[str])
 
 def _allow(ruleset: int, path: str, access: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # it is missing, or out of reach anyway
         return
     try:
-        kinds = access if stat.S_ISDIR(os.fstat(place).st_mode) else access & OF_FILES
-        rule = _PathBeneath(kinds, place)
+        kinds = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & OF_FILES
+        rule = _PathBeneath(kinds, descriptor)
         check(
             libc().syscall(
                 ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint32(0)
             )
         )
     finally:
-        os.close(place)
+        os.close(descriptor)

@@ -149,14 +149,14 @@ def _unshare(flags: int) -> None:
 def _mount_own(scratch: str) -> None:
     _mount("none", "/", None, RECURSIVE | PRIVATE)
     _mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES | NO_EXECUTION)
-    for place, megabytes, mode in ((scratch, SCRATCH_MB, 700), ("/dev/shm", SHARED_MEMORY_MB, 1777)):
-        if os.path.isdir(place):
+    for target, megabytes, mode in ((scratch, SCRATCH_MB, 700), ("/dev/shm", SHARED_MEMORY_MB, 1777)):
+        if os.path.isdir(target):
             options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode={mode}"
-            _mount("tmpfs", place, "tmpfs", NO_SETUID | NO_DEVICES, options)
+            _mount("tmpfs", target, "tmpfs", NO_SETUID | NO_DEVICES, options)
 
 
-def _mount(source: str, place: str, kind: str | None, flags: int, options: str = "") -> None:
-    encoded = [None if text is None else os.fsencode(text) for text in (source, place, kind)]
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     check(libc().mount(*encoded, flags, os.fsencode(options)))
 
 

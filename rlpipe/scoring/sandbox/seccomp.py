@@ -146,7 +146,7 @@ def _allow_unix_only() -> list[Instruction]:
 
 
 def _refuse_commands(commands: Sequence[int]) -> list[Instruction]:
-    checks = [(JUMP_EQUAL, len(commands) - place, 0, command) for place, command in enumerate(commands)]
+    checks = [(JUMP_EQUAL, len(commands) - index, 0, command) for index, command in enumerate(commands)]
     refusal = (RETURN, 0, 0, FAIL_WITH | errno.EPERM)
     return [(LOAD, 0, 0, SECOND_ARGUMENT_AT), *checks, (RETURN, 0, 0, ALLOW), refusal]
 
@@ -158,7 +158,7 @@ def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
     """
     refused = [number for pid in protected for number in (pid, PID_SPACE - pid)]
     checks: list[Instruction] = [
-        *((JUMP_EQUAL, len(refused) - place + 2, 0, number) for place, number in enumerate(refused)),
+        *((JUMP_EQUAL, len(refused) - index + 2, 0, number) for index, number in enumerate(refused)),
         (JUMP_AT_LEAST, 0, 2, own),
         (JUMP_GREATER, 1, 0, PID_SPACE - own),
         (RETURN, 0, 0, ALLOW),

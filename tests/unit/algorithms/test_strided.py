@@ -95,7 +95,7 @@ def test_masks_of_a_step_are_the_rows_of_the_whole(case: Case) -> None:
     row, mask = case.plan(), mask_of(case)
     whole = mask.dense()
     for step in range(row.num_steps):
-        place = row.place(step)
+        place = row.step_slice(step)
         assert torch.equal(mask.dense(place), whole[place, : place.stop])
         queries, keys = torch.arange(row.num_columns), torch.arange(place.stop)
         part = mask.blocks(place)
@@ -118,7 +118,7 @@ def test_every_token_is_predicted_by_the_one_before_it(case: Case) -> None:
 def test_the_truth_of_a_block_are_the_documents_tokens_behind_its_context(case: Case) -> None:
     row, tokens = case.plan(), tokens_by_loops(case)
     generated = [token for token in tokens if token.column >= 0]
-    for token, place in zip(generated, row.truth_places().ravel(), strict=True):
+    for token, place in zip(generated, row.truth_indices().ravel(), strict=True):
         assert tokens[place] == Token(document=token.document, place=token.place)
 
 

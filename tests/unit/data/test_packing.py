@@ -220,7 +220,7 @@ def test_loss_tokens_are_numbered_over_the_whole_step(lengths: list[int], num_ra
     found = {}
     for micro in (part for one in whole for part in split_padded(one, 50)):
         for place, start, end in zip(
-            micro.first_places, micro.sequence_starts[:-1], micro.sequence_starts[1:], strict=True
+            micro.first_indices, micro.sequence_starts[:-1], micro.sequence_starts[1:], strict=True
         ):
             own = slice(start, end)
             found |= dict(enumerate(micro.token_ids[own][micro.loss_mask[own]].tolist(), int(place)))
@@ -264,4 +264,4 @@ def test_images_stay_with_their_sequences() -> None:
     assert filled.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert filled.sequence_starts.tolist() == [0, 5, 8]
     assert (filled.loss_mask.sum(), filled.images[0].start) == (4, 6)
-    assert filled.first_places.tolist() == [0, 0]
+    assert filled.first_indices.tolist() == [0, 0]

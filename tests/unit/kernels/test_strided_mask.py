@@ -20,7 +20,7 @@ from rlpipe.kernels.strided_mask import StridedMask
 def slices_of(case: Case) -> list[slice]:
     """Return the whole row, its documents, each drawing step, and slices with arbitrary ends."""
     row = case.plan()
-    steps = [row.place(step) for step in range(row.num_steps)]
+    steps = [row.step_slice(step) for step in range(row.num_steps)]
     return [slice(None), slice(0, row.num_document_tokens), *steps, slice(2, 5), slice(3, row.num_tokens - 1)]
 
 
@@ -126,7 +126,7 @@ def make_heads(num_queries: int, num_keys: int, dtype: torch.dtype) -> tuple[Ten
 @pytest.mark.parametrize("window", [None, 4])
 def test_attention_equals_that_under_the_dense_mask(name: str, window: int | None) -> None:
     mask = mask_of(CASES[name])
-    for queries in (slice(None), CASES[name].plan().place(1)):
+    for queries in (slice(None), CASES[name].plan().step_slice(1)):
         dense = mask.dense(queries, window=window)
         heads = make_heads(*dense.shape, torch.float64)
         actual = flex_attention(*heads, block_mask=mask.blocks(queries, window=window), enable_gqa=True)
@@ -162,5 +162,5 @@ def test_rows_of_other_lengths_steps_and_windows_need_no_other_kernel() -> None:
                 assert error_of_compiled(case, slice(None), window) < 1e-6
         for case in (row(300), row(150, 330)):
             for step in (0, 3, 6):
-                assert error_of_compiled(case, case.plan().place(step), None) < 1e-6
+                assert error_of_compiled(case, case.plan().step_slice(step), None) < 1e-6
     assert counters["stats"]["unique_graphs"] == 2

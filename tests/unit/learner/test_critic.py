@@ -56,7 +56,7 @@ def states_of(model: torch.nn.Module, rollout: Rollout) -> Tensor:
 
 
 def by_place(updates: list[list[LearnerInputs]]) -> list[list[int]]:
-    return [[place for part in update for place in part.places.tolist()] for update in updates]
+    return [[place for part in update for place in part.indices.tolist()] for update in updates]
 
 
 def test_training_equals_autograd_on_the_clipped_loss_with_adam(tiny: Path) -> None:
@@ -114,7 +114,7 @@ def test_advantages_are_those_of_the_critic_before_the_step(tiny: Path) -> None:
     found = {
         place: value
         for part in parts
-        for place, value in zip(part.places.tolist(), part.advantages.tolist(), strict=True)
+        for place, value in zip(part.indices.tolist(), part.advantages.tolist(), strict=True)
     }
     want = (np.array(expected) - np.mean(expected)) / np.sqrt(np.var(expected, ddof=1) + 1e-8)
     np.testing.assert_allclose([found[place] for place in range(len(want))], want, atol=2e-5)

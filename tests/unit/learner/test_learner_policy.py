@@ -100,7 +100,7 @@ def test_a_row_ends_with_the_token_that_predicts_its_last_loss_token() -> None:
         advantages=np.zeros(7, np.float32),
         policy_versions=np.zeros(7, np.int32),
         group_ids=np.zeros(2, np.int32),
-        first_places=np.zeros(2, np.int64),
+        first_indices=np.zeros(2, np.int64),
     )
     row = plan_row(micro_batch, layout=AttentionLayout.SHARED, device=CPU)
     assert row.token_ids.tolist() == [10, 11]

@@ -128,8 +128,8 @@ def test_tokens_that_the_learner_leaves_out_have_no_difference(tiny: Path) -> No
     places = number_tokens(rollouts)
     (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=100, skip_zero_advantage=True)
     learner = make_learner(tiny)
-    learner.train_step(replace(batch, group_places=places))
-    found = learner.token_differences(replace(batch, group_places=places))[1]
+    learner.train_step(replace(batch, group_ranges=places))
+    found = learner.token_differences(replace(batch, group_ranges=places))[1]
     left_out = np.repeat([False, True, False], [rollout.num_loss_tokens for rollout in rollouts[3:6]])
     assert np.array_equal(np.isnan(found), left_out)
     assert not learner.token_differences(batch), "nothing says whose tokens they are"

@@ -88,7 +88,7 @@ def advantages_of(updates: Sequence[Sequence[LearnerInputs]]) -> dict[int, float
     """Return the advantages by place, which must be the same in all updates that contain it."""
     found: dict[int, float] = {}
     for inputs in (inputs for update in updates for inputs in update):
-        for place, value in zip(inputs.places.tolist(), inputs.advantages.tolist(), strict=True):
+        for place, value in zip(inputs.indices.tolist(), inputs.advantages.tolist(), strict=True):
             assert found.setdefault(place, value) == value
     return found
 

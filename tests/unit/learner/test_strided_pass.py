@@ -266,7 +266,7 @@ def test_hidden_states_are_transformers_own_at_every_depth(name: str) -> None:
         for column, context in enumerate(contexts_of(inputs)):
             alone = torch.cat([context, sampled[:, column]])[None]
             expected = plain_model(name)(input_ids=alone, output_hidden_states=True).hidden_states
-            places = [plan.place(step).start + column for step in range(plan.num_steps)]
+            places = [plan.step_slice(step).start + column for step in range(plan.num_steps)]
             for depth, got in zip((2, 0, 1, 1), depths, strict=True):
                 torch.testing.assert_close(got[places], expected[depth][0, len(context) :], atol=1e-5, rtol=0)
 

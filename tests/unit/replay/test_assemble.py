@@ -116,7 +116,7 @@ def test_the_branches_of_an_episode_are_numbered_one_after_the_other() -> None:
     (batch,) = assemble([made], AlgorithmConfig(reward_kl=RewardKlConfig(coef=0.1)))
     (micro,) = batch.mini_batches[0].micro_batches
     assert batch.rewards is not None
-    assert (batch.rewards.num_tokens[0].tolist(), micro.first_places.tolist()) == ([4, 2], [0, 3, 4])
+    assert (batch.rewards.num_tokens[0].tolist(), micro.first_indices.tolist()) == ([4, 2], [0, 3, 4])
 
 
 ONLINE = AlgorithmConfig(loss=LossConfig(name="dpo"))
