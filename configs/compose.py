@@ -299,7 +299,8 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
 
 def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
     try:
-        OmegaConf.update(node, key, expand_home(value), merge=True, force_add=True)
+        value = [*value] if isinstance(value, tuple) else expand_home(value)
+        OmegaConf.update(node, key, value, merge=True, force_add=True)
     except GrammarParseError as error:
         raise layer.error(f"{name}: can't read the interpolation: {first_line(error)}; {PLAIN_TEXT}") from error
     except (OmegaConfBaseException, OverflowError) as error:

@@ -64,7 +64,7 @@ class Summary(TypedDict, total=False):
 
 
 def train(
-    config: Config | Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     rewards: RewardLike | Sequence[RewardLike] = (),
     *,
     model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -74,13 +74,14 @@ def train(
 ) -> Summary:
     """Train, and return the summary of the run.
 
-    ``config`` is a finished ``Config``, or options by section or name, ``{"learner": {"optimizer": {"lr": 1e-5}}}`` or
-    ``{"learner.optimizer.lr": 1e-5}``; further ``options`` are added to it. A section may also be the name of one of
-    its files (``algorithm="dapo"``, ``learner="single_gpu"``, ``experiment="gsm8k"``). ``model`` is a folder, a hub id,
-    or one of ``lora``, ``qlora`` and ``full``. ``dataset`` is a file, a folder, a hub id, or rows: dictionaries with
-    the columns that prompts and rewards need, a ``datasets.Dataset`` or a ``DataFrame``, which are stored in the run's
-    output. ``num_epochs`` sets ``algorithm.num_steps`` by their number. ``rewards`` are reward functions or
-    ``RewardActor`` classes in addition to those of the config, each with weight 1 under its ``__name__``.
+    ``config`` is a finished ``Config``, a YAML file, or options by section or name,
+    ``{"learner": {"optimizer": {"lr": 1e-5}}}`` or ``{"learner.optimizer.lr": 1e-5}``; further ``options`` are added to
+    it. A section may also be the name of one of its files (``algorithm="dapo"``, ``learner="single_gpu"``,
+    ``experiment="gsm8k"``). ``model`` is a folder, a hub id, or one of ``lora``, ``qlora`` and ``full``. ``dataset`` is
+    a file, a folder, a hub id, or rows: dictionaries with the columns that prompts and rewards need, a
+    ``datasets.Dataset`` or a ``DataFrame``, which are stored in the run's output. ``num_epochs`` sets
+    ``algorithm.num_steps`` by their number. ``rewards`` are reward functions or ``RewardActor`` classes in addition to
+    those of the config, each with weight 1 under its ``__name__``.
 
     A run that has ended is left as it is. Raises ``InputError`` if the input is wrong, ``RunError`` if the run fails.
     """
@@ -89,20 +90,38 @@ def train(
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     dataset = os.fspath(dataset) if isinstance(dataset, os.PathLike) else dataset
     also = {"model": model, "dataset": dataset, "num_epochs": num_epochs}
+    several = _several(rewards)
     if not isinstance(config, Config):
-        given = [config or {}, options, {} if model is None else {"model": model}]
-        config = make_config(given, dataset, num_epochs)
+        file = os.fspath(config) if isinstance(config, str | os.PathLike) else None
+        given = [{} if file else config or {}, options, {} if model is None else {"model": model}]
+        config = make_config(given, dataset, num_epochs, file)
     elif others := [*options, *(name for name, value in also.items() if value is not None)]:
         raise ConfigError(f"{others[0]}: a finished Config takes no further options; pass its options as a dictionary")
-    several = [rewards] if callable(rewards) else list(rewards)
     return cast(Summary, pipeline.train(config, several))
 
 
-def make_config(given: Iterable[Mapping[str, Any]], dataset: Any, num_epochs: float | None) -> Config:
+def _several(rewards: Any) -> list[RewardLike]:
+    if callable(rewards):
+        return [rewards]
+    if isinstance(rewards, Sequence) and all(callable(reward) for reward in rewards):
+        return [*rewards]
+    raise ConfigError(
+        f"rewards={rewards!r:.100}: give a reward function or RewardActor class, or a list of them; "
+        "one that is named by its path is an option, such as {'scoring.rewards.NAME.path': 'module:name'}"
+    )
+
+
+def make_config(
+    given: Sequence[Mapping[str, Any]], dataset: Any, num_epochs: float | None, file: str | None = None
+) -> Config:
     """Return the config of a run, whose rows, if they are in memory, are stored in its output.
 
-    ``given`` are options by section or name; later ones are added to those before them.
+    ``given`` are options by section or name; later ones are added to those before them, and all to those of a ``file``.
     """
+    if num_epochs is not None and not (isinstance(num_epochs, int | float) and 0 < num_epochs < math.inf):
+        raise ConfigError(f"num_epochs={num_epochs!r}: give a number above 0")
+    if wrong := next((tree for tree in given if not isinstance(tree, Mapping)), None):
+        raise ConfigError(f"config={wrong!r:.100}: give a YAML file, or a dictionary of options")
     groups, choices = list_groups(), list[str]()
     options = [] if dataset is None else [{"data": _describe_rows(dataset)}]
     for name, value in chain.from_iterable(tree.items() for tree in given):
@@ -111,9 +130,9 @@ def make_config(given: Iterable[Mapping[str, Any]], dataset: Any, num_epochs: fl
         elif name in groups and isinstance(value, str):
             choices.append(f"{name}={value}")
         else:
-            options.append(nested(name, value))
+            options.append(nested(str(name), value))
     rows = None if dataset is None or isinstance(dataset, str) else _in_memory(dataset)
-    config = load_config(choices, options=options, need_files=False)
+    config = load_config(choices, file=file, options=options, need_files=False)
     if rows is not None:
         _store_rows(rows, Path(str(config.data.path)), Path(config.output))
     if num_epochs is not None:
@@ -121,7 +140,7 @@ def make_config(given: Iterable[Mapping[str, Any]], dataset: Any, num_epochs: fl
             raise ConfigError("num_epochs: only rows in memory have a known number; set algorithm.num_steps instead")
         num_steps = math.ceil(num_epochs * (len(rows) - config.data.held_out.size) / config.algorithm.groups_per_step)
         choices.append(f"algorithm.num_steps={max(num_steps, 1)}")
-    return load_config(choices, options=options)
+    return load_config(choices, file=file, options=options)
 
 
 def _describe_rows(dataset: Any) -> dict[str, Any]:
@@ -129,6 +148,8 @@ def _describe_rows(dataset: Any) -> dict[str, Any]:
     if isinstance(dataset, str):
         found = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
         return {"source": next(found, "datasets"), "path": dataset}
+    if not isinstance(dataset, Iterable):
+        raise DataError(f"dataset={dataset!r:.100}: give a file, a folder, a hub id, or rows")
     source = "parquet" if isinstance(dataset, Table) else "jsonl"
     return {"source": source, "path": f"${{output}}/dataset.{source}"}
 

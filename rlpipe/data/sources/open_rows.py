@@ -129,9 +129,13 @@ class JsonlRows:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Row:
-        with self._open() as file:
-            file.seek(self._offsets[index])
-            return json.loads(file.readline())
+        try:
+            with self._open() as file:
+                file.seek(self._offsets[index])
+                return json.loads(file.readline())
+        except (OSError, ValueError) as error:
+            changed = f"{self.location(index)} has changed since the run began ({describe_error(error)})"
+            raise DataError(f"{changed}: put the file back, and continue") from None
 
     def location(self, index: int) -> str:
         return f"{self.name}, line {self._line_numbers[index]}"
@@ -190,7 +194,8 @@ class TableRows:
         return self._length
 
     def __getitem__(self, index: int) -> Row:
-        return self._read(index)
+        with naming(self.location(index)):
+            return self._read(index)
 
     def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -292,18 +297,22 @@ def _check_table(table: pyarrow.Table, name: str, check: CheckColumns) -> None:
 
 
 def _load_dataset(data: DataConfig, path: str) -> Any:
-    """Load a folder that ``save_to_disk`` wrote, a folder with data files, or a data set on the hub."""
+    """Load a folder that ``save_to_disk`` wrote, a data file or a folder of them, or a data set on the hub."""
     from datasets import load_dataset, load_from_disk
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     folder = Path(path).expanduser()
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         return _split_of(load_from_disk(str(folder)), data)
+    if folder.is_file():  # its suffix tells the format
+        return load_dataset(
+            str(folder.parent), data.name, data_files=folder.name, split=data.split, streaming=data.streaming
+        )
     if folder.exists():
         return load_dataset(str(folder), data.name, split=data.split, streaming=data.streaming)
     if not hub_has(path, kind="dataset", option="data.path", error=DataError) and not HF_HUB_OFFLINE:
         raise DataError(
-            f"data.path: {path!r} is not a folder here, and the hub can't be reached; "
+            f"data.path: {path!r} is neither a file nor a folder here, and the hub can't be reached; "
             "HF_HUB_OFFLINE=1 uses the copy in the cache"
         )
     return load_dataset(path, data.name, split=data.split, streaming=data.streaming)

@@ -155,7 +155,10 @@ def open_lines(path: Path, offset: int = 0) -> BinaryIO:
 
     stream = io.BufferedReader(pyarrow.input_stream(str(path)), CHUNK_BYTES)
     while offset > 0:
-        offset -= len(stream.read(min(offset, CHUNK_BYTES)))
+        passed = len(stream.read(min(offset, CHUNK_BYTES)))
+        if not passed:
+            raise DataError(f"{path} has become shorter since the run began: put it back, and continue")
+        offset -= passed
     return stream
 
 
@@ -302,7 +305,7 @@ def naming(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, pyarrow.ArrowException, DatasetsError) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException, DatasetsError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{name} can't be read ({describe_error(error)})") from None

@@ -1,5 +1,6 @@
 """Tests that rows are read from files, data sets and reasoning-gym tasks, or fail with what is wrong and where."""
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from datasets import Dataset, DatasetDict, Split
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.data.row import require_columns
 from rlpipe.data.sources.open_rows import load_split, open_held_out_rows, open_rows
+from rlpipe.data.sources.readers import open_lines
 from rlpipe.errors import DataError
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "bż", "answer": 2}, {"prompt": "c", "answer": 3}]
@@ -114,6 +116,41 @@ def test_folder_of_data_files_is_a_data_set(tmp_path: Path, monkeypatch: pytest.
     assert read(DataConfig(source="datasets", path=str(tmp_path / "data"))) == ROWS
     with pytest.raises(DataError, match=r"can't be loaded"):
         open_rows(DataConfig(source="datasets", path=str(tmp_path / "data"), split="dev"), seed=0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_single_file_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "other.csv").write_text("prompt,answer\nz,9\n")
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb,2\n")
+    found = load_split(DataConfig(source="datasets", path=str(tmp_path / "rows.csv"), streaming=streaming))
+    assert [*found] == [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+
+
+def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [json.dumps(row) for row in ROWS])
+    rows = open_rows(data, seed=0)
+    for content in ("{", None):
+        (tmp_path / "rows.jsonl").write_text(content) if content else (tmp_path / "rows.jsonl").unlink()
+        with pytest.raises(DataError, match=r"rows\.jsonl, line 2 has changed since the run began \(.*\): put"):
+            rows[1]
+
+
+def test_a_compressed_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    assert open_lines(path, 16).read() == b""
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz has become shorter since the run began"):
+        open_lines(path, 17)
+
+
+def test_a_value_that_python_can_not_hold_is_named(tmp_path: Path) -> None:
+    times = pa.array([0, 4 * 10**11], pa.timestamp("s"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "time": times}), tmp_path / "rows.parquet")
+    rows = open_rows(DataConfig(source="parquet", path=str(tmp_path / "rows.parquet")), seed=0)
+    assert rows[0]["prompt"] == "a"
+    with pytest.raises(DataError, match=r"rows\.parquet, row 2 can't be read \("):
+        rows[1]
 
 
 def test_data_set_that_is_nowhere_is_refused(tmp_path: Path) -> None:

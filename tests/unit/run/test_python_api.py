@@ -16,7 +16,7 @@ import rlpipe
 from rlpipe.common.atomic_io import held
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError, DataError
+from rlpipe.errors import ConfigError, DataError, InputError
 from rlpipe.run import pipeline
 from rlpipe.run.python_api import make_config
 
@@ -172,6 +172,47 @@ def test_one_reward_or_several(base: dict[str, Any], monkeypatch: pytest.MonkeyP
     for name, value in {"seed": 2, "num_epochs": 3, "model": "full"}.items():
         with pytest.raises(ConfigError, match=f"^{name}: a finished Config takes no further options"):
             rlpipe.train(calls[0][0], **{name: value})
+
+
+def test_a_config_file_takes_further_options(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Config] = []
+    monkeypatch.setattr(pipeline, "train", lambda config, rewards: calls.append(config) or {})
+    file = tmp_path / "run.yaml"
+    file.write_text("defaults: [{algorithm: dapo}]\nseed: 3\nlearner: {optimizer: {lr: 1e-6}}\n")
+    for kind in (str, Path):
+        rlpipe.train(kind(file), **base, dataset=ROWS, seed=4)
+    assert calls[0] == calls[1]
+    assert (calls[0].seed, calls[0].learner.optimizer.lr, calls[0].algorithm.loss.clip_high) == (4, 1e-6, 0.28)
+    with pytest.raises(InputError, match=r"the config file .*none\.yaml does not exist"):
+        rlpipe.train(tmp_path / "none.yaml")
+
+
+def test_tuples_are_lists(base: dict[str, Any]) -> None:
+    config = make_config([base, {"learner": {"optimizer": {"betas": (0.8, 0.9)}}}], ROWS, None)
+    assert list(config.learner.optimizer.betas) == [0.8, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"rewards": "module:name"}, r"^rewards='module:name': give a reward function or RewardActor class, or a list"),
+        ({"rewards": [length, "module:name"]}, r"^rewards=\[.*'module:name'\]: give a reward function"),
+        ({"rewards": {"length": length}}, "^rewards={'length': .*: give a reward function"),
+        ({"rewards": 5}, "^rewards=5: give a reward function"),
+        ({"config": ["seed=3"]}, r"^config=\['seed=3'\]: give a YAML file, or a dictionary of options$"),
+        ({"config": {3: 4}}, "^3: no such option"),
+        ({"num_epochs": float("nan")}, "^num_epochs=nan: give a number above 0$"),
+        ({"num_epochs": float("inf")}, "^num_epochs=inf: give a number above 0$"),
+        ({"num_epochs": -1}, "^num_epochs=-1: give a number above 0$"),
+        ({"num_epochs": "2"}, "^num_epochs='2': give a number above 0$"),
+        ({"dataset": 5}, "^dataset=5: give a file, a folder, a hub id, or rows$"),
+    ],
+)
+def test_arguments_of_other_types_are_named(base: dict[str, Any], arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        rlpipe.train(**{**base, "dataset": ROWS, **arguments})
 
 
 def test_paths_are_texts_as_well(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
