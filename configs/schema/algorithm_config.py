@@ -329,7 +329,7 @@ class RewardKlConfig(Freezable):
 class CriticConfig(Freezable):
     lr: float = option(1e-5, "Learning rate of the value head (gae).", above=0, maximum=MAX_WEIGHT)
     value_clip: float | None = option(
-        0.5, "Largest change of a value in a step that is rewarded; null: not bounded.", above=0, maximum=MAX_WEIGHT
+        0.5, "The value loss clips a value's change in a step to this; null: not clipped.", above=0, maximum=MAX_WEIGHT
     )
 
 
@@ -349,7 +349,7 @@ class AlgorithmConfig(Freezable):
     kind: str = option(
         "rl",
         "Reinforcement learning; supervised fine-tuning; learning from preferences; training a reward model on "
-        "preferences, or a process reward model on labelled steps; or EBFT on blocks of raw text.",
+        "preferences, or a process reward model on labeled steps; or EBFT on blocks of raw text.",
         choices=("rl", "sft", "preference", "reward_model", "process_reward_model", "ebft_strided"),
     )
     num_steps: int = option(100, "Steps to train.", minimum=1, maximum=MAX_STEPS)

@@ -27,7 +27,7 @@ class AdapterConfig(Freezable):
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
     use_dora: bool = option(False, "Train direction and magnitude of each weight separately (DoRA).")
     merge: bool | None = option(
-        None, "Send engines whole models with the adapter merged; null: only if they can serve no adapter."
+        None, "Send engines whole models with the adapter merged; null: only if they can't merge it themselves."
     )
 
 

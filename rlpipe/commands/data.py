@@ -52,7 +52,10 @@ examples:
 
 def add_commands(commands: Commands) -> None:
     parser = commands.add_parser(
-        "data", help="show the rows of a run", description="Show the rows of a run.", allow_abbrev=False
+        "data",
+        help="show, count or prepare the rows of a run",
+        description="Show, count or prepare the rows of a run.",
+        allow_abbrev=False,
     )
     subjects = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
     preview = add_command(

@@ -11,7 +11,7 @@ from rlpipe.errors import ConfigError
 NOTES = """\
 Reads YAML files of axolotl, shell scripts and YAML files of verl and OpenRLHF, and scripts, commands and YAML files of
 TRL.
-Nothing is run. Each setting becomes an option, or a comment with the reason why it has no equivalent.
+Nothing in the file is executed. Each setting becomes an option, or a comment with the reason why it has no equivalent.
 """
 
 METHODS = (
@@ -21,9 +21,7 @@ METHODS = (
 
 
 def add_import(commands: Commands) -> None:
-    parser = add_command(
-        commands, "import", run_import, "turn a config of another system into one of rlpipe", epilog=NOTES
-    )
+    parser = add_command(commands, "import", run_import, "convert a config of another system to rlpipe", epilog=NOTES)
     parser.add_argument("file", metavar="FILE", help="a YAML file, a shell script or a Python script")
     parser.add_argument("-o", "--output", metavar="FILE", help="YAML file to write; default: print it")
     parser.add_argument(

@@ -141,7 +141,7 @@ def add_simulate(commands: Commands) -> None:
         "--places",
         type=at_least(int, 1),
         metavar="N",
-        help="groups that an engine samples at the same time; default: as many as its sequences hold",
+        help="groups that an engine samples at the same time; default: its sequences divided by the group size",
     )
     parser.add_argument(
         "--minutes",

@@ -21,7 +21,7 @@ EXAMPLES = """\
 examples:
   rlpipe view outputs/run                        # one run
   rlpipe view outputs/first outputs/second       # two runs, overlaid
-  rlpipe view outputs                            # all runs in a folder, also those that begin later
+  rlpipe view outputs                            # all runs in a folder, including later ones
   rlpipe view outputs/run --export run.html      # one file to send to someone
 
 For runs on another machine: start it there with --port 8400, run ssh -N -L 8400:127.0.0.1:8400 MACHINE here, and open
