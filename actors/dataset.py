@@ -19,7 +19,7 @@ from rlpipe.data.prompts import SequenceSource, first_epoch, longest_row, open_r
 from rlpipe.data.reference_cache import ReferenceCache, reference_folder
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
-from rlpipe.data.sources.row_source import Cursor
+from rlpipe.data.sources.row_source import Cursor, check_num_rows
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import FloatArray, MiniBatch, Rollout, RolloutStatus, TrainBatch
@@ -47,6 +47,8 @@ class DatasetSetup:
     folder: str
     first_step: int
     cursor: Cursor
+    num_rows: int | None = None
+    """Rows of an epoch when the run began; None if that is not known, or may change."""
 
 
 def _pads_sequences(model: ModelConfig) -> bool:
@@ -81,8 +83,8 @@ class DatasetActor(StepServer):
         """Packs the step after the newest one that a rank has."""
 
     async def start(self) -> None:
-        """Open the row source."""
-        self._open()
+        """Open the row source; raise ``DataError`` if a resumed run has another number of rows."""
+        check_num_rows(self._setup.num_rows, self._open().num_rows)
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
         self._board.want(step)
@@ -230,6 +232,8 @@ class DatasetActor(StepServer):
         for batch in batches:
             batch.metrics = metrics
             batch.resume = {"epoch": place.epoch, "position": place.position}
+            if source.num_rows is not None:
+                batch.resume["num_rows"] = source.num_rows
         return batches
 
     def _go_to(self, source: SequenceSource, step: int) -> None:

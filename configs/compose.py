@@ -50,6 +50,7 @@ PRIMARY = "config"
 MAX_PROBLEMS = 8
 """Problems that one message lists."""
 PLAIN_TEXT = r"write \${ for a literal ${"
+HOW_TO_CHOOSE = "to choose a file of the group, write `defaults: [{}: {!s:.80}]`"
 type_hints = cache(get_type_hints)
 
 
@@ -152,7 +153,7 @@ def compose_tree(
     """Merge the tree of ``load_config``, typed by the schema; required options may still be missing in it."""
     groups = list_groups()
     parsed = [parse_override(text) for text in overrides]
-    file_tree, file_choices = read_file(Path(file)) if file is not None else ({}, [])
+    file_tree, file_choices = read_file(Path(file).expanduser()) if file is not None else ({}, [])
     choices = dict(file_choices)
     for override in parsed:
         if chooses_group(override, groups):
@@ -270,6 +271,12 @@ def merge_section(node: DictConfig, content: Mapping[str, Any], section: type, p
 
 def merge_option(node: DictConfig, key: str, value: Any, section: type, name: str, layer: Layer) -> None:
     hint = type_hints(section).get(key)
+    if hint is None and key.partition(".")[0] in type_hints(section):  # learner.optimizer.lr: 1e-6
+        first, _, rest = key.partition(".")
+        merge_option(node, first, nested(rest, value), section, name.removesuffix(f".{rest}"), layer)
+        return
+    if hint is None and name in list_groups():
+        raise layer.error(f"{name}: {HOW_TO_CHOOSE.format(name, value)}")
     if hint is None:
         raise layer.error(unknown_option(first_leaf(name, value)))
     if is_section(hint):
@@ -293,7 +300,7 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
     example = f"{name}.name" if f"{name}.name" in inside else next(iter(inside), f"{name}.<name>")
     message = f"{name}: must be a section with options such as {example}, not {value!r:.200}"
     if name in list_groups():
-        message += f"; to choose a file of the group, write `defaults: [{name}: {value!s:.80}]`"
+        message += f"; {HOW_TO_CHOOSE.format(name, value)}"
     raise layer.error(message)
 
 
@@ -410,6 +417,9 @@ def read_choice(path: Path, entry: Any) -> tuple[str, str]:
 
 def parse_override(text: str) -> Override:
     key, _, value = text.partition("=")
+    if key == text and key.isidentifier():
+        group = next((group for group, names in list_groups().items() if key in names), None)
+        raise ConfigError(f"{key}: write key=value" + (f", such as {group}={key}" if group else ""))
     try:
         # Hydra's grammar requires quotes around a tilde, which nobody expects for a path.
         override = OverridesParser.create().parse_override(f"{key}={expand_home(value)}" if value else text)

@@ -27,8 +27,8 @@ SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parque
 def data_files(path: str | None, source: str, option: str) -> list[Path]:
     """Return the sorted files of a path, which is a file, a pattern such as ``rows/*.jsonl``, or a folder.
 
-    In a folder, all files with the source's suffixes are taken, at any depth. Raises ``DataError``, which names the
-    option, if there is no file.
+    In a folder, all files with the source's suffixes are taken, at any depth, without hidden ones. Raises
+    ``DataError``, which names the option, if there is no file.
     """
     if path is None:
         raise DataError(f"{option} is not set; source {source} needs a file")
@@ -36,7 +36,8 @@ def data_files(path: str | None, source: str, option: str) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.name.endswith(SUFFIXES[source]))
+        named = (file for file in place.rglob("*") if file.name.endswith(SUFFIXES[source]) and not file.is_dir())
+        files = sorted(file for file in named if not is_hidden(file.relative_to(place)))
         if not files:
             raise DataError(
                 f"{option}: no file in the folder {place.absolute()} ends with {' or '.join(SUFFIXES[source])}"
@@ -48,6 +49,11 @@ def data_files(path: str | None, source: str, option: str) -> list[Path]:
     if not files:
         raise DataError(f"{option}: no file matches {place.absolute()}")
     return files
+
+
+def is_hidden(path: Path) -> bool:
+    """Return whether a relative path is a program's own, such as a copy in ``.ipynb_checkpoints``."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def cache_folder(path: str) -> Path:

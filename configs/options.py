@@ -296,7 +296,18 @@ def plain(value: Any) -> Any:
 
 def to_yaml(config: Config) -> str:
     """Return the resolved config as YAML, which ``rlpipe train --config`` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(plain(_escaped(asdict(config)))))
+
+
+def _escaped(value: Any) -> Any:
+    """Return a tree in which texts with ``${`` are written so that they are read back as they are."""
+    if isinstance(value, Mapping):
+        return {key: _escaped(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(own) for own in value]
+    if not isinstance(value, str) or isinstance(value, FromEnvironment):
+        return value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

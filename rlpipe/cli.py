@@ -14,7 +14,7 @@ from importlib.metadata import version
 from rlpipe.commands import data, doctor, importing, ledger, policies, preflight, runs, viewing
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
-from rlpipe.errors import Interrupted, RlpipeError, RunError
+from rlpipe.errors import InputError, Interrupted, RlpipeError, RunError
 
 LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "transformers.modeling_utils")
 """Loggers of libraries whose messages about missing optional components, or about what rlpipe refuses, are hidden."""
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Interrupted.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _drop_output()
+    except PermissionError as error:
+        print(f"rlpipe: error: {error.filename or error}: this user may not read or write it", file=sys.stderr)
+        return InputError.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

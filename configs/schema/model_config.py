@@ -75,9 +75,14 @@ class ModelConfig(Freezable):
         None, "module:function that creates model.path if it does not exist; called with the config."
     )
 
+    @property
+    def tokenizer_revision(self) -> str | None:
+        """The revision of the tokenizer's files; ``revision`` is that of ``path``."""
+        return self.revision if self.tokenizer in (None, self.path) else None
+
 
 def serves_adapter(model: ModelConfig) -> bool:
-    """Return whether engines serve the adapter on top of the base model; if not, they are given whole models."""
+    """Return whether engines get an adapter; if not, they get whole models."""
     adapter = model.adapter
     merges = needs_merging(model) if adapter.merge is None else adapter.merge
     return adapter.kind != "none" and not merges

@@ -59,7 +59,12 @@ def add_generate(commands: Commands) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
-    prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
+    try:
+        prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not in the encoding {error.encoding}: {error.reason}") from None
+    if not 0 < arguments.top_p <= 1:
+        raise InputError(f"--top-p {arguments.top_p:g}: give a number above 0 and at most 1")
     if not all(prompts):
         raise InputError("the prompt is empty; give one as an argument or on standard input")
     from rlpipe.commands.sample_texts import SamplingRequest, resolve_dtype, sample_texts

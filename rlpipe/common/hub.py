@@ -1,4 +1,4 @@
-"""A quick check whether a repository exists on the Hugging Face hub, without the long retries of its clients."""
+"""Repositories on the Hugging Face hub: whether one exists, without long retries, and a model's files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Literal
 from rlpipe.errors import InputError
 
 TIMEOUT_S = 10.0
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py", "adapter_model.bin"]
+"""Files of a model in transformers' format or of an adapter, without the weights in other formats beside them."""
 
 
 def hub_has(
@@ -41,3 +43,25 @@ def hub_has(
     except (httpx.HTTPError, OSError):
         return False
     return True
+
+
+def model_snapshot(repository: str, *, revision: str | None = None, only_cached: bool = False) -> str:
+    """Return the folder in the hub's cache with a model's files, which are fetched if needed; as the hub, ``OSError``.
+
+    With ``only_cached``, nothing is fetched, and files may be missing, which the loaders name.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError
+
+    try:
+        return snapshot_download(
+            repository,
+            revision=revision,
+            local_files_only=only_cached,
+            allow_patterns=MODEL_FILES,
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except IncompleteSnapshotError as found:
+        if not only_cached:
+            raise
+        return found.snapshot_path

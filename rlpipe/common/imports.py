@@ -74,13 +74,13 @@ def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleTy
     if path.endswith(".py") and not Path(path).expanduser().is_file():
         raise error(f"{subject} can't be imported: there is no file {Path(path).expanduser().absolute()}")
     try:
+        _make_working_directory_importable()
         if path.endswith(".py"):
             return _load_file(Path(path).expanduser().resolve())
-        _make_working_directory_importable()
         return importlib.import_module(path)
     except RlpipeError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise error(f"{subject} can't be imported: {describe_error(cause)}") from cause
 
 

@@ -310,14 +310,14 @@ def find_prepared(
     ``name`` is the source's name in a mix. A stream's rows are not prepared.
     """
     root = cache_root(data)
-    if data.streaming or not root.is_dir() or not any(root.iterdir()):
-        return None
     try:
+        if data.streaming or not root.is_dir() or not any(root.iterdir()):
+            return None
         folder = root / rendering_digest(data, rendering, name)
         if not folder.is_dir():
             return None
         file = folder / f"{source_digest(rows, seed)}.arrow"
-    except DataError as error:
+    except (DataError, PermissionError) as error:
         logger.info("prepared rows are not used: %s", error)
         return None
     if not file.is_file():

@@ -39,8 +39,6 @@ Patch = Callable[[Tensor], Tensor]
 UNQUANTIZED = "merge into the model that it was made from (--base)"
 """Fix for a base whose weights are rounded, in which the merge would be rounded, too."""
 BASE_COPY = ".base_layer.weight"
-KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
-"""Values of ``init_lora_weights`` that leave the base unchanged."""
 
 
 def empty_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
@@ -92,12 +90,6 @@ def load_adapter(
 def _put_on(model: PreTrainedModel, folder: Path, config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftModel:
     subject = f"the adapter {folder}"
     with reading_files(f"{subject} does not fit the base", "give the base that it was trained on", error=ModelError):
-        initialized = check_mergeable(config).init_lora_weights
-        if isinstance(initialized, str) and initialized not in KEEPING_THE_BASE:
-            raise ValueError(
-                f"init_lora_weights={initialized} changed the base as well; save the adapter with PEFT's "
-                "path_initial_model_for_weight_conversion"
-            )
         adapted = PeftModel(model, replace(check_mergeable(config), init_lora_weights=False), ADAPTER)
         _make_room(adapted, tensors)
         put_tensors(adapted, tensors, subject)

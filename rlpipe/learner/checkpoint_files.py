@@ -99,7 +99,7 @@ def resolve_checkpoint(resume: str, folder: Path) -> Path | None:
     if resume == "auto":
         newest_first = reversed(list_checkpoints(folder))
         return next((path for path in newest_first if damage(path, contents=True) is None), None)
-    path = Path(resume).expanduser()
+    path = Path(resume).expanduser().absolute()  # other processes may run in other folders
     if not path.is_dir():
         raise ConfigError(f"resume={resume} does not exist: give a checkpoint's folder, auto or never")
     read_record(path, contents=True)

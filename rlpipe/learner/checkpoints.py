@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,8 +81,10 @@ def read_state(learner: Learner, folder: Path) -> None:
     """
     tensors, moving = StoredTensors(folder), _moving(learner)
     stored = tensors.shapes
-    expected = {weight_key(name) for name in learner.policy.trainable_parameters()}
-    _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
+    shape = learner.policy.sharding.shape
+    expected = {weight_key(name): shape(own) for name, own in learner.policy.trainable_parameters().items()}
+    expected |= {f"{REFERENCE}{name}": shape(parameter) for name, parameter in moving.items()}
+    _check_parameters(stored, expected, folder)
     learner.updates.load_state(stored, tensors.read)
     learner.policy.sharding.load_state(moving, partial(tensors.read, prefix=REFERENCE))
     if learner.critic is not None and learner.critic.state().keys() <= stored.keys():
@@ -118,8 +120,9 @@ def _moving(learner: Learner) -> dict[str, nn.Parameter]:
     return {} if learner.reference is None else learner.reference.moving()
 
 
-def _check_names(stored: Collection[str], expected: Collection[str], folder: Path) -> None:
-    different = sorted({name for name in stored if name.startswith((POLICY, REFERENCE))} ^ set(expected))
+def _check_parameters(stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], folder: Path) -> None:
+    names = {name for name in stored if name.startswith((POLICY, REFERENCE))} | expected.keys()
+    different = sorted(name for name in names if stored.get(name) != expected.get(name))
     if different:
         raise ConfigError(
             f"{folder} has other trained parameters than this config ({len(different)} differ, such as "

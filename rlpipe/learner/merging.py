@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import xxhash
-from huggingface_hub import snapshot_download
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
+from rlpipe.common.hub import model_snapshot
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
@@ -278,7 +278,7 @@ def merge(request: MergeRequest) -> Iterator[str]:
 def _find_folder(path: str, what: str) -> Path:
     """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
     source = Path(find_source(path, what))
-    return source if source.is_dir() else Path(snapshot_download(path))
+    return source if source.is_dir() else Path(model_snapshot(path))
 
 
 def named_base(adapter: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpipe.algorithms.features import layer_indices
-from rlpipe.common.hub import hub_has
+from rlpipe.common.hub import hub_has, model_snapshot
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, allows_flex_attention, reentrant_checkpointing
@@ -26,14 +25,14 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serve
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner import row_plan
-from rlpipe.learner.adapter_layers import fuse_lora, normalize_weight_scales
+from rlpipe.learner.adapter_layers import Drift, fuse_lora, normalize_weight_scales
 from rlpipe.learner.adapter_patches import LiveMerge
 from rlpipe.learner.forward import LogprobModel, check_adapter, drop_unread
 from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding, SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import LM_HEAD, Workload, reads_logprobs
-from rlpipe.models.adapter import put_tensors, read_adapter
+from rlpipe.models.adapter import TrainingRecord, put_tensors, read_adapter, read_record
 from rlpipe.models.loading import (
     CLASSIFIER,
     COMPLETE,
@@ -43,12 +42,16 @@ from rlpipe.models.loading import (
     meta_model,
     open_model,
     open_reward_model,
+    unknown_token,
     with_dtype,
 )
 from rlpipe.models.model_files import model_folder
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.models.served_weights import ServedWeights
 from rlpipe.types import MicroBatch, WeightsKind
+
+NOISE = ("dropout", "pdrop", "layerdrop", "jitter_noise")
+"""Endings of the attributes with which transformers' modules add noise in training."""
 
 
 class Policy:
@@ -108,10 +111,16 @@ class Policy:
         return {name: named[name] for name in sorted(named)}
 
     def plan(self, micro_batch: MicroBatch) -> Row:
-        """Plan the row that the micro batch is run as."""
+        """Plan the row that the micro batch is run as; raise ``ModelError`` for a token that the model lacks."""
+        if len(micro_batch.token_ids) and (largest := int(micro_batch.token_ids.max())) >= self.num_embeddings:
+            raise ModelError(f"model.path={self.config.path}: {unknown_token(largest, self.num_embeddings)}")
         if micro_batch.images:
             return self.vision.plan(micro_batch, self.module.layout, self.device)
         return plan_row(micro_batch, layout=self.module.layout, device=self.device)
+
+    @cached_property
+    def num_embeddings(self) -> int:
+        return int(self.module.causal_model.config.get_text_config().vocab_size)
 
     @property
     def has_vision(self) -> bool:
@@ -184,7 +193,7 @@ def load_policy(
             module.causal_model, reentrant=reentrant_checkpointing(replace(model, attention=attention), learner)
         )
     if model.adapter.kind != "none":
-        module.model = _add_adapter(module.causal_model, model.adapter, seed)
+        module.model = _add_adapter(module.causal_model, model.adapter, seed, module.drifts)
     module.train()
     sharding.shard(module, trained=True)
     if model.adapter.kind == "qlora":
@@ -273,11 +282,22 @@ def load_logprob_model(
     trained_whole = config.adapter.kind == "none" and not frozen
     model = _load_model(config, torch.float32 if trained_whole else compute_dtype, head, seed)
     cast(nn.Module, model).to(device)
+    turn_off_dropout(model)
     drifts = normalize_weight_scales(model, config.normalize_weight_scales)
     layout = row_plan.find_layout(model, config.attention)
     if layout is AttentionLayout.SHARED:
         row_plan.use_packed_attention(model)
     return LogprobModel(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set the model's own dropout and router noise to 0: the log-probs in training are those of the policy itself."""
+    for child in model.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0
+        for name, value in vars(child).items():
+            if isinstance(value, float) and name.endswith(NOISE):
+                setattr(child, name, 0.0)
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -> PreTrainedModel:
@@ -305,7 +325,7 @@ def find_source(path: str, option: str, *, revision: str | None = None) -> str:
     if hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
         return path
     try:
-        return snapshot_download(path, revision=revision, local_files_only=True)
+        return model_snapshot(path, revision=revision, only_cached=True)
     except OSError:
         reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
         raise ModelError(f"{option}={path}: {reason}") from None
@@ -321,13 +341,28 @@ def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
         model.enable_input_require_grads()
 
 
-def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
+def _check_base(record: TrainingRecord, config: AdapterConfig, drifts: Sequence[Drift] | None) -> None:
+    """Raise ``ValueError`` if an adapter was trained on other values of the base; ``drifts`` is None if not loaded."""
+    if record.base_precision == "nf4" and config.kind != "qlora":
+        raise ValueError("it was trained on the base in NF4: set model.adapter.kind=qlora")
+    if drifts is not None:
+        different = record.weight_scales.keys() ^ {drift.name for drift in drifts if drift.factor != 1}
+        if different:
+            raise ValueError(
+                f"it was trained with another scale of {min(different)}: set model.normalize_weight_scales back"
+            )
+
+
+def _add_adapter(
+    model: PreTrainedModel, config: AdapterConfig, seed: int, drifts: Sequence[Drift] | None = None
+) -> PeftModel:
     name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
     where = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
     with reading_files(f"{name} can't be loaded", f"give one that fits the model{where}", error=ModelError):
         if config.path is not None:
             source = find_source(config.path, "model.adapter.path")
             settings, tensors = read_adapter(source)
+            _check_base(read_record(Path(source)), config, drifts)
             settings.inference_mode = False
             adapted = PeftModel(model, settings)
             put_tensors(adapted, tensors, name)

@@ -25,6 +25,8 @@ PRECISIONS = ("full", "nf4")
 RECORDED = {"record": FILE}
 """Metadata of the weights of an adapter that is wrong without its record."""
 MAX_NUMBER = 2**31
+KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
+"""PEFT's initializations that leave the base as it is; the others move a part of its weights into the adapter."""
 AGAIN = "export or download the adapter again"
 
 
@@ -100,6 +102,12 @@ def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dic
         for name, tensor in tensors.items():
             if ("lora_" in name and not tensor.is_floating_point()) or not tensor.isfinite().all():
                 raise ValueError(f"{name} holds values that are not finite numbers")
+        initialized = getattr(config, "init_lora_weights", True)
+        if isinstance(initialized, str) and initialized not in KEEPING_THE_BASE:
+            raise ValueError(
+                f"init_lora_weights={initialized} changed the base as well; save the adapter with PEFT's "
+                "path_initial_model_for_weight_conversion"
+            )
         largest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
         for rank in (getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values()):
             if rank > largest:  # PEFT would allocate memory for it

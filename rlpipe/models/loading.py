@@ -81,6 +81,14 @@ def own_dtype(device: torch.device, path: str) -> str:
     return device_types(device, model_products(path, torch.get_num_threads())).auto
 
 
+def unknown_token(token_id: int, num_embeddings: int) -> str:
+    """Return what is wrong with a sequence that has a token beyond the model's embedding."""
+    return (
+        f"token {token_id} is beyond the model's {num_embeddings} embeddings: use the model's own tokenizer, or resize "
+        "the embeddings"
+    )
+
+
 def own_device() -> torch.device:
     """Return the GPU of this process, or the CPU if it has none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

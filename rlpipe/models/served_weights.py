@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlpipe.common.hub import model_snapshot
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, untied_state
@@ -54,7 +54,7 @@ class ServedWeights:
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         folder = Path(model_folder(model.path)).expanduser()
         if not folder.is_dir():
-            folder = Path(snapshot_download(model.path, revision=model.revision))
+            folder = Path(model_snapshot(model.path, revision=model.revision))
         self._files, self._opened = open_files(folder), ExitStack()
         described = describe_model(str(folder), model)
         self._model = empty_model(described, images=model.images, trust_remote_code=model.trust_remote_code)

@@ -48,7 +48,8 @@ class ResumePoint:
     checkpoint: Path | None = None
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
-    """Place in the rows of SFT; RL keeps the place in its prompts in the ledger."""
+    num_rows: int | None = None
+    """Position in the rows of SFT, and their number in an epoch; RL keeps them in the ledger."""
     run_id: str | None = None
     """Id of the run that wrote the checkpoint."""
     dtype: str | None = None
@@ -348,7 +349,8 @@ def _read_checkpoint(config: Config, folder: Path) -> ResumePoint:
     return ResumePoint(
         checkpoint=checkpoint,
         step=step,
-        cursor=Cursor(**extra["resume"]),
+        cursor=Cursor(extra["resume"]["epoch"], extra["resume"]["position"]),
+        num_rows=extra["resume"].get("num_rows"),
         run_id=extra.get("run_id"),
         dtype=extra["config"]["model"]["dtype"],
         num_steps=extra["config"]["algorithm"]["num_steps"],

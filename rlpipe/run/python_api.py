@@ -29,6 +29,8 @@ class Table(Protocol):
     def to_parquet(self, path: str) -> object: ...
 
 
+NO_OTHER_DATA = {"name": None, "task": None, "split": "train", "held_out": {"split": None}}
+"""Options of an experiment's own data, which a data set replaces."""
 OF_TRL = {
     "reward_funcs": "rewards",
     "train_dataset": "dataset",
@@ -125,6 +127,10 @@ def make_config(
     groups, choices = list_groups(), list[str]()
     options = [] if dataset is None else [{"data": _describe_rows(dataset)}]
     for name, value in chain.from_iterable(tree.items() for tree in given):
+        if dataset is not None and (
+            name == "data.path" or (name == "data" and isinstance(value, Mapping) and "path" in value)
+        ):
+            raise ConfigError("data.path: the argument dataset gives the rows; leave one of them out")
         if name == "model" and isinstance(value, str) and value not in groups["model"]:
             options.append({name: {"path": value}})
         elif name in groups and isinstance(value, str):
@@ -147,11 +153,11 @@ def _describe_rows(dataset: Any) -> dict[str, Any]:
     """Return the options of ``data`` that read a data set."""
     if isinstance(dataset, str):
         found = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
-        return {"source": next(found, "datasets"), "path": dataset}
+        return {"source": next(found, "datasets"), "path": dataset, **NO_OTHER_DATA}
     if not isinstance(dataset, Iterable):
         raise DataError(f"dataset={dataset!r:.100}: give a file, a folder, a hub id, or rows")
     source = "parquet" if isinstance(dataset, Table) else "jsonl"
-    return {"source": source, "path": f"${{output}}/dataset.{source}"}
+    return {"source": source, "path": f"${{output}}/dataset.{source}", **NO_OTHER_DATA}
 
 
 def _in_memory(dataset: Any) -> Table | list[str]:

@@ -329,6 +329,7 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
         folder=os.getcwd(),
         first_step=start.step,
         cursor=start.cursor,
+        num_rows=None if config.resume_changes == "allow" else start.num_rows,
     )
     dataset = start_actor(DatasetActor, need, setup, **COORDINATING)
     started: ObjectRef = dataset.start.remote()

@@ -87,7 +87,7 @@ class _RewardCall:
         }
 
     def log_metric(self, name: str, value: float) -> None:
-        self._logged[name].append(float(value))
+        self._logged[str(name)].append(float(value))
 
     def fail(self, name: str, error: BaseException) -> None:
         self.result.scores.pop(name, None)

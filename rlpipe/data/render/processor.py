@@ -52,7 +52,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     option = "model.path" if config.tokenizer is None else "model.tokenizer"
     path = model_folder(config.path if config.tokenizer is None else config.tokenizer)
     folder = Path(path).expanduser()
-    source, local = _find_files(path, option, config.revision)
+    source, local = _find_files(path, option, config.tokenizer_revision)
     fix = "give a folder with an undamaged one"
     if local and not folder.exists():
         fix = "there is no such folder, the hub can't be reached, and its cache holds no copy"
@@ -62,7 +62,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         check_ids(folder)
         tokenizer_class = getattr(transformers, known_tokenizer_class(folder) or "AutoTokenizer")
         tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code, local_files_only=local
+            source,
+            revision=config.tokenizer_revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local,
         )
         if config.chat_template is not None:
             tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
@@ -97,15 +100,16 @@ def _find_files(path: str, option: str, revision: str | None) -> tuple[str, bool
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
     """Return the chat template that older models with images store only with their processor, or None."""
-    template: str | None = _read_json_file(path, "chat_template.json", config, local).get("chat_template")
+    found = _read_json_file(path, "chat_template.json", config.tokenizer_revision, local)
+    template: str | None = found.get("chat_template")
     return template
 
 
-def _read_json_file(path: str, name: str, config: ModelConfig, local: bool) -> dict[str, Any]:
+def _read_json_file(path: str, name: str, revision: str | None, local: bool) -> dict[str, Any]:
     """Return the object in a JSON file of a model, an empty one if the model has no such file."""
     from transformers.utils import cached_file
 
-    options = {"revision": config.revision, "local_files_only": local}
+    options = {"revision": revision, "local_files_only": local}
     file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
     found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text())
     return found
@@ -118,9 +122,9 @@ def read_end_ids(config: ModelConfig) -> set[int]:
     """
     source, local = _find_files(model_folder(config.path), "model.path", config.revision)
     with reading_files(f"model.path={config.path} can't be read", "give another", error=ModelError):
-        found = _read_json_file(source, "generation_config.json", config, local)
+        found = _read_json_file(source, "generation_config.json", config.revision, local)
         if not found:
-            found = _read_json_file(source, "config.json", config, local)
+            found = _read_json_file(source, "config.json", config.revision, local)
             found = {**(found.get("text_config") or {}), **found}
     own = found.get("eos_token_id")
     return {own_id for own_id in (own if isinstance(own, list) else [own]) if isinstance(own_id, int)}
@@ -128,7 +132,7 @@ def read_end_ids(config: ModelConfig) -> set[int]:
 
 def _read_template(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"model.chat_template: {file.absolute()} can't be read ({describe_error(error)})") from None
 

@@ -408,7 +408,7 @@ def images_folder(data: DataConfig) -> Path:
 
 def present(row: Row, column: str) -> Any:
     """Return the column's value; raise ``UnusableRow`` if it is null."""
-    if row[column] is None:
+    if row.get(column) is None:
         raise UnusableRow(f"column {column!r} is null")
     return row[column]
 

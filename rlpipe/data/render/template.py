@@ -39,7 +39,7 @@ BLOCK_START, BLOCK_END = "\U000ffff1", "\U000ffff2"
 """Private characters that stand in a rendered text where a generation block starts and ends."""
 BLOCK_MACRO = f"{{% macro rlpipe_generation() %}}{BLOCK_START}{{{{ caller() }}}}{BLOCK_END}{{% endmacro %}}{{{{ '' }}}}"
 
-RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions of a template, or of the tokenizer around it, for messages that it can't render."""
 
 PROBE_WORD = "Kestrel"

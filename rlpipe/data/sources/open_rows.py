@@ -133,7 +133,7 @@ class JsonlRows:
             with self._open() as file:
                 file.seek(self._offsets[index])
                 return json.loads(file.readline())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # also a DataError
             changed = f"{self.location(index)} has changed since the run began ({describe_error(error)})"
             raise DataError(f"{changed}: put the file back, and continue") from None
 
@@ -141,7 +141,12 @@ class JsonlRows:
         return f"{self.name}, line {self._line_numbers[index]}"
 
     def _open(self) -> BinaryIO:
-        return open(self._path, "rb") if self._content is None else io.BytesIO(self._content)
+        if self._content is not None:
+            return io.BytesIO(self._content)
+        try:
+            return open(self._path, "rb")
+        except OSError as error:
+            raise DataError(f"{self.name} can't be read ({describe_error(error)})") from None
 
     def _scan(self, check: CheckColumns | None) -> list[tuple[int, int]]:
         """Return the byte offset and the number, from 1, of every line that holds a row."""

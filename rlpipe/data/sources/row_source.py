@@ -24,6 +24,15 @@ class Cursor:
     position: int = 0
 
 
+def check_num_rows(before: int | None, now: int | None) -> None:
+    """Raise ``DataError`` if a run goes on with another number of rows, which changes their order."""
+    if None not in (before, now) and before != now:
+        raise DataError(
+            f"the data has {now} rows for training, and had {before} when the run began: put the rows back, set "
+            "resume_changes=allow, or choose another output"
+        )
+
+
 class Order(Protocol):
     """An endless order of rows that depends on the place alone."""
 

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from rlpipe.common.atomic_io import why_not_writable, write_whole, writing_path
 from rlpipe.configs.options import changed_options
+from rlpipe.data.sources.row_source import check_num_rows
 from rlpipe.errors import ConfigError, LedgerDamaged, LedgerError
 from rlpipe.replay.ledger.database import NAME, NO_LEDGER
 from rlpipe.replay.ledger.query import damage
@@ -81,6 +82,8 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     if start.step > ledger.checkpoint_step:
         ledger.checkpointed(start.step)
     ledger.begin_again(start.step, start.config["algorithm"]["num_steps"])
+    if not start.changes_allowed:
+        check_num_rows(ledger.get("num_rows"), start.num_rows)
     if changed:
         ledger.change_config(start.config)
     ledger.set(config=start.config, num_rows=start.num_rows, owner=owner)

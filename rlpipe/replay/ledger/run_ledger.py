@@ -180,6 +180,11 @@ class Ledger(Database):
                 f" WHERE {_is_in(*UNFINISHED)} OR (state = 'ASSIGNED' AND step >= ?)",
                 (reason, step),
             )
+            self._connection.execute(
+                "DELETE FROM payloads WHERE group_id IN"
+                " (SELECT group_id FROM groups WHERE state = 'DISCARDED' AND reason = ?)",
+                (reason,),
+            )
 
     def complete(self, report: StepReport) -> None:
         """Record that a step was trained or, as the run's last one, compared."""

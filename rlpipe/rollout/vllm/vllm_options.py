@@ -48,6 +48,7 @@ def engine_args(
         "model": model.path,
         "tokenizer": model.tokenizer or model.path,
         "revision": model.revision,
+        "tokenizer_revision": model.tokenizer_revision or ("main" if model.revision else None),
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
         "mm_processor_kwargs": dict(model.processor_kwargs) or None,

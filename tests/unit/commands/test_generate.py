@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -151,6 +152,17 @@ def test_command_reads_standard_input(
     assert cli.main(["generate", "--json", "--model", str(policy), "--raw", "--max-tokens", "1", "ab", "cd"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["completions"][0]["text"] for line in lines] == ["b", "d"]
+
+
+def test_wrong_input_is_named(
+    policy: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert cli.main(["generate", "--model", str(policy)]) == 2
+    assert "standard input is not in the encoding utf-8" in capsys.readouterr().err
+    for value in ("0", "1.5"):
+        assert cli.main(["generate", "--model", str(policy), "--top-p", value, "a"]) == 2
+        assert f"--top-p {value}: give a number above 0 and at most 1" in capsys.readouterr().err
 
 
 def test_images_stand_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

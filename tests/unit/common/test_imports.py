@@ -1,5 +1,6 @@
 """Tests that an object named by path in a config is imported, or refused with a helpful message."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,16 @@ def test_wrong_paths_are_named(path: str, message: str) -> None:
         import_object(path, what="reward")
 
 
-@pytest.mark.parametrize("code", ["def broken(:", "import no_such_module", "1 / 0", "undefined_name"])
+def test_a_file_may_import_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_run.py").write_text("value = 7")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own.py").write_text("from beside_the_run import value")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    assert import_object("code/own.py:value") == 7
+
+
+@pytest.mark.parametrize("code", ["def broken(:", "import no_such_module", "1 / 0", "undefined_name", "exit(0)"])
 def test_broken_files_raise_the_error_asked_for(tmp_path: Path, code: str) -> None:
     file = tmp_path / "broken.py"
     file.write_text(code)

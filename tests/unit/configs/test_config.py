@@ -150,6 +150,8 @@ def test_home_folder_is_expanded() -> None:
         ("model.path=???", "model.path is required, and is not set: A folder or a hub id"),
         ("a=1,2", "an option has one value"),
         ("no equals", "can't read the override 'no equals'"),
+        ("quickstart", "quickstart: write key=value, such as experiment=quickstart"),
+        ("verbose", "verbose: write key=value"),
         ("rollout.sampling.guided_regex=[0-9]+", "quote special characters"),
         ("algorithm@loss=dapo", "packages can't be changed"),
         ("~scoring.rewards.x", "there is no such entry to remove"),
@@ -166,9 +168,12 @@ def test_file_selects_groups_and_sets_options(tmp_path: Path) -> None:
         "defaults: [override /algorithm: gspo, learner: fsdp2, experiment: null, _self_]\n"
         "algorithm: {num_steps: 7, loss:}\n"
         "learner: {optimizer: {lr: 1e-5}}\n"
-        "scoring: {rewards: {right: {path: 'mine:right'}}}\n",
+        "scoring: {rewards: {right: {path: 'mine:right'}}}\n"
+        "learner.optimizer.weight_decay: 0.2\n"
+        "scoring.rewards.right.weight: 3\n",
     )
     config = load_config(BASE, file=file)
+    assert (config.learner.optimizer.weight_decay, config.scoring.rewards["right"].weight) == (0.2, 3)
     assert config.algorithm.loss.level == "sequence"
     assert (config.algorithm.num_steps, config.learner.num_ranks, config.learner.optimizer.lr) == (7, 2, 1e-5)
     assert config.scoring.rewards["right"].path == "mine:right"
@@ -182,6 +187,9 @@ def test_file_selects_groups_and_sets_options(tmp_path: Path) -> None:
         ("learner: {optimizer: {lrr: 1}}", "learner.optimizer.lrr: no such option; did you mean learner.optimizer.lr?"),
         ("learner: {optimizer: {lr: fast}}", "learner.optimizer.lr: 'fast' is not a number"),
         ("algorithm: dapo", "write `defaults: [algorithm: dapo]`"),
+        ("experiment: quickstart", "write `defaults: [experiment: quickstart]`"),
+        ("learner.optimizer.lrr: 1", "learner.optimizer.lrr: no such option; did you mean learner.optimizer.lr?"),
+        ("learner.optimizer.lr: fast", "learner.optimizer.lr: 'fast' is not a number"),
         ("defaults: dapo", "defaults must be a list such as"),
         ("defaults: [dapo]", "must be `group: choice`"),
         ("defaults: [algoritm: dapo]", "algoritm"),
@@ -239,9 +247,12 @@ def test_composing_leaves_hydra_and_the_process_alone() -> None:
 
 
 def test_yaml_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    texts = [r"costs \${name}", r"a\\\${name}", r"\${name", "$", "a\\"]
     config = load_config(
-        [*BASE, "scoring.rewards.right.path=mine:right", "rollout.sampling.stop=[a,b]", "algorithm=dapo"]
+        [*BASE, "scoring.rewards.right.path=mine:right", "algorithm=dapo"],
+        options=[{"rollout": {"sampling": {"stop": texts}}}],
     )
+    assert list(config.rollout.sampling.stop) == ["costs ${name}", r"a\${name}", "${name", "$", "a\\"]
     file = write(tmp_path / "config.yaml", to_yaml(config))
     again = load_config(file=file)
     assert again == config

@@ -153,6 +153,17 @@ def test_a_value_that_python_can_not_hold_is_named(tmp_path: Path) -> None:
         rows[1]
 
 
+def test_hidden_files_and_folders_hold_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows" / ".ipynb_checkpoints").mkdir(parents=True)
+    (tmp_path / "rows" / "folder.jsonl").mkdir()
+    for name in ("a.jsonl", ".b.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl"):
+        (tmp_path / "rows" / name).write_text('{"prompt": "a"}')
+    assert read(DataConfig(source="jsonl", path=str(tmp_path / "rows"))) == [{"prompt": "a"}]
+    (tmp_path / "rows" / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"gone\.jsonl can't be read \(FileNotFoundError"):
+        open_rows(DataConfig(source="jsonl", path=str(tmp_path / "rows")), seed=0)
+
+
 def test_data_set_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no folder"):
         open_rows(DataConfig(source="datasets", path=str(tmp_path / "none")), seed=0)

@@ -27,7 +27,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, 
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule
 from rlpipe.data.packing import pack_step
-from rlpipe.errors import ConfigError, RunError
+from rlpipe.errors import ConfigError, ModelError, RunError
 from rlpipe.learner.checkpoint_files import (
     RECORD,
     latest,
@@ -39,6 +39,7 @@ from rlpipe.learner.checkpoint_files import (
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.publish import named_weights, publish_weights
 from rlpipe.learner.step import Learner
+from rlpipe.models.adapter import TrainingRecord
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import WeightsKind
 from rlpipe.weights.buckets import unpack
@@ -209,7 +210,7 @@ def test_a_learner_that_begins_again_finds_the_newest_of_its_run(tiny: Path, tmp
         assert newest_of_run(tmp_path / "run", began_with) == newest
 
 
-def test_resume_names_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+def test_resume_names_a_checkpoint(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_checkpoint("auto", tmp_path) is None
     path = CheckpointStore(tmp_path, keep=2).save(make_learner(tiny), step=4, extra={})
     assert resolve_checkpoint("auto", tmp_path) == path
@@ -219,6 +220,8 @@ def test_resume_names_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
         resolve_checkpoint(str(tmp_path / "step_000009"), tmp_path)
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
         resolve_checkpoint(str(tmp_path), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_checkpoint(path.name, tmp_path / "elsewhere") == path, "other processes run in other folders"
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -226,6 +229,9 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny: Path, tmp_path: Path)
     path = store.save(make_learner(tiny), step=1, extra={})
     with pytest.raises(ConfigError, match="has other trained parameters"):
         store.load(path, make_learner(tiny, adapter="none"))
+    model = ModelConfig(path=str(tiny), dtype="float32", adapter=AdapterConfig(r=3))
+    with pytest.raises(ConfigError, match=r"has other trained parameters .*lora_A.*: set model\.adapter to"):
+        store.load(path, make_learner(tiny, model=model))
 
 
 def scores(learner: Learner) -> torch.Tensor:
@@ -378,6 +384,23 @@ def test_an_exported_adapter_can_be_started_from(tiny: Path, tmp_path: Path) -> 
     again = make_learner(tiny, model=config)
     assert_close(parameters_of(learner), parameters_of(again), 0)
     assert again.train_step(make_batches()[0])["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (TrainingRecord(base_precision="nf4"), r"base in NF4: set model\.adapter\.kind=qlora"),
+        (TrainingRecord(weight_scales={"lm_head.weight": 2.0}), "another scale of lm_head.weight: set model.normalize"),
+    ],
+)
+def test_an_adapter_of_another_base_can_not_be_started_from(
+    tiny: Path, tmp_path: Path, record: TrainingRecord, message: str
+) -> None:
+    export_policy(make_learner(tiny).policy, tmp_path)
+    record.write(tmp_path)
+    config = ModelConfig(path=str(tiny), dtype="float32", adapter=AdapterConfig(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=message):
+        make_learner(tiny, model=config)
 
 
 def test_a_half_precision_model_is_exported_in_its_type(tiny: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_cases import make_family
 from learner_cases import load_tiny, make_batches, make_learner, make_rollouts, micro_batch_of
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
@@ -211,6 +211,26 @@ def test_an_empty_micro_batch_runs(tiny: Path) -> None:
     assert not scores.any()
     assert all(not parameter.grad.any() for parameter in policy.trainable_parameters().values())
     assert entropy is not None
+
+
+def test_a_token_beyond_the_embedding_is_named(tiny: Path) -> None:
+    batch = make_batches()[0].mini_batches[0].micro_batches[0]
+    batch.token_ids[3] = 10**6
+    with pytest.raises(ModelError, match=r"token 1000000 is beyond the model's \d+ embeddings: use the model's own"):
+        load_tiny(tiny).logprobs(batch, temperature=1.0)
+
+
+def test_the_models_own_dropout_is_off_in_training(tmp_path: Path) -> None:
+    noise = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=2000, **noise)).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), dtype="float32", adapter=AdapterConfig(r=2, dropout=0.5))
+    policy = load_policy(config, LearnerConfig(), CPU)
+    batch = make_batches()[0].mini_batches[0].micro_batches[0]
+    with policy.adapter_off():
+        scores = [policy.logprobs(batch, temperature=1.0)[0] for _ in range(2)]
+    assert policy.module.training
+    assert torch.equal(*scores)
+    assert {drop.p for name, drop in policy.module.named_modules() if name.endswith("lora_dropout.default")} == {0.5}
 
 
 @pytest.mark.parametrize(("family", "pads"), [("qwen3", False), ("gemma3", False), ("qwen3.5", True)])

@@ -141,6 +141,17 @@ def test_tokens_are_dropped_some_steps_behind_the_checkpoint(tmp_path: Path) -> 
         store.ledger.groups_of(0)
 
 
+def test_released_groups_leave_no_tokens(tmp_path: Path) -> None:
+    store = open_store(tmp_path, groups_per_step=1, max_staleness=0)
+    for step in range(2):
+        admit(store, step, version=step)
+        bring(store, step, [1.0, 0.0], version=step)
+    store.batches(0)
+    store.ledger.release(1, "another config")
+    assert states(store.ledger) == {0: "ASSIGNED", 1: "DISCARDED"}
+    assert store.ledger.rows("SELECT group_id FROM tokens") == [(0,)]
+
+
 def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tmp_path: Path) -> None:
     ledger, one = Ledger(tmp_path / NAME), group(0, [1.0, 0.0])
     ledger.admit([admitted(0)], Cursor())

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.models.adapter import TrainingRecord, read_adapter_config, without_learner
+from rlpipe.models.adapter import TrainingRecord, read_adapter, read_adapter_config, without_learner
 
 
 def test_room_is_made_for_the_largest_rank(tmp_path: Path) -> None:
@@ -35,6 +37,13 @@ def test_values_of_other_types_are_named(tmp_path: Path, odd: dict[str, object])
     file.write_text(json.dumps(json.loads(file.read_text()) | odd))
     with pytest.raises(ModelError, match=r"holds no PEFT adapter: ValueError: it has .*; export or download"):
         read_adapter_config(str(tmp_path))
+
+
+def test_an_adapter_whose_base_was_changed_is_refused(tmp_path: Path) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="olora").save_pretrained(str(tmp_path))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="init_lora_weights=olora changed the base as well; save the adapter with"):
+        read_adapter(str(tmp_path))
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("nf4", "qlora"), ("full", "lora"), (None, "lora")])

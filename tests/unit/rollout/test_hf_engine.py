@@ -337,6 +337,9 @@ def test_requests_that_can_not_be_sampled_say_why(path: Path) -> None:
     (unknown,) = sample(engine, [request(0, sampling=SamplingConfig(extra={"top_hh": 1}))])
     assert unknown.failure is not None
     assert "did you mean top_h?" in unknown.failure
+    (beyond,) = sample(engine, [request(0, prompt_ids=[4, 10**6])])
+    assert beyond.failure is not None
+    assert beyond.failure.startswith("token 1000000 is beyond the model's")
 
 
 def test_damage_on_the_way_changes_the_digest(path: Path) -> None:

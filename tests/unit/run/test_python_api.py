@@ -207,6 +207,8 @@ def test_tuples_are_lists(base: dict[str, Any]) -> None:
         ({"num_epochs": float("inf")}, "^num_epochs=inf: give a number above 0$"),
         ({"num_epochs": -1}, "^num_epochs=-1: give a number above 0$"),
         ({"num_epochs": "2"}, "^num_epochs='2': give a number above 0$"),
+        ({"data.path": "rows.jsonl"}, "^data.path: the argument dataset gives the rows; leave one of them out$"),
+        ({"data": {"path": "rows.jsonl"}}, "^data.path: the argument dataset gives the rows"),
         ({"dataset": 5}, "^dataset=5: give a file, a folder, a hub id, or rows$"),
     ],
 )
