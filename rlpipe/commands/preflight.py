@@ -169,7 +169,7 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     run = Path(arguments.run) if arguments.run else None
     file = arguments.config
     if run is not None and not run.exists():
-        raise InputError(f"--from {run}: there is no such folder")
+        raise InputError(f"--from needs the folder of a run; there is no {run}")
     if file is None and run is not None and (run / "config.yaml").is_file():
         file = run / "config.yaml"
     engines = [f"rollout.num_engines={arguments.engines}"] if arguments.engines else []

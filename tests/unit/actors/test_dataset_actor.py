@@ -40,7 +40,7 @@ class Counting(DatasetActor):
         return super()._pack_step(step, rows)
 
 
-def actor_of(policy: Path, folder: Path, *, num_ranks: int = 1) -> Counting:
+def actor_of(policy: Path, folder: Path, *, num_ranks: int = 1, num_rows: int | None = None) -> Counting:
     (folder / "rows.jsonl").write_text('{"prompt": "1+2=", "completion": "3"}\n{"prompt": "2+2=", "completion": "4"}\n')
     config = load_config(
         [
@@ -55,7 +55,20 @@ def actor_of(policy: Path, folder: Path, *, num_ranks: int = 1) -> Counting:
     )
     parts: dict[str, Any] = {name: getattr(config, name) for name in ("data", "model", "algorithm", "learner", "seed")}
     cursor = Cursor(epoch=0, position=0)
-    return Counting(DatasetSetup(**parts, folder=str(folder), first_step=0, cursor=cursor))
+    return Counting(DatasetSetup(**parts, folder=str(folder), first_step=0, cursor=cursor, num_rows=num_rows))
+
+
+def test_rows_that_were_added_since_the_run_began_are_noticed(policy: Path, tmp_path: Path) -> None:
+    async def begin(num_rows: int) -> dict[str, Any]:
+        actor = actor_of(policy, tmp_path, num_rows=num_rows)
+        await actor.start()
+        batch = await actor.next_batch(0, 0)
+        assert batch is not None
+        return batch.resume
+
+    assert asyncio.run(begin(2)) == {"epoch": 0, "position": 2, "num_rows": 2}
+    with pytest.raises(DataError, match="the data has 2 rows for training, and had 1 when the run began: put the rows"):
+        asyncio.run(begin(1))
 
 
 async def pause() -> None:

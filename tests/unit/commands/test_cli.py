@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -64,6 +65,20 @@ def test_help_is_light(command: str) -> None:
     output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
     assert "usage: rlpipe" in output
     assert output.endswith("LOADED []\n")
+
+
+def test_a_folder_of_other_users_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/root/rows.jsonl")
+
+    monkeypatch.setattr(runs, "run_config", refuse)
+    assert cli.main(["config"]) == 2
+    assert capsys.readouterr().err == "rlpipe: error: /root/rows.jsonl: this user may not read or write it\n"
+
+
+def test_the_folder_of_simulated_times_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--from", "nowhere"]) == 2
+    assert "--from needs the folder of a run; there is no nowhere" in capsys.readouterr().err
 
 
 def test_importing_the_package_is_light() -> None:

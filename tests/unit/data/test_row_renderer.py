@@ -41,12 +41,12 @@ def texts(rollout: Rollout) -> tuple[str, str]:
 
 def test_tokenizer_loads_from_a_folder_with_another_template(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "policy")
-    (tmp_path / "mine.jinja").write_text("mine")
+    (tmp_path / "mine.jinja").write_text("\ufeffmine", encoding="utf-8")
     config = ModelConfig(
         path="no/matter", tokenizer=str(tmp_path / "policy"), chat_template=str(tmp_path / "mine.jinja")
     )
     tokenizer = load_tokenizer(config)
-    assert tokenizer.chat_template == "mine"
+    assert tokenizer.chat_template == "mine", "without its byte order mark"
     assert tokenizer("ab")["input_ids"] == TOKENIZER("ab")["input_ids"]
 
 
@@ -111,6 +111,16 @@ def test_template_gets_its_options_and_tools() -> None:
     data = DataConfig(source="jsonl", chat_template_kwargs={"mood": "calm"}, tools=[tool])
     prompt = PromptRenderer(tokenizer, data).render({"prompt": "x"}, PLACE)
     assert tokenizer.decode(prompt.token_ids) == "calm add"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ 2.0 ** 5000 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"]
+)
+def test_a_template_that_fails_is_named(template: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UnusableRow, match="the chat template raised"):
+        PromptRenderer(tokenizer, DataConfig(source="jsonl")).render({"prompt": "x"}, PLACE)
 
 
 def test_a_rows_own_template_options_are_used_in_prompts_and_sequences() -> None:

@@ -12,7 +12,7 @@ import pytest
 from disk_cases import largest_file
 from replay_cases import admit, bring, open_store
 
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, DataError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
@@ -61,6 +61,15 @@ def test_a_new_run_gets_a_ledger_of_its_own(path: Path, tmp_path: Path) -> None:
     other, _ = begin(tmp_path / "other" / NAME)
     assert one.get("run_id") != other.get("run_id")
     assert one.get("config") == CONFIG
+
+
+def test_rows_that_were_added_since_the_run_began_are_noticed(path: Path) -> None:
+    begin(path, num_rows=10)
+    assert begin(path, num_rows=10)[1] == []
+    with pytest.raises(DataError, match="the data has 11 rows for training, and had 10 when the run began"):
+        begin(path, num_rows=11)
+    assert begin(path, num_rows=11, changes_allowed=True)[1] == []
+    assert begin(path, num_rows=11)[1] == []
 
 
 def test_a_run_without_checkpoint_goes_on_with_its_ledger(path: Path) -> None:
