@@ -95,7 +95,7 @@ def train(
     several = _several(rewards)
     if not isinstance(config, Config):
         file = os.fspath(config) if isinstance(config, str | os.PathLike) else None
-        given = [{} if file else config or {}, options, {} if model is None else {"model": model}]
+        given: list[Any] = [{} if file else config or {}, options, {} if model is None else {"model": model}]
         config = make_config(given, dataset, num_epochs, file)
     elif others := [*options, *(name for name, value in also.items() if value is not None)]:
         raise ConfigError(f"{others[0]}: a finished Config takes no further options; pass its options as a dictionary")
