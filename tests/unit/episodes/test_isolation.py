@@ -54,7 +54,7 @@ class Counter(rlpipe.Environment):
         if action == "tuple":
             return "so", 1.0, True
         if action == "odd":
-            return {("a", 1): 0.5}
+            return rlpipe.Step([{("a", 1): 0.5}])
         if action == "write":
             pathlib.Path(self.row["file"]).write_text("x")
         if action == "connect":
