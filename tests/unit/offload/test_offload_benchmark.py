@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import offload
-from benchmarks.offload_cases import CASES, Case, Values, loss_of, make_row, make_scorer
+from benchmarks.offload_cases import CASES, Case, Values, loss_of, make_module, make_row
 from benchmarks.offload_chunked import Roof, make_plan, moved_bytes, precision_of, sizes_of
 from benchmarks.offload_report import COLUMNS, line_of, summarize, write_report
 from rlpipe.configs.schema.learner_config import OptimizerConfig
@@ -39,8 +39,8 @@ class CountingStream(InlineStream):
 def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int) -> None:
     # On a CPU no time goes to starting operators, and the plan for these small models swaps nothing.
     case, machine = replace(CASES[name], micro_batches=micro_batches), replace(DEVICES["h100-80g"], kind="cpu")
-    scorer = make_scorer(case)
-    plan = make_plan(scorer, case, machine, CPU)
+    module = make_module(case)
+    plan = make_plan(module, case, machine, CPU)
     chunks = [replace(chunk, num_bytes=1) for chunk in plan.profile.chunks]
     stages = [replace(stage, swapped_bytes=0) for stage in plan.profile.stages]
     profile = replace(plan.profile, chunks=chunks, stages=stages)
@@ -48,7 +48,7 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
     stream, config = CountingStream(), OptimizerConfig()
     queues = Streams(copies_in=stream, copies_out=InlineStream(), worker=ThreadPoolExecutor(max_workers=1))
     with OffloadedModel(
-        scorer,
+        module,
         plan.decision.arrangement,
         device=CPU,
         optimizer=config,
@@ -57,12 +57,12 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
         fill=Values(),
         queues=queues,
     ) as offloaded:
-        scorer.announce = offloaded.read
+        module.announce = offloaded.read
         optimizer = OffloadedAdamW(offloaded, config)
         for number in range(3):
             stream.count = 0
             for _ in range(micro_batches):
-                loss_of(scorer, case, make_row(case, number, CPU)).backward()
+                loss_of(module, case, make_row(case, number, CPU)).backward()
             optimizer.step(max_norm=1.0)
         assert 0 < expected == stream.count
 
