@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _drop_output()
     except PermissionError as error:
-        print(f"rlpipe: error: {error.filename or error}: this user may not read or write it", file=sys.stderr)
+        if error.filename is None:
+            raise
+        print(f"rlpipe: error: {error.filename}: this user may not read or write it", file=sys.stderr)
         return InputError.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -74,7 +74,7 @@ def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleTy
     if path.endswith(".py") and not Path(path).expanduser().is_file():
         raise error(f"{subject} can't be imported: there is no file {Path(path).expanduser().absolute()}")
     try:
-        _make_working_directory_importable()
+        _make_working_directory_importable(last=path.endswith(".py"))
         if path.endswith(".py"):
             return _load_file(Path(path).expanduser().resolve())
         return importlib.import_module(path)
@@ -84,10 +84,10 @@ def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleTy
         raise error(f"{subject} can't be imported: {describe_error(cause)}") from cause
 
 
-def _make_working_directory_importable() -> None:
+def _make_working_directory_importable(*, last: bool) -> None:
     folder = str(Path.cwd())
     if not {"", folder} & set(sys.path):
-        sys.path.insert(0, folder)
+        sys.path.insert(len(sys.path) if last else 0, folder)
     importlib.invalidate_caches()
 
 

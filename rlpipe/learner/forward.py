@@ -23,7 +23,7 @@ from rlpipe.kernels.logprob import linear_logits, linear_logprob
 from rlpipe.learner.adapter_layers import Drift
 from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, use_masks
 from rlpipe.models.adapter import ADAPTER
-from rlpipe.models.loading import CLASSIFIER
+from rlpipe.models.loading import CLASSIFIER, num_embeddings
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling",)
@@ -167,6 +167,7 @@ class LogprobModel(nn.Module):
         self.announce: Callable[[nn.Module], None] = lambda _: None
         """Callback that is given a module whose weights are read next without calling it."""
         self.num_layers: int = self.causal_model.config.get_text_config().num_hidden_layers
+        self.num_embeddings = num_embeddings(self.causal_model)
         check_logits(self.causal_model)
 
     @property

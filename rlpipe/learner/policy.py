@@ -50,8 +50,9 @@ from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.models.served_weights import ServedWeights
 from rlpipe.types import MicroBatch, WeightsKind
 
-NOISE = ("dropout", "pdrop", "layerdrop", "jitter_noise")
-"""Endings of the attributes with which transformers' modules add noise in training."""
+DROPOUT = ("dropout", "pdrop", "layerdrop")
+JITTER = ("jitter_noise", "input_jitter_noise")
+"""Endings and names of the attributes with which transformers' modules add noise in training alone."""
 
 
 class Policy:
@@ -112,15 +113,11 @@ class Policy:
 
     def plan(self, micro_batch: MicroBatch) -> Row:
         """Plan the row that the micro batch is run as; raise ``ModelError`` for a token that the model lacks."""
-        if len(micro_batch.token_ids) and (largest := int(micro_batch.token_ids.max())) >= self.num_embeddings:
-            raise ModelError(f"model.path={self.config.path}: {unknown_token(largest, self.num_embeddings)}")
-        if micro_batch.images:
+        if micro_batch.images:  # whose placeholder need not be a token of the model
             return self.vision.plan(micro_batch, self.module.layout, self.device)
+        if (problem := unknown_token(micro_batch.token_ids, self.module.num_embeddings)) is not None:
+            raise ModelError(f"model.path={self.config.path}: {problem}")
         return plan_row(micro_batch, layout=self.module.layout, device=self.device)
-
-    @cached_property
-    def num_embeddings(self) -> int:
-        return int(self.module.causal_model.config.get_text_config().vocab_size)
 
     @property
     def has_vision(self) -> bool:
@@ -296,7 +293,7 @@ def turn_off_dropout(model: nn.Module) -> None:
         if isinstance(child, nn.Dropout):
             child.p = 0.0
         for name, value in vars(child).items():
-            if isinstance(value, float) and name.endswith(NOISE):
+            if isinstance(value, float) and (name.endswith(DROPOUT) or name in JITTER):
                 setattr(child, name, 0.0)
 
 
@@ -341,16 +338,14 @@ def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
         model.enable_input_require_grads()
 
 
-def _check_base(record: TrainingRecord, config: AdapterConfig, drifts: Sequence[Drift] | None) -> None:
-    """Raise ``ValueError`` if an adapter was trained on other values of the base; ``drifts`` is None if not loaded."""
+def _check_base(record: TrainingRecord, config: AdapterConfig, drifts: Sequence[Drift]) -> None:
+    """Raise ``ValueError`` if an adapter was trained on other values of the base's weights."""
     if record.base_precision == "nf4" and config.kind != "qlora":
         raise ValueError("it was trained on the base in NF4: set model.adapter.kind=qlora")
-    if drifts is not None:
-        different = record.weight_scales.keys() ^ {drift.name for drift in drifts if drift.factor != 1}
-        if different:
-            raise ValueError(
-                f"it was trained with another scale of {min(different)}: set model.normalize_weight_scales back"
-            )
+    different = record.weight_scales.keys() ^ {drift.name for drift in drifts if drift.factor != 1}
+    if different:
+        name = min(different)
+        raise ValueError(f"it was trained with another scale of {name}: set model.normalize_weight_scales back")
 
 
 def _add_adapter(
@@ -362,7 +357,8 @@ def _add_adapter(
         if config.path is not None:
             source = find_source(config.path, "model.adapter.path")
             settings, tensors = read_adapter(source)
-            _check_base(read_record(Path(source)), config, drifts)
+            if drifts is not None and Path(source).is_dir():
+                _check_base(read_record(Path(source)), config, drifts)
             settings.inference_mode = False
             adapted = PeftModel(model, settings)
             put_tensors(adapted, tensors, name)

@@ -383,13 +383,13 @@ class _Selected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, selected: Tensor) -> Tensor:
         ctx.save_for_backward(selected)
-        ctx.num_places = len(outputs)
+        ctx.num_indices = len(outputs)
         return outputs.index_select(0, selected)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (selected,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.num_places, *gradient.shape[1:]).index_copy_(0, selected, gradient), None
+        return gradient.new_zeros(ctx.num_indices, *gradient.shape[1:]).index_copy_(0, selected, gradient), None
 
 
 def _seen(

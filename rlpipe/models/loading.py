@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -81,12 +83,17 @@ def own_dtype(device: torch.device, path: str) -> str:
     return device_types(device, model_products(path, torch.get_num_threads())).auto
 
 
-def unknown_token(token_id: int, num_embeddings: int) -> str:
-    """Return what is wrong with a sequence that has a token beyond the model's embedding."""
-    return (
-        f"token {token_id} is beyond the model's {num_embeddings} embeddings: use the model's own tokenizer, or resize "
-        "the embeddings"
-    )
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model has embeddings for, before its weights are sharded."""
+    return len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+
+
+def unknown_token(token_ids: NDArray[np.integer], num_embeddings: int) -> str | None:
+    """Return what is wrong with tokens ``[T]`` of a text if one is beyond the model's embeddings, or None."""
+    largest = int(token_ids.max(initial=0))
+    if largest < num_embeddings:
+        return None
+    return f"token {largest} is beyond the model's {num_embeddings} embeddings: use its own tokenizer, or resize them"
 
 
 def own_device() -> torch.device:

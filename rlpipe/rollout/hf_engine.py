@@ -28,7 +28,7 @@ from rlpipe.data.render.processor import ImageProcessor, check_ids, feature_toke
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch, did_you_mean
 from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
-from rlpipe.models.loading import COMPLETE, open_model, unknown_token
+from rlpipe.models.loading import COMPLETE, num_embeddings, open_model, unknown_token
 from rlpipe.models.nf4 import to_nf4_and_back
 from rlpipe.models.served_weights import ServedWeights
 from rlpipe.rollout.engine import (
@@ -216,9 +216,9 @@ class HfEngine:
         length = len(request.prompt.token_ids)
         if length >= self._max_model_len:
             return too_long(length, self._max_model_len)
-        num_embeddings = self._base.config.get_text_config().vocab_size
-        if (largest := int(request.prompt.token_ids.max(initial=0))) >= num_embeddings:
-            return unknown_token(largest, num_embeddings)
+        prompt = request.prompt
+        if not prompt.images and (problem := unknown_token(prompt.token_ids, num_embeddings(self._base))) is not None:
+            return problem
         if not request.use_adapter and self._kind is not WeightsKind.LORA:
             return without_base(self._kind)
         try:

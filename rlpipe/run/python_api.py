@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
@@ -29,8 +30,6 @@ class Table(Protocol):
     def to_parquet(self, path: str) -> object: ...
 
 
-NO_OTHER_DATA = {"name": None, "task": None, "split": "train", "held_out": {"split": None}}
-"""Options of an experiment's own data, which a data set replaces."""
 OF_TRL = {
     "reward_funcs": "rewards",
     "train_dataset": "dataset",
@@ -105,8 +104,9 @@ def train(
 def _several(rewards: Any) -> list[RewardLike]:
     if callable(rewards):
         return [rewards]
-    if isinstance(rewards, Sequence) and all(callable(reward) for reward in rewards):
-        return [*rewards]
+    several = [*rewards] if isinstance(rewards, Iterable) and not isinstance(rewards, str | Mapping) else [rewards]
+    if all(callable(reward) for reward in several):
+        return several
     raise ConfigError(
         f"rewards={rewards!r:.100}: give a reward function or RewardActor class, or a list of them; "
         "one that is named by its path is an option, such as {'scoring.rewards.NAME.path': 'module:name'}"
@@ -120,7 +120,7 @@ def make_config(
 
     ``given`` are options by section or name; later ones are added to those before them, and all to those of a ``file``.
     """
-    if num_epochs is not None and not (isinstance(num_epochs, int | float) and 0 < num_epochs < math.inf):
+    if num_epochs is not None and not (isinstance(num_epochs, Real) and 0 < num_epochs < math.inf):
         raise ConfigError(f"num_epochs={num_epochs!r}: give a number above 0")
     if wrong := next((tree for tree in given if not isinstance(tree, Mapping)), None):
         raise ConfigError(f"config={wrong!r:.100}: give a YAML file, or a dictionary of options")
@@ -153,11 +153,11 @@ def _describe_rows(dataset: Any) -> dict[str, Any]:
     """Return the options of ``data`` that read a data set."""
     if isinstance(dataset, str):
         found = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
-        return {"source": next(found, "datasets"), "path": dataset, **NO_OTHER_DATA}
+        return {"source": next(found, "datasets"), "path": dataset}
     if not isinstance(dataset, Iterable):
         raise DataError(f"dataset={dataset!r:.100}: give a file, a folder, a hub id, or rows")
     source = "parquet" if isinstance(dataset, Table) else "jsonl"
-    return {"source": source, "path": f"${{output}}/dataset.{source}", **NO_OTHER_DATA}
+    return {"source": source, "path": f"${{output}}/dataset.{source}"}
 
 
 def _in_memory(dataset: Any) -> Table | list[str]:

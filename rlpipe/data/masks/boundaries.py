@@ -187,12 +187,12 @@ class _Markers:
         for start in sorted(by_start, key=len):  # longer ones take the place of shorter ones
             alike = [boundary for boundary in by_start[start] if boundary.role == by_start[start][-1].role]
             found = len(start), alike, any(boundary.interrupts for boundary in alike)
-            self.starts.update(dict.fromkeys(_places_of(start, token_ids), found))
+            self.starts.update(dict.fromkeys(_positions_of(start, token_ids), found))
         self.interruptions: list[int] = []
         if any(boundary.interrupts for boundary in boundaries):
             self.interruptions = sorted(position for position, (_, _, interrupts) in self.starts.items() if interrupts)
         markers = {boundary.end for boundary in boundaries if boundary.end is not None}
-        self._ends = {marker: _places_of(marker, token_ids) for marker in markers}
+        self._ends = {marker: _positions_of(marker, token_ids) for marker in markers}
         self._length = len(token_ids)
 
     def turn(self, position: int) -> Turn:
@@ -245,7 +245,7 @@ class _Markers:
         return self.turn(self.interruptions[following])
 
 
-def _places_of(marker: Sequence[int], token_ids: IntArray) -> list[int]:
+def _positions_of(marker: Sequence[int], token_ids: IntArray) -> list[int]:
     """Return the positions where the marker begins, in order."""
     last = len(token_ids) - len(marker)
     positions = np.flatnonzero(token_ids[: max(last + 1, 0)] == marker[0])

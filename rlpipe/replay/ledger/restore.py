@@ -74,6 +74,8 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     ledger.set_missing(run_id=uuid4().hex, config=start.config, owner=owner)
     _check_owner(ledger, start)  # two runs may have created it at the same time
     changed = _check_run(ledger, start)
+    if not start.changes_allowed:
+        check_num_rows(ledger.get("num_rows"), start.num_rows)
     ledger.take_over()
     with ledger.decoding("config"):
         released = _why_released(ledger.get("config"), start.config)
@@ -82,8 +84,6 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     if start.step > ledger.checkpoint_step:
         ledger.checkpointed(start.step)
     ledger.begin_again(start.step, start.config["algorithm"]["num_steps"])
-    if not start.changes_allowed:
-        check_num_rows(ledger.get("num_rows"), start.num_rows)
     if changed:
         ledger.change_config(start.config)
     ledger.set(config=start.config, num_rows=start.num_rows, owner=owner)

@@ -216,7 +216,7 @@ def test_an_empty_micro_batch_runs(tiny: Path) -> None:
 def test_a_token_beyond_the_embedding_is_named(tiny: Path) -> None:
     batch = make_batches()[0].mini_batches[0].micro_batches[0]
     batch.token_ids[3] = 10**6
-    with pytest.raises(ModelError, match=r"token 1000000 is beyond the model's \d+ embeddings: use the model's own"):
+    with pytest.raises(ModelError, match=r"token 1000000 is beyond the model's \d+ embeddings: use its own tokenizer"):
         load_tiny(tiny).logprobs(batch, temperature=1.0)
 
 
