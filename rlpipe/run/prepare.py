@@ -349,8 +349,8 @@ def _read_checkpoint(config: Config, folder: Path) -> ResumePoint:
     return ResumePoint(
         checkpoint=checkpoint,
         step=step,
-        cursor=Cursor(extra["resume"]["epoch"], extra["resume"]["position"]),
-        num_rows=extra["resume"].get("num_rows"),
+        cursor=Cursor(**{name: own for name, own in extra["resume"].items() if name != "num_rows"}),
+        num_rows=extra["resume"].get("num_rows"),  # both empty in RL
         run_id=extra.get("run_id"),
         dtype=extra["config"]["model"]["dtype"],
         num_steps=extra["config"]["algorithm"]["num_steps"],
