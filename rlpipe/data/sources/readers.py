@@ -300,12 +300,13 @@ class DatasetReader:
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """Turn errors of the reading libraries into a one-line ``DataError`` with the name of what was read."""
-    import pyarrow
-    from datasets.exceptions import DatasetsError
-
     try:
         yield
-    except (OSError, ValueError, OverflowError, pyarrow.ArrowException, DatasetsError) as error:
-        if isinstance(error, DataError):
+    except Exception as error:
+        import pyarrow  # imported here, because rows of a Parquet file need no datasets, which takes a second
+        from datasets.exceptions import DatasetsError
+
+        named = (OSError, ValueError, OverflowError, pyarrow.ArrowException, DatasetsError)
+        if isinstance(error, DataError) or not isinstance(error, named):
             raise
         raise DataError(f"{name} can't be read ({describe_error(error)})") from None
