@@ -116,7 +116,7 @@ def test_moments_in_eight_bit_train_about_as_in_float32(tiny: Path, optimizer: s
 
 
 @pytest.mark.parametrize("way", ["single", "chunked"])
-def test_a_frozen_copy_beside_the_policy_gives_the_same_penalty(tiny: Path, way: str) -> None:
+def test_a_frozen_copy_alongside_the_policy_gives_the_same_penalty(tiny: Path, way: str) -> None:
     algorithm = AlgorithmConfig(loss=LossConfig(beta=0.1), reference=ReferenceConfig(sync_steps=2), num_steps=6)
     plain = make_learner(tiny, adapter="none", algorithm=algorithm, learner=config_of())
     expected = train_steps(plain, 0, NUM_STEPS)

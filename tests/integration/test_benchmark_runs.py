@@ -76,7 +76,7 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     assert all(result[key] <= bound for key, bound in BOUNDS.get(name, {}).items()), result
 
 
-def test_offload_is_measured_beside_others(tmp_path: Path) -> None:
+def test_offload_is_measured_alongside_others(tmp_path: Path) -> None:
     names = ("tiny", "tiny-lora")
     result = run_benchmark("offload", "--cases", *names, "--updates", "2", "--out", "report", folder=tmp_path)
     assert {key: type(result[key]) for key in OFFLOAD} == OFFLOAD

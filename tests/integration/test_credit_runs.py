@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.slow
-def test_a_run_of_remax_with_an_adaptive_kl_goes_on_where_it_was(
+def test_a_run_of_remax_with_an_adaptive_kl_continues_where_it_was(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     options = [

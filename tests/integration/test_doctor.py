@@ -85,7 +85,7 @@ def test_a_run_whose_reward_fails_says_so_afterwards(
 
 
 @pytest.mark.slow
-def test_a_killed_driver_is_told_from_a_failed_run(
+def test_a_killed_driver_is_distinguished_from_a_failed_run(
     cluster_environment: dict[str, str],
     tiny_policy: Path,
     prompts_file: Path,

@@ -56,7 +56,7 @@ def test_engine_and_learner_have_one_type_that_one_line_names(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
+def test_a_run_continues_elsewhere_in_the_type_that_it_began_in(
     tiny_policy: Path, tmp_path: Path, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "run"

@@ -82,7 +82,7 @@ def test_every_turn_is_trained_and_kept(undisturbed_episodes: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
+def test_a_run_whose_every_process_is_killed_ends_as_an_undisturbed_one(
     make: Make, undisturbed_episodes: Path, tmp_path: Path
 ) -> None:
     plan = {1: "rollout", 2: "episodes", 3: "replay", 4: "learner", 5: "scorer"}

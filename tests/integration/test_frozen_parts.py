@@ -53,7 +53,7 @@ AT_START: dict[str, tuple[str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", AT_START)
-def test_a_part_that_is_frozen_at_its_start_is_named(
+def test_a_process_that_is_frozen_at_its_start_is_named(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, kind: str
 ) -> None:
     limit, message = AT_START[kind]
@@ -126,7 +126,7 @@ FROZEN: dict[str, tuple[str, list[str], type[RlpipeError], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FROZEN)
-def test_a_frozen_part_is_named_within_the_timeout(
+def test_a_frozen_process_is_named_within_the_timeout(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, case: str
 ) -> None:
     kind, overrides, error, message = FROZEN[case]

@@ -67,5 +67,5 @@ def check_errors() -> None:
     assert on_rank0(dist.get_rank) == 0
 
 
-def test_all_ranks_are_told_what_fails_on_the_first(ranks: Ranks) -> None:
+def test_all_ranks_learn_what_fails_on_the_first(ranks: Ranks) -> None:
     ranks.run(check_errors)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ray
 RUN = ("algorithm.num_steps=13", "algorithm.groups_per_step=2", "health.truncated.warn=0.2")
 
 
-def test_a_run_is_stopped_with_a_checkpoint_and_goes_on(
+def test_a_run_is_stopped_with_a_checkpoint_and_continues(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stopping = make_config(tiny_policy, prompts_file, tmp_path, *RUN, "health.truncated.stop=0.3")

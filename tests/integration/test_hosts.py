@@ -95,7 +95,7 @@ def assert_audit_is_clean(output: Path) -> None:
 
 
 @pytest.mark.parametrize("outage", [kill, pull_cable, be_silent])
-def test_a_run_goes_on_without_a_host(
+def test_a_run_continues_without_a_host(
     hosts: Hosts, command: list[str], tmp_path: Path, outage: Callable[[Host], None]
 ) -> None:
     output = tmp_path / "run"
@@ -112,7 +112,9 @@ def test_a_run_goes_on_without_a_host(
     print(json.dumps({"outage": outage.__name__, **figures}))
 
 
-def test_after_the_death_of_the_head_the_same_command_goes_on(hosts: Hosts, command: list[str], tmp_path: Path) -> None:
+def test_after_the_death_of_the_head_the_same_command_continues(
+    hosts: Hosts, command: list[str], tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     driver, terminal = begin(hosts.third, command, output)
     began = time.monotonic()

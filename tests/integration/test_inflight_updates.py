@@ -96,7 +96,7 @@ def sampled_versions(group: RolloutGroup) -> list[list[int]]:
     return [rollout.policy_versions[rollout.loss_mask].tolist() for rollout in group]
 
 
-def test_running_sequences_go_on_with_every_new_version(trainer: Trainer) -> None:
+def test_running_sequences_continue_with_every_new_version(trainer: Trainer) -> None:
     trainer.publish(1)
     requests = [long_request(0), long_request(1, temperature=0.0), long_request(2, prompt_ids=LONG_PROMPT)]
     trainer.engine.submit(requests)

@@ -158,7 +158,7 @@ def test_alarms_work_and_hit_no_other_group(start_pool: StartPool) -> None:
 
 
 @pytest.mark.skipif(unsupported() is not None, reason="this machine has no filter of system calls")
-def test_a_sandbox_holds_and_its_process_goes_on(start_pool: StartPool) -> None:
+def test_a_sandbox_holds_and_its_process_continues(start_pool: StartPool) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         start_pool(timeout_s=10, isolation="sandbox", memory_gb=0.5) as pool,

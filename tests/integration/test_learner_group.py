@@ -46,7 +46,7 @@ def test_two_ranks_train_as_one(
 
 
 @pytest.mark.slow
-def test_a_learner_that_finds_no_place_ends_the_run(
+def test_a_learner_that_can_not_be_scheduled_ends_the_run(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     room_for_engine_and_scorer = 2
@@ -97,7 +97,7 @@ def test_supervised_run(local_ray: None, tiny_policy: Path, tmp_path: Path, lear
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_strategy(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
+def test_a_run_continues_under_another_strategy(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", output)
     rlpipe.train(rlpipe.load_config([*options, "learner=zero3", "algorithm.num_steps=4"]))

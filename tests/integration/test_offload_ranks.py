@@ -121,7 +121,7 @@ def save_and_go_on(folder: Path) -> None:
             torch.testing.assert_close(found[1][name], values, atol=1e-6, rtol=0, msg=name)
 
 
-def test_ranks_go_on_from_what_others_saved(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_continue_from_what_others_saved(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save_and_go_on, tmp_path)
 
 
@@ -197,7 +197,7 @@ def run_other_units() -> None:
         assert optimizer.step() > 0
 
 
-def test_ranks_that_call_other_units_are_told(ranks: Ranks) -> None:
+def test_ranks_that_call_other_units_are_reported(ranks: Ranks) -> None:
     ranks.run(run_other_units)
 
 
@@ -305,7 +305,9 @@ def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype: torch.dtype, is_sharded: bool) -> None:
+def test_gradients_of_ranks_take_the_memory_that_is_predicted(
+    ranks: Ranks, dtype: torch.dtype, is_sharded: bool
+) -> None:
     ranks.run(compare_room, dtype, is_sharded)
 
 
@@ -343,7 +345,7 @@ def compare_gather() -> None:
         assert watched.peak == shared.resident_bytes - alone.resident_bytes == 2 * offloaded.layout.slot_bytes
 
 
-def test_a_share_that_is_spread_takes_the_room_that_is_predicted(ranks: Ranks) -> None:
+def test_a_share_that_is_spread_takes_the_memory_that_is_predicted(ranks: Ranks) -> None:
     ranks.run(compare_gather)
 
 
@@ -424,6 +426,6 @@ def fail_to_decide(folder: Path) -> None:
             sharding.shard(module, trained=True)
 
 
-def test_all_ranks_are_told_that_nothing_is_decided(ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_learn_that_nothing_is_decided(ranks: Ranks, tmp_path: Path) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=2, intermediate_size=96)
     ranks.run(fail_to_decide, path)

@@ -189,7 +189,7 @@ def test_weights_may_be_published_every_few_steps(
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("model", [[], ["model=full", "model.dtype=float32"]], ids=["lora", "full"])
-def test_rollouts_go_on_with_new_weights_while_they_are_sampled(
+def test_rollouts_continue_with_new_weights_while_they_are_sampled(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, model: list[str]
 ) -> None:
     pytest.importorskip("vllm")

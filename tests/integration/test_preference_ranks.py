@@ -201,7 +201,7 @@ def go_on(tiny: Path, folder: Path, loss: str, adapter: str, strategy: str, step
     ("loss", "adapter"), [*product(["dpo", "kto", "orpo"], LEARNING_RATES), *product(HEADS, ["none", "lora"])]
 )
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_goes_on_under_one_strategy_after_the_other(
+def test_a_run_continues_under_one_strategy_after_the_other(
     ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, chain: tuple[str, ...]
 ) -> None:
     whole = make(tiny, loss, adapter, {}, 1, moves_reference=loss == "dpo" and adapter == "none")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])
-def test_a_run_on_preferences_goes_on_where_it_was(
+def test_a_run_on_preferences_continues_where_it_was(
     local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -60,7 +60,7 @@ def test_a_reward_model_is_exported_as_a_classifier(local_ray: None, tiny_policy
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
-def test_a_run_goes_on_under_one_strategy_after_the_other(
+def test_a_run_continues_under_one_strategy_after_the_other(
     local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str
 ) -> None:
     rows = tmp_path / "rows.jsonl"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ray
 NUM_STEPS, GROUPS_PER_STEP = 6, 4
 
 
-def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
+def test_a_run_whose_every_process_is_killed_ends_as_an_undisturbed_one(
     local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     plan = {1: "rollout", 2: "weights", 3: "replay", 4: "learner", 5: "scorer"}
@@ -66,7 +66,7 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_parts_that_hand_weights_over_directly_are_replaced(
+def test_processes_that_hand_weights_over_directly_are_replaced(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
@@ -82,7 +82,7 @@ def test_parts_that_hand_weights_over_directly_are_replaced(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rollout", "scorer", "learner"])
-def test_a_part_that_is_killed_at_its_start_is_replaced(
+def test_a_process_that_is_killed_at_its_start_is_replaced(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, kind: str
 ) -> None:
     with signals(tmp_path, {0: kind}, signal.SIGKILL) as killed:

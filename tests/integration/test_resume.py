@@ -36,7 +36,7 @@ def wait_until_gone(name: str, timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(
+def test_a_killed_run_continues_and_ends_the_same(
     cluster_environment: dict[str, str],
     undisturbed_run: Path,
     tiny_policy: Path,
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
 @pytest.mark.parametrize(
     ("number", "is_local"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)]
 )
-def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
+def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_continues(
     cluster_environment: dict[str, str],
     undisturbed_run: Path,
     tiny_policy: Path,

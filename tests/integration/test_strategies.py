@@ -141,7 +141,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize(("strategy", "num_ranks", "other", "other_ranks"), PAIRS)
-def test_every_strategy_goes_on_where_any_other_stopped(
+def test_every_strategy_continues_where_any_other_stopped(
     tiny: Path, groups: dict, checkpoints: dict, tmp_path: Path, strategy: str, num_ranks: int, other: str,
     other_ranks: int, adapter: str,
 ) -> None:  # fmt: skip
@@ -167,7 +167,7 @@ def look_at_state(tiny: Path) -> None:
     assert num_held < total == num_whole
 
 
-def test_a_rank_that_holds_a_part_writes_no_more_than_that(tiny: Path, groups: dict) -> None:
+def test_a_rank_that_holds_a_shard_writes_no_more_than_that(tiny: Path, groups: dict) -> None:
     groups[2].run(look_at_state, tiny)
 
 

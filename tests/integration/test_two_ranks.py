@@ -202,7 +202,7 @@ def resume_on_ranks(tiny: Path, folder: Path, case: str) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("case", [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("lora", "full")])
-def test_two_ranks_go_on_where_one_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
+def test_two_ranks_continue_where_one_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
     single = make(tiny, case, num_ranks=1)
     train(single, case, 0, 3)
     CheckpointStore(tmp_path, keep=5).save(single, step=3, extra={"cursor": 3})

@@ -120,7 +120,7 @@ def test_running_sequences_keep_their_adapter_and_new_ones_take_the_new_one(lora
     assert [versions([group]) for group in drain(lora_engine)] == [{4}]
 
 
-def test_cancelled_requests_end_and_others_go_on_unchanged(lora_engine: Engine) -> None:
+def test_cancelled_requests_end_and_others_continue_unchanged(lora_engine: Engine) -> None:
     undisturbed = sample(lora_engine, [long_request(0)])
     lora_engine.submit([long_request(0), long_request(1), long_request(2, min_version=99)])
     step_until_started(lora_engine)
@@ -197,7 +197,7 @@ def test_samples_depend_on_their_seed(lora_engine: Engine) -> None:
     assert len({tuple(ids) for ids in tokens(first[:1])}) == 2
 
 
-def test_requests_without_the_adapter_run_beside_those_with_it(lora_engine: Engine, path: Path) -> None:
+def test_requests_without_the_adapter_run_alongside_those_with_it(lora_engine: Engine, path: Path) -> None:
     policy = adapted(path)
     load(lora_engine, publish_adapter(policy, 11))
     asked: dict[str, Any] = {"temperature": 0.0, "group_size": 1, "sampling": SamplingConfig(), "has_priority": True}
@@ -220,7 +220,7 @@ def test_a_request_may_have_its_own_sampling(lora_engine: Engine) -> None:
     assert "did you mean top_k" in refused.failure
 
 
-def test_prompts_that_do_not_fit_are_told_the_option(lora_engine: Engine, full_engine: Engine) -> None:
+def test_the_message_on_prompts_that_do_not_fit_names_the_option(lora_engine: Engine, full_engine: Engine) -> None:
     (failed,) = sample(lora_engine, [request(0, prompt_ids=[30] * 300)])
     assert failed.failure == "the prompt is too long: its 300 tokens leave no space in 280 (rollout.max_model_len)"
     (adapterless,) = sample(full_engine, [request(0, use_adapter=False)])

@@ -438,7 +438,7 @@ def test_committed_rows_are_unique() -> None:
         assert max(counts.values()) == 1, file
 
 
-def test_the_own_advantage_is_the_place_in_the_group() -> None:
+def test_the_own_advantage_is_the_rank_in_the_group() -> None:
     config = load_config(file="examples/own_algorithm/run.yaml").algorithm.advantage
     rewards = [np.array([1, 3, np.nan, 2], np.float32), np.array([1, 1], np.float32)]
     counts = [np.array([2, 1, 1, 1], np.int32), np.array([1, 1], np.int32)]

@@ -35,7 +35,7 @@ def test_warm_up_and_run_hold_out_the_same_prompts(num_rows: int) -> None:
         assert sequence.token_ids[:first].tobytes() not in kept
 
 
-def test_the_source_goes_on_from_a_cursor() -> None:
+def test_the_source_continues_from_a_cursor() -> None:
     prompts, _ = open_prompts(CONFIG.data, make_tokenizer(), seed=0)
     prompts.take(5)
     cursor = prompts.cursor

@@ -67,7 +67,7 @@ def play(act: Callable[[DirectWeightsActor], Coroutine[Any, Any, Any]], timeout_
     return weights_actor_cases.play(make, act)
 
 
-def test_every_worker_of_every_engine_gets_a_rank_beside_the_learner(engines: dict[str, FakeEngine]) -> None:
+def test_every_worker_of_every_engine_gets_a_rank_alongside_the_learner(engines: dict[str, FakeEngine]) -> None:
     async def act(actor: DirectWeightsActor) -> Served:
         assert await send(actor, 0) == 1 + 2 * WORKERS
         assert await send(actor, 0) == 0, "it is served already"
@@ -139,7 +139,7 @@ def test_a_version_that_was_offered_to_a_dead_weights_actor_is_sent_again(engine
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_an_engine_that_is_left_by_a_dead_learner_is_told_of_and_not_waited_for(
+def test_an_engine_that_a_dead_learner_left_is_reported_and_not_waited_for(
     engines: dict[str, FakeEngine], failed: bool
 ) -> None:
     engines["b"].hangs = not failed

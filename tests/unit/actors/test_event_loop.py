@@ -18,7 +18,7 @@ def test_the_loop_runs_in_this_thread() -> None:
     assert run_event_loop(thread_name()) == threading.current_thread().name
 
 
-def test_the_loop_runs_in_another_thread_beside_a_loop() -> None:
+def test_the_loop_runs_in_another_thread_alongside_a_loop() -> None:
     async def notebook() -> str:
         return run_event_loop(thread_name())
 

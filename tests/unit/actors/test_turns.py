@@ -180,7 +180,7 @@ def test_an_answer_that_an_abandoned_call_takes_later_is_asked_for_again(monkeyp
 
 
 @pytest.mark.slow
-def test_time_goes_on_where_the_deadline_stood_still() -> None:
+def test_time_continues_where_the_deadline_stood_still() -> None:
     async def wait(deadline: Deadline) -> None:
         async with deadline:
             await asyncio.sleep(LIMIT_S / 2)

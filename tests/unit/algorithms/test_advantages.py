@@ -74,7 +74,7 @@ def test_reinforce_baseline_normalises_the_differences_over_the_batch() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_baseline"])
 @pytest.mark.parametrize("eps", [0.0, 1e-4])
-def test_equal_rewards_give_exactly_zero_beside_a_group_with_signal(name: str, eps: float) -> None:
+def test_equal_rewards_give_exactly_zero_alongside_a_group_with_signal(name: str, eps: float) -> None:
     got = advantages(name, array(*[0.1] * 7), array(0, 0.3, 1), eps=eps)
     assert got[0] == [0.0] * 7
     assert any(got[1])

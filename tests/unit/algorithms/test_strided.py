@@ -115,7 +115,7 @@ def test_every_token_is_predicted_by_the_one_before_it(case: Case) -> None:
 
 
 @ALL
-def test_the_truth_of_a_block_are_the_documents_tokens_behind_its_context(case: Case) -> None:
+def test_the_ground_truth_of_a_block_is_the_document_after_its_context(case: Case) -> None:
     row, tokens = case.plan(), tokens_by_loops(case)
     generated = [token for token in tokens if token.column >= 0]
     for token, place in zip(generated, row.truth_indices().ravel(), strict=True):

@@ -63,7 +63,7 @@ def test_a_terminal_gets_colours_and_no_colour_brings_brackets(
     assert "⟦two<|im_end|>⟧" in printed(capsys, *arguments)
 
 
-def test_skipped_rows_are_shown_with_place_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_rows_are_shown_with_position_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"messages": []}, conversation("q", "a " * 2000), conversation("q", "a"), conversation("x", "y")]
     text = printed(capsys, *write_run(tmp_path, rows), "learner.max_tokens_per_microbatch=1100")
     assert "line 1): skipped, unrenderable: column 'messages' is an empty list\n" in text

@@ -134,7 +134,7 @@ def test_rows_of_which_none_can_be_used_are_counted_by_their_reasons(
     assert "can't be held out" not in caplog.text
 
 
-def test_a_skipped_row_is_told_about_once(
+def test_a_skipped_row_is_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = write_run(tmp_path, [{"messages": []}, conversation("q", "a")], TOKENIZER, shuffle=False)

@@ -286,7 +286,7 @@ def test_a_feed_of_some_steps_has_no_others(tmp_path: Path) -> None:
     assert names(feed.look(store.ledger, (0, 0))) == [("step", 1), ("step", 2)]
 
 
-def test_a_feed_goes_on_with_a_copy(tmp_path: Path) -> None:
+def test_a_feed_continues_with_a_copy(tmp_path: Path) -> None:
     store, feed = open_store(tmp_path), Feed(GroupFilter())
     feed.look(store.ledger, (0, 0))
     admit(store, 0, 1, 2)

@@ -116,7 +116,7 @@ def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_learner_is_printed_with_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "model.gradient_checkpointing=false", "learner.offload=chunked"]) == 0
     text = capsys.readouterr().out
     assert "\nlearner\n  fits            yes\n" in text
@@ -133,7 +133,7 @@ SCORERS = (
 
 
 @pytest.mark.slow
-def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scorers_are_printed_with_their_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SCORERS]) == 0
     text = capsys.readouterr().out
     assert "  mine            1 process, requesting 1 of a GPU; the memory of mine.py:Model is not known\n" in text

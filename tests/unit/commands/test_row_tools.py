@@ -61,7 +61,7 @@ def test_nulls_that_tables_add_to_schemas_are_dropped_and_those_of_json_are_not(
     assert json.loads(tokenizer.decode(as_text.token_ids)) == [schema]
 
 
-def test_a_column_of_something_else_is_told_with_the_way_out() -> None:
+def test_a_column_of_something_else_is_reported_with_the_mend() -> None:
     with pytest.raises(UnusableRow, match=r"found 'search'; set data\.tools_column=null if it holds something else"):
         prompt_of(tools=["search"])
 
@@ -107,7 +107,7 @@ def test_nothing_of_a_row_s_tools_is_trained(row: dict[str, Any], role_boundarie
     assert dict(sequence.task) == {"level": 3}
 
 
-def test_a_ground_truth_stands_behind_its_row_s_tools() -> None:
+def test_a_ground_truth_stands_after_its_row_s_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE + CHAT_TEMPLATE.replace(
         "<|end|>{% endgen", "{{ tools | length }}<|end|>{% endgen"

@@ -87,7 +87,7 @@ def test_a_large_file_must_leave_room_for_the_others(tmp_path: Path) -> None:
         check_room(tmp_path, free + 2**30)
 
 
-def test_python_files_are_found_behind_links(tmp_path: Path) -> None:
+def test_python_files_are_found_through_links(tmp_path: Path) -> None:
     for name in ("package/own.py", "package/deep/own.py", "package/data.json", "beside/linked.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")

@@ -287,7 +287,7 @@ def test_changes_that_matter_for_training_are_listed() -> None:
     assert 'scoring.rewards.right.path: "mine:right" -> absent' in found
 
 
-def test_a_run_may_go_on_with_its_policy_on_the_host() -> None:
+def test_a_run_may_continue_with_its_policy_on_the_host() -> None:
     old, offload = to_tree(load_config(BASE)), ["learner.offload=chunked", "learner.chunked.num_slots=3"]
     placed = [*BASE, *offload, "learner.chunked.host_memory_gib=9", "learner.chunked.chunk_mib=1"]
     assert changed_options(old, to_tree(load_config(placed))) == []

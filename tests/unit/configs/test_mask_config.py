@@ -92,7 +92,7 @@ def test_a_role_without_markers_is_refused_by_name() -> None:
         assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), "", roles_to_train=["asistant"])
 
 
-def test_the_loss_mask_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_loss_mask_is_printed_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     template = template_of(FAMILIES["pixtral"])
     ids = template.tokenizer.convert_tokens_to_ids
     with caplog.at_level("INFO"):
@@ -104,7 +104,7 @@ def test_the_loss_mask_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("options", [{"train_on_inputs": True}, {"loss_mask": "all"}])
-def test_no_roles_are_told_where_all_tokens_count(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_roles_are_printed_where_all_tokens_count(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         resolve_mask(template_of(FAMILIES["pixtral"]), DataConfig(source="jsonl", **options))
     assert caplog.messages == ["loss mask: all tokens count, except padding and those of images, audio and videos"]
@@ -131,7 +131,7 @@ def test_a_turn_without_end_marker_counts_up_to_the_end() -> None:
     assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, role_boundaries=[USER, own])
 
 
-def test_turns_without_end_marker_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_turns_without_end_marker_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     data = DataConfig(source="jsonl", role_boundaries=[USER, ASSISTANT | {"end": None}])
     with caplog.at_level("INFO"):
         resolve_mask(template_of(FAMILIES["chatml"]), data)

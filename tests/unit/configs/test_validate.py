@@ -579,7 +579,7 @@ def test_missing_files_are_reported_with_their_absolute_path(tmp_path: Path, mon
         assert str(problem).startswith(message.format(tmp_path))
 
 
-def test_a_folder_beside_the_path_makes_it_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_alongside_the_path_makes_it_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     validate(config_with({"model.path": "outputs/policy"}))
     (tmp_path / "outputs").mkdir()

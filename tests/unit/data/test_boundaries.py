@@ -88,7 +88,7 @@ def test_an_end_of_several_tokens_is_found_whole() -> None:
 RESULT = RoleBoundary(role="tool", start=(7,), end=(8,), interrupts=True)
 
 
-def test_a_turn_goes_on_behind_one_that_interrupts_it() -> None:
+def test_a_turn_continues_after_one_that_interrupts_it() -> None:
     """Check that the interrupting turn's start ends the first part of the outer turn."""
     assert places([1, 3, 60, 7, 70, 8, 61, 9, 1, 2, 50, 9], USER, ASSISTANT, RESULT) == [
         ("assistant", 0, 2, 3, 4),
@@ -107,7 +107,7 @@ def test_turns_that_interrupt_in_a_row_leave_no_part_between_them() -> None:
     ]
 
 
-def test_a_start_right_behind_an_interruption_ends_the_interrupted_turn() -> None:
+def test_a_start_right_after_an_interruption_ends_the_interrupted_turn() -> None:
     assert places([1, 3, 60, 7, 70, 8, 1, 2, 50, 9], USER, ASSISTANT, RESULT) == [
         ("assistant", 0, 2, 3, 4),
         ("tool", 3, 4, 5, 6),

@@ -190,7 +190,7 @@ def test_reasoning_is_kept_unless_told(tmp_path: Path) -> None:
     assert of_chat(tmp_path, "reasoning", THINKING)["ground_truth"] == THOUGHT
 
 
-def test_reasoning_beside_the_content_counts_as_its_span(tmp_path: Path) -> None:
+def test_reasoning_next_to_the_content_counts_as_its_span(tmp_path: Path) -> None:
     messages = [
         user("1+1?"),
         assistant("2", reasoning_content="one"),
@@ -248,7 +248,7 @@ def test_reasoning_that_is_not_complete_is_unusable(
     assert caught.value.reason == reason
 
 
-def test_calls_behind_reasoning_stay_calls(tmp_path: Path) -> None:
+def test_calls_after_reasoning_stay_calls(tmp_path: Path) -> None:
     messages = [user("?"), assistant(None, reasoning_content="call", tool_calls=[CALL])]
     kept = assistant("<think>\ncall\n</think>\n\n", tool_calls=[CALL])
     assert of_chat(tmp_path, "reasoning", messages)["ground_truth"] == [kept]

@@ -107,7 +107,7 @@ def test_wrong_prompts_of_rl_are_unusable_and_the_column_is_named(prompt: Any, r
 
 
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": SHAREGPT}, {"instruction": "a", "output": "b"}])
-def test_the_other_columns_are_kept_beside_the_sequence(row: Row) -> None:
+def test_the_other_columns_are_kept_alongside_the_sequence(row: Row) -> None:
     assert rendered({**row, "level": 1}).task == {"level": 1}
 
 

@@ -120,7 +120,7 @@ def test_images_stand_where_the_row_says(messages: Any, column: Any, tmp_path: P
     assert [open_image(image).getpixel((0, 0)) for image in images] == [RED, BLUE]
 
 
-def test_images_without_a_place_lead_the_first_text_of_the_user() -> None:
+def test_images_without_a_placeholder_lead_the_first_text_of_the_user() -> None:
     system = {"role": "system", "content": "s"}
     taken, images = take([system, *turns("a", "b")], plain(RED))
     assert taken == [system, *turns([LOOK, text("a")], "b")]
@@ -150,7 +150,7 @@ def test_without_images_a_mark_is_a_text() -> None:
         ([{"role": "assistant", "content": "a"}], [plain(RED)], "no user message to put them in"),
     ],
 )
-def test_images_and_places_must_agree(messages: Any, column: Any, problem: str) -> None:
+def test_images_and_placeholders_must_agree(messages: Any, column: Any, problem: str) -> None:
     with pytest.raises(UnusableRow) as raised:
         take(messages, column)
     assert problem in raised.value.reason
@@ -383,7 +383,7 @@ def test_rows_with_images_have_the_tokens_of_the_run_s_tokenizer(model: ModelCon
     assert "pixel_values" in processor.pixels([[plain(RED)], [plain(RED), plain(BLUE)]])
 
 
-def test_held_out_images_lie_beside_their_own_file(model: ModelConfig, tmp_path: Path) -> None:
+def test_held_out_images_lie_alongside_their_own_file(model: ModelConfig, tmp_path: Path) -> None:
     for folder, colour in (("train", RED), ("held", BLUE)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "picture.png").write_bytes(plain(colour))
@@ -413,7 +413,7 @@ def test_an_exported_processor_has_the_options_of_the_run(model: ModelConfig, tm
     assert AutoProcessor.from_pretrained(tmp_path).image_processor.do_image_splitting is False
 
 
-def test_the_template_of_older_models_lies_beside_the_processor(model: ModelConfig, tmp_path: Path) -> None:
+def test_the_template_of_older_models_lies_alongside_the_processor(model: ModelConfig, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(model)
     template, tokenizer.chat_template = tokenizer.chat_template, None
     tokenizer.save_pretrained(tmp_path)

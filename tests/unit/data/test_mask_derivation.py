@@ -104,7 +104,7 @@ def test_assistants_whose_last_turn_ends_in_another_way_are_refused(case: str, h
         ("<|end|>{{ '<|tool|>' if loop.last }}", "<|user|>hi<|tool|><|assistant|>«yo<|end|>»<|tool|>"),
     ],
 )
-def test_what_stands_behind_the_end_of_the_last_turn_does_not_count(end: str, expected: str) -> None:
+def test_what_stands_after_the_end_of_the_last_turn_does_not_count(end: str, expected: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -171,7 +171,7 @@ OPEN_BLANK = (
         ),
     ],
 )
-def test_a_blank_behind_a_start_counts_only_as_part_of_a_token_of_the_answer(
+def test_a_blank_after_a_start_counts_only_as_part_of_a_token_of_the_answer(
     kind: str, jinja: str, answer: str, expected: str
 ) -> None:
     tokenizer = {"of characters": make_tokenizer, "of words": word_tokenizer, "of pieces": piece_tokenizer}[kind]()
@@ -179,7 +179,7 @@ def test_a_blank_behind_a_start_counts_only_as_part_of_a_token_of_the_answer(
     assert_marks(tokenizer, turns("hi", answer), expected)
 
 
-def test_a_blank_behind_the_start_of_a_user_does_not_count_either() -> None:
+def test_a_blank_after_the_start_of_a_user_does_not_count_either() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = BLANKS
     expected = "User: «hi<|end|>»\nAssistant: the cat<|end|>\n"
@@ -234,7 +234,7 @@ def test_results_that_the_template_writes_under_the_assistants_name_do_not_count
     assert_marks(tokenizer, with_tool(), expected)
 
 
-def test_generation_blocks_are_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_generation_blocks_are_reported_as_well(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         mask = ConversationMask(ChatTemplate(make_tokenizer(), DATA), DATA)
         assert caplog.messages == []  # no conversation has been rendered yet

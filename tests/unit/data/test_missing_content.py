@@ -80,7 +80,7 @@ def test_nulls_that_tables_add_to_calls_are_dropped() -> None:
     assert trained(template, call)[1] == '({"city": "x", "more": [{"a": 1}]})<|end|>ok<|end|>'
 
 
-def test_a_prompt_does_not_go_on_from_a_turn_without_content() -> None:
+def test_a_prompt_does_not_continue_a_turn_without_content() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = PRINTS
     with pytest.raises(UnusableRow, match="its last turn, which the completion would continue, has no content"):
@@ -115,7 +115,7 @@ def test_arguments_are_given_in_the_form_that_the_template_takes(template: str, 
     assert trained(template, call)[1] == f"{expected}<|end|>ok<|end|>"
 
 
-def test_no_empty_turn_is_trained_beside_a_call_with_an_empty_content() -> None:
+def test_no_empty_turn_is_trained_with_a_call_with_an_empty_content() -> None:
     """Check a template that writes a turn for the content and another for the calls."""
     body = (
         "{% if message.content is string %}{{ message.content }}<|end|>{% endif %}"
@@ -126,7 +126,7 @@ def test_no_empty_turn_is_trained_beside_a_call_with_an_empty_content() -> None:
     assert counted == "(look)<|end|>ok<|end|>"
 
 
-def test_a_call_beside_a_text_that_the_template_leaves_out_makes_a_row_unusable() -> None:
+def test_a_call_with_a_text_that_the_template_leaves_out_makes_a_row_unusable() -> None:
     with pytest.raises(UnusableRow, match=r"the chat template leaves out tool_calls$"):
         trained(WITHOUT_CALLS, CALL | {"content": "I look."})
 

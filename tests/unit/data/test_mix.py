@@ -91,7 +91,7 @@ def test_each_source_has_its_columns_and_transforms(tmp_path: Path) -> None:
     drawn=st.integers(0, 60),
     shuffle=st.booleans(),
 )
-def test_a_source_goes_on_from_any_cursor(sizes: list[int], weights: list[float], drawn: int, shuffle: bool) -> None:
+def test_a_source_continues_from_any_cursor(sizes: list[int], weights: list[float], drawn: int, shuffle: bool) -> None:
     names = "abcd"[: len(sizes)]
     rows = {name: [*letters(name, size), None] for name, size in zip(names, sizes, strict=True)}
     entries = {name: {"weight": weight} for name, weight in zip(names, weights, strict=False)}
@@ -108,7 +108,7 @@ def test_a_source_goes_on_from_any_cursor(sizes: list[int], weights: list[float]
         assert [(prompt.prompt_id, prompt.epoch) for prompt in other.take(30)] == expected
 
 
-def test_skipped_rows_keep_their_place_and_are_counted_by_source(tmp_path: Path) -> None:
+def test_skipped_rows_keep_their_position_and_are_counted_by_source(tmp_path: Path) -> None:
     data = mix(tmp_path, {"a": ["a", None], "b": ["b", None, None]}, {})
     source = opened(data)
     source.take(40)

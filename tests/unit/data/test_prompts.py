@@ -84,7 +84,9 @@ def test_cursor_of_other_data_is_refused(tmp_path: Path, cursor: Cursor) -> None
         source.seek(cursor)
 
 
-def test_skipped_rows_are_counted_once_with_place_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_rows_are_counted_once_with_position_and_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = data_of(tmp_path, ["a", None, "b", "x" * 50], max_prompt_tokens=20)
     source, _ = open_prompts(data, TOKENIZER, seed=1)
     with caplog.at_level(logging.WARNING):

@@ -78,7 +78,7 @@ def test_folder_without_tokenizer_is_a_one_line_error(tmp_path: Path) -> None:
 # Prompts --------------------------------------------------------------------------------------------------------------
 
 
-def test_text_becomes_a_user_turn_behind_the_system_prompt() -> None:
+def test_text_becomes_a_user_turn_after_the_system_prompt() -> None:
     prompt = prompt_of({"prompt": "2+2?", "answer": "4"}, system_prompt="Add.")
     assert TOKENIZER.decode(prompt.token_ids) == "<|system|>Add.<|end|><|user|>2+2?<|end|><|assistant|>"
     assert prompt.prompt == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
@@ -149,7 +149,7 @@ def test_nulls_that_tables_add_to_messages_are_dropped() -> None:
     assert prompt.prompt == [{"role": "user", "content": "hi"}]
 
 
-def test_missing_column_is_named_with_the_place_and_the_columns() -> None:
+def test_missing_column_is_named_with_the_row_and_the_columns() -> None:
     message = "rows.jsonl, line 5: no column 'prompt'; existing columns: question, answer; set data.prompt_column"
     with pytest.raises(DataError, match=message):
         prompt_of({"question": "x", "answer": "y"})
@@ -188,7 +188,7 @@ def test_chat_needs_a_template() -> None:
 # SFT sequences --------------------------------------------------------------------------------------------------------
 
 
-def test_completion_becomes_an_assistant_turn_behind_the_prompt_of_rl() -> None:
+def test_completion_becomes_an_assistant_turn_after_the_prompt_of_rl() -> None:
     row = {"prompt": "2+2?", "completion": "4", "level": 1}
     rollout = sequence_of(row, system_prompt="Add.")
     assert texts(rollout) == ("<|system|>Add.<|end|><|user|>2+2?<|end|><|assistant|>", "4<|end|>")
@@ -211,7 +211,7 @@ def test_conversation_learns_every_assistant_turn() -> None:
     assert texts(rollout)[1] == "b<|end|>d<|end|>"
 
 
-def test_only_the_completion_counts_behind_a_prompt_with_assistant_turns() -> None:
+def test_only_the_completion_counts_after_a_prompt_with_assistant_turns() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
     prompt = [{"role": role, "content": content} for role, content in turns]
     rollout = sequence_of({"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]})

@@ -89,7 +89,7 @@ def test_rows_of_several_files_come_one_after_the_other(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_locations_name_the_file_and_the_place_in_it(tmp_path: Path, kind: str, streaming: bool) -> None:
+def test_locations_name_the_file_and_the_row_in_it(tmp_path: Path, kind: str, streaming: bool) -> None:
     data = make(tmp_path, kind, numbers(20), shuffle_rows=4)
     rows = open_stream(data) if streaming else open_rows(data, seed=0)
     place = "row 3" if kind == "parquet" else "line 4"
@@ -125,7 +125,7 @@ def test_epochs_are_permuted_within_blocks_by_the_seed(tmp_path: Path, kind: str
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [18, 20])
-def test_a_stream_goes_on_from_any_cursor(tmp_path: Path, kind: str, length: int) -> None:
+def test_a_stream_continues_from_any_cursor(tmp_path: Path, kind: str, length: int) -> None:
     data = make(
         tmp_path, kind, [*numbers(length - 1), {"prompt": None, "completion": "y"}], streaming=True, shuffle_rows=6
     )
@@ -150,7 +150,7 @@ def test_a_stream_goes_on_from_any_cursor(tmp_path: Path, kind: str, length: int
     jumps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 24)), max_size=8),
     after=st.lists(st.integers(0, 120), max_size=4),
 )
-def test_what_stands_at_a_place_does_not_depend_on_the_way_there(
+def test_the_row_at_a_position_does_not_depend_on_the_way_there(
     tmp_path: Path, length: int, block: int, jumps: list[tuple[int, int]], after: list[int]
 ) -> None:
     def order() -> BlockOrder:
@@ -202,7 +202,7 @@ def test_blocks_are_read_once_and_the_last_ones_are_kept() -> None:
     assert KEPT_BLOCKS == 2
 
 
-def test_a_place_far_ahead_is_reached_without_the_blocks_before_it() -> None:
+def test_a_position_far_ahead_is_reached_without_the_blocks_before_it() -> None:
     reader = CountedReader(100)
     order = BlockOrder(StreamRows(reader, block_size=10, check=None), seeds=[1], shuffle=True)
     assert order.row(Cursor(0, 95)) in range(90, 100)
@@ -210,7 +210,7 @@ def test_a_place_far_ahead_is_reached_without_the_blocks_before_it() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cursor_behind_the_end_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_cursor_after_the_end_is_refused(tmp_path: Path, kind: str) -> None:
     data = make(tmp_path, kind, numbers(20), streaming=True, shuffle_rows=6)
     with pytest.raises(DataError, match=r"has 20 rows, so .* does not belong to this data"):
         opened(data).seek(Cursor(0, 57))

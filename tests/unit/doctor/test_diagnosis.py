@@ -110,7 +110,7 @@ def test_an_interrupted_run_is_no_problem(run: Path, capsys: pytest.CaptureFixtu
     assert not [status for _, status in said if status == "PROBLEM"]
 
 
-def test_a_run_that_was_killed_is_told_from_one_that_goes_on(
+def test_a_run_that_was_killed_is_distinguished_from_one_that_is_running(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     running = RunOutcome(state="running", host="elsewhere", pid=4321, began_at=time.time() - 100)
@@ -179,7 +179,7 @@ def test_what_else_went_wrong_is_said(name: str, run: Path, capsys: pytest.Captu
     assert re.search(says, diagnosis(run, capsys)[subject, status])
 
 
-def test_recoveries_are_well_and_leave_room_for_deaths(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recoveries_do_not_crowd_out_deaths(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end(run, None)
     made = Run(run)
     for number in range(8):

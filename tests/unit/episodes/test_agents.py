@@ -102,7 +102,7 @@ asyncio.run(CommandAgent({command(tmp_path / "pid", HANG)!r}).run({{}}, access))
     assert is_dead(tmp_path / "pid")
 
 
-def test_a_commands_folder_is_removed_beside_the_other_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commands_folder_is_removed_alongside_the_other_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[tuple[str, bool]] = []
 
     def remove(folder: str) -> None:

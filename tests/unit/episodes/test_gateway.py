@@ -480,7 +480,7 @@ def test_turns_and_the_context_may_run_out() -> None:
     assert (episode.status, episode.end) == (RolloutStatus.COMPLETED, "done"), "it made room, and went on"
 
 
-def test_a_program_that_a_limit_ends_has_not_failed_although_its_other_conversation_goes_on() -> None:
+def test_a_program_that_a_limit_ends_has_not_failed_although_its_other_conversation_continues() -> None:
     async def program(scene: Scene) -> None:
         client = scene.client()
         with pytest.raises(openai.BadRequestError):

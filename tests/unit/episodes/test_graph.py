@@ -214,7 +214,7 @@ def test_what_says_something_else_is_not_taken_for_it(known: dict[str, Any], sen
     assert not CanonicalMessage.of(known).matches(CanonicalMessage.of(sent))
 
 
-def test_a_conversation_goes_on_behind_its_last_turn() -> None:
+def test_a_conversation_continues_after_its_last_turn() -> None:
     graph, new = graph_of(*TALK), [user("and?")]
     assert found(graph, [*TALK, *new]) == Continuation(node=sampled(graph, 1), new=new)
     assert found(graph, [*TALK[:3], result("other")]) == Continuation(node=sampled(graph, 0), new=[result("other")])
@@ -262,7 +262,7 @@ TURNS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(TURNS, st.integers(0, 10**6), st.data())
-def test_whatever_is_sent_back_goes_on_where_it_was(
+def test_whatever_is_sent_back_continues_where_it_was(
     turns: list[tuple[bool, str, str, dict[str, str]]], seed: int, data: st.DataObject
 ) -> None:
     talk = [user("begin")]

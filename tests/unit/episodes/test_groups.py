@@ -218,7 +218,7 @@ def give_up_on_long_games(row: dict[str, Any], episode: EndpointAccess) -> float
     return solve(row, episode)
 
 
-def test_a_truncated_episode_counts_as_0_beside_rewarded_ones() -> None:
+def test_a_truncated_episode_counts_as_0_alongside_rewarded_ones() -> None:
     group, _ = play(["1"] * 9, ["20"], kind=agent_kind(f"{__file__}:give_up_on_long_games"), max_turns=3)
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0]
 
@@ -549,7 +549,7 @@ def test_methods_that_run_programs_of_the_policy_need_a_sandbox(tmp_path: Path) 
     assert import_kind(EnvironmentConfig(path=f"{tmp_path}/risky.py:Risky", isolation="sandbox")).has_tools
 
 
-def test_a_user_is_told_how_long_conversations_may_be(tmp_path: Path) -> None:
+def test_a_user_learns_how_long_conversations_may_be(tmp_path: Path) -> None:
     policy = make_tiny_policy(tmp_path / "policy", hidden_size=32, num_layers=1, intermediate_size=32)
     options = [
         "data=jsonl",

@@ -214,7 +214,7 @@ def test_an_environment_that_can_no_longer_be_made_says_why_and_is_closed(file: 
 
 
 @pytest.mark.slow
-def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKind) -> None:
+def test_what_a_method_raises_is_reported_and_the_episode_can_continue(kind: EpisodeKind) -> None:
     async def play() -> None:
         environment = kind.make()
         await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
@@ -331,7 +331,7 @@ def test_an_episode_ends_with_all_processes_that_it_started(kind: EpisodeKind) -
 
 
 @pytest.mark.covering(0)
-def test_a_function_that_hangs_is_killed_and_others_go_on(kind: EpisodeKind) -> None:
+def test_a_function_that_hangs_is_killed_and_others_continue(kind: EpisodeKind) -> None:
     async def play() -> None:
         box = Toolbox(kind.tools, timeout_s=1.0)
         calls = [("stuck", {}), ("double", {"number": 21}), ("spawn", {}), ("double", {"number": "x"})]
@@ -387,7 +387,7 @@ def test_what_cannot_be_isolated_is_named(file: Path) -> None:
         Isolation(config)
 
 
-def test_while_a_dead_host_is_replaced_others_go_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_a_dead_host_is_replaced_others_continue(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EnvironmentConfig(path=f"{file}:Counter", tools=[f"{file}:double"], timeout_s=20)
     kind = isolate(import_kind(config), config)
     isolation = kind.make.__self__  # type: ignore[attr-defined]

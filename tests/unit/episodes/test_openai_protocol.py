@@ -55,7 +55,7 @@ def test_a_conversation_with_calls_and_reasoning_is_one_sequence(stream: bool) -
     assert "Be brief." in scene.template.tokenizer.decode(scene.contexts[0])
 
 
-def test_a_request_may_go_on_from_an_earlier_answer() -> None:
+def test_a_request_may_continue_from_an_earlier_answer() -> None:
     async def program(scene: Scene) -> None:
         create = scene.client().responses.create
         first = await create(model="any", input="Where?")

@@ -97,7 +97,7 @@ def test_a_policy_that_repeats_itself_does_not_hold_up_its_process(name: str) ->
         assert all(own.problem is not None for own in calls[MAX_CALLS:]), "the policy is told that it was too many"
 
 
-def test_a_parser_may_be_named_and_an_unknown_one_is_told() -> None:
+def test_a_parser_may_be_named_and_an_unknown_one_is_reported() -> None:
     template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen3_6"]), DataConfig(source="jsonl"))
     assert open_parser("qwen3_xml", template, has_tools=True)("no call", "0c").content == "no call"
     with pytest.raises(ConfigError, match=r"'hermse' is not auto, hermes, json or file\.py:name; vLLM has .*qwen3_xml"):

@@ -115,7 +115,7 @@ def test_a_run_keeps_its_type_on_a_cpu_that_is_only_a_little_faster_in_it() -> N
     assert "though a CPU reaches 100 GFLOP/s in float32 and 110 GFLOP/s in bfloat16" in (choice.line or "")
 
 
-def test_auto_goes_on_with_either_type_and_two_types_differ() -> None:
+def test_auto_continues_with_either_type_and_two_types_differ() -> None:
     trees = {
         dtype: to_tree(load_config(["experiment=quickstart", f"model.dtype={dtype}"], need_files=False))
         for dtype in ("auto", "float32", "bfloat16")

@@ -107,7 +107,7 @@ def test_the_share_of_the_memory_is_that_of_now(measured: Device) -> None:
     assert own_device(CPU).host_memory_bytes == host_memory_bytes()
 
 
-def test_a_run_goes_on_where_nothing_can_be_stored(
+def test_a_run_continues_where_nothing_can_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

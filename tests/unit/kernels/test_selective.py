@@ -92,7 +92,7 @@ def test_in_place_the_gradient_takes_the_memory_of_the_logits(
 
 
 @BOTH
-def test_who_needs_logits_that_were_overwritten_is_told(use_triton: bool) -> None:
+def test_using_logits_that_were_overwritten_is_an_error(use_triton: bool) -> None:
     leaf = leaf_of(randn(4, 37, seed=0), torch.float32)
     logits = leaf * 1.0
     other = logits.square().sum()

@@ -186,7 +186,7 @@ def test_rows_may_lie_apart_and_gradients_in_the_memory_of_the_logits(use_triton
 
 
 @BOTH
-def test_rows_may_begin_behind_the_last_offset_of_32_bits(use_triton: bool) -> None:
+def test_rows_may_begin_after_the_last_offset_of_32_bits(use_triton: bool) -> None:
     """Check three short rows that lie far apart in a large allocation, of which only their pages are touched."""
     apart = 2**30 + 1
     memory = torch.empty(2 * apart + 64, dtype=torch.float16)

@@ -138,7 +138,7 @@ def test_a_critic_learns_what_rewards_depend_on(tiny: Path) -> None:
     assert metrics[-1]["critic/loss"] < 0.2 * metrics[0]["critic/loss"]
 
 
-def test_a_resumed_run_goes_on_with_the_same_critic(tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_same_critic(tiny: Path, tmp_path: Path) -> None:
     def train(learner: Learner, first: int, last: int) -> None:
         for step in range(first, last):
             learner.train_step(make_rewarded(ALGORITHM, step=step)[0][0])

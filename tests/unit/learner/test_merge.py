@@ -113,7 +113,7 @@ def test_fused_experts_go_back_to_the_files_of_each(tmp_path: Path) -> None:
     assert_same(tmp_path / "merged", adapted)
 
 
-def test_an_interrupted_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_merge_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_base(tmp_path)
     adapted = make_adapter(base, tmp_path / "adapter")
     written: list[str] = []
@@ -224,7 +224,7 @@ def test_an_adapter_without_its_tensors_or_with_half_of_them_is_refused_at_once(
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
 
 
-def test_a_full_disk_keeps_what_is_written_and_the_merge_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_is_written_and_the_merge_continues(tmp_path: Path) -> None:
     base = make_base(tmp_path, shard_bytes=24_000)
     adapted = make_adapter(base, tmp_path / "adapter")
     sizes = sorted(path.stat().st_size for path in base.glob("*.safetensors"))

@@ -232,7 +232,7 @@ def test_the_work_of_a_reward_model_has_no_reference(kind: str, per_row: int) ->
     assert num_sequences(config.algorithm) == 6 * per_row
 
 
-def test_a_trained_head_is_kept_and_a_missing_one_is_drawn_from_the_seed(tiny: Path, tmp_path: Path) -> None:
+def test_a_trained_head_is_kept_and_a_missing_one_is_initialised_from_the_seed(tiny: Path, tmp_path: Path) -> None:
     learner = learner_of(tiny, adapter="none")
     perturb(learner)
     export_policy(learner.policy, tmp_path)

@@ -298,7 +298,7 @@ def test_the_adaptive_coefficient_equals_the_reference() -> None:
     assert ours.value == pytest.approx(theirs.value)
 
 
-def test_a_resumed_run_goes_on_with_the_same_coefficient(tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_same_coefficient(tiny: Path, tmp_path: Path) -> None:
     kl = RewardKlConfig(coef=COEF, kl="k3", target=0.001, horizon=50)
     algorithm = AlgorithmConfig(reward_kl=kl, num_steps=6)
 

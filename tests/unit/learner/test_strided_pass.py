@@ -193,7 +193,7 @@ def block_major(plan: StridedRow) -> np.ndarray:
 
 
 @pytest.mark.parametrize("planted", [beside, one_early, at_the_context_end, block_major])
-def test_log_probs_read_at_another_place_are_other_ones(planted: Callable[[StridedRow], np.ndarray]) -> None:
+def test_log_probs_read_at_another_position_differ(planted: Callable[[StridedRow], np.ndarray]) -> None:
     inputs = make_inputs((41,), (8, 8, 8), 2)
     sampled = sample(module_of("qwen3"), inputs)
     wrong = replace(inputs, predecessors=torch.from_numpy(planted(inputs.plan)))
@@ -219,7 +219,7 @@ def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
-def test_the_coldest_samples_are_what_each_block_alone_goes_on_with(name: str) -> None:
+def test_the_coldest_samples_are_what_each_block_alone_continues_with(name: str) -> None:
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
     sampled = sample(module_of(name), inputs, temperature=1e-6)
     for context, tokens in zip(contexts_of(inputs), sampled.T, strict=True):

@@ -82,7 +82,7 @@ def test_episodes_are_as_long_as_conversations_may_be() -> None:
     assert [int(rollout.loss_mask.sum()) for rollout in full_rollouts(long)] == [16] * 16
 
 
-def test_what_the_loss_asks_for_is_part_of_it() -> None:
+def test_what_the_loss_needs_is_part_of_the_workload() -> None:
     options = ("rollout.sampling.temperature=0.7", "algorithm.loss.entropy_coef=0.1", "algorithm.loss.beta=0.1")
     expected = {"num_micro_batches": 8, "temperature": 0.7, "with_entropy": True, "trains_entropy": True}
     assert read_workload(config_of(*options)) == Workload(**expected)

@@ -90,7 +90,7 @@ def made(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     return file, write_gguf(file)
 
 
-def test_every_part_reads_the_same_dequantised_folder(made: tuple[Path, dict[str, np.ndarray]]) -> None:
+def test_every_process_reads_the_same_dequantised_folder(made: tuple[Path, dict[str, np.ndarray]]) -> None:
     file, values = made
     folder = model_folder(str(file))
     assert find_source(str(file), "model.path") == folder == str(converted_folder(file))

@@ -231,7 +231,7 @@ def test_weights_that_are_stored_transposed_are_folded_so(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_tensors_without_a_place_are_named(untied: Path, change: Any, message: str) -> None:
+def test_tensors_that_nothing_loads_are_named(untied: Path, change: Any, message: str) -> None:
     adapted = adapt(untied)
     tensors = {changed: tensor for name, tensor in tensors_of(adapted).items() if (changed := change(name))}
     served = ServedWeights(ModelConfig(path=str(untied), dtype="float32"))

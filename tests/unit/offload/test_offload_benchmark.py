@@ -67,7 +67,7 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
         assert 0 < expected == stream.count
 
 
-def test_the_slowest_part_is_the_roof() -> None:
+def test_the_slowest_resource_is_the_roof() -> None:
     roof = Roof(compute_s=2.0, recomputed_s=0.5, to_device_s=3.0, to_host_s=1.0, adam_s=2.5)
     assert (roof.bound, roof.seconds) == ("to_device", 3.0)
 

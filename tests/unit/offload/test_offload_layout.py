@@ -72,7 +72,7 @@ def test_a_model_without_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_tensor_has_one_place_that_no_other_overlaps(seed: int) -> None:
+def test_every_tensor_has_an_offset_of_its_own(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tensors = []
     for index in range(int(rng.integers(1, 12))):

@@ -262,7 +262,7 @@ def test_host_memory_is_freed_once_nothing_is_copied_any_more() -> None:
     assert all(freed)
 
 
-def test_a_part_of_an_offloaded_model_is_not_offloaded_again() -> None:
+def test_a_module_of_an_offloaded_model_is_not_offloaded_again() -> None:
     model = make_qwen()
     expected = tensors_of(model)
     with offload(model) as offloaded, pytest.raises(RuntimeError, match="offloaded already"):

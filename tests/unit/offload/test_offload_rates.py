@@ -79,7 +79,7 @@ CHUNK = ChunkProfile(
 )
 
 
-def test_an_update_takes_adam_of_its_type_and_the_copies_beside_it() -> None:
+def test_an_update_takes_adam_of_its_type_and_the_copies_alongside_it() -> None:
     rates = rates_of(h100(), num_ranks=2)
     adam_s, copies_s = 1e6 / (150e9 / 2 / 14), 3e6 / (150e9 / 2)
     assert host_update_s(rates, CHUNK) == pytest.approx(adam_s + copies_s)

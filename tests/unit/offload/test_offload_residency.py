@@ -80,7 +80,7 @@ class MarkedStream(InlineStream):
         return super().submit(work)
 
 
-def test_what_comes_next_is_copied_beside_what_was_entered_last() -> None:
+def test_what_comes_next_is_copied_alongside_what_was_entered_last() -> None:
     stream = MarkedStream()
     residency = make_residency(stream, num_chunks=6, num_slots=2)
     residency.enter([0], is_backward=False)
@@ -97,7 +97,7 @@ def test_what_comes_next_is_copied_beside_what_was_entered_last() -> None:
     [lambda residency: residency.leave([1]), lambda residency: residency.ensure(0), Residency.leave_all],
     ids=["left", "read", "all left"],
 )
-def test_memory_that_was_used_since_is_copied_to_behind_that_use(use: Callable[[Residency], None]) -> None:
+def test_memory_that_was_used_since_is_copied_to_after_that_use(use: Callable[[Residency], None]) -> None:
     stream = MarkedStream()
     residency = make_residency(stream, num_chunks=6, num_slots=3)
     residency.enter([0, 1], is_backward=False)

@@ -261,7 +261,7 @@ def test_an_update_that_waits_uses_the_learning_rate_of_its_step() -> None:
 
 
 @pytest.mark.parametrize("make_streams", [late_queues, lambda: None], ids=["late", "threads"])
-def test_gradients_are_dropped_while_updates_go_on(make_streams: Callable[[], Streams | None]) -> None:
+def test_gradients_are_dropped_while_updates_continue(make_streams: Callable[[], Streams | None]) -> None:
     plain, model = make_qwen(), make_qwen()
     expected = make_optimizer(plain.parameters(), CONFIG)
     with offload(model, queues=make_streams()) as offloaded:

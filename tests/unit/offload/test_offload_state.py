@@ -41,7 +41,7 @@ def trained(offloaded: OffloadedModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_was_saved_goes_on_in_another_arrangement(tmp_path: Path, kind: str) -> None:
+def test_what_was_saved_continues_in_another_arrangement(tmp_path: Path, kind: str) -> None:
     make, loss_of = CASES[kind]
     with take(make(), 1, Mode.CHECKPOINT) as offloaded:
         optimizer = OffloadedAdamW(offloaded, CONFIG)

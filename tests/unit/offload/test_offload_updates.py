@@ -87,7 +87,7 @@ def test_ranks_wait_for_no_update_that_a_layer_does_not_need(num_slots: int) -> 
     assert num_updated == needed
 
 
-def test_ranks_fetch_what_the_next_layer_needs_beside_the_one_before() -> None:
+def test_ranks_fetch_what_the_next_layer_needs_during_the_one_before() -> None:
     log, needed = log_of_second_step(LateWorker(), num_slots=8)
     needed["model.norm"] = 8  # the head's: the norm itself has none
     assert {name: log[: log.index(f"call {name}")].count("update") for name in needed} == needed

@@ -213,7 +213,7 @@ def test_a_shorter_conversation_is_proposed_for_episodes_that_do_not_fit() -> No
     assert plan(QWEN_8B, *EPISODES[:2], f"rollout.max_model_len={proposed}").problem is None
 
 
-def test_room_that_is_not_used_is_proposed() -> None:
+def test_memory_that_is_not_used_is_proposed() -> None:
     found = plan(QWEN_8B)
     assert "rollout.engine_args.max_num_seqs=" in changes(found)[0]
     assert "rollout.num_engines=2" in changes(found)

@@ -219,7 +219,7 @@ def test_sequences_that_are_too_long_are_noted() -> None:
 
 
 @pytest.mark.slow
-def test_scoring_goes_on_beside_sampling_unless_they_share_a_gpu() -> None:
+def test_scoring_continues_alongside_sampling_unless_they_share_a_gpu() -> None:
     config = config_of("reward_model")
     described = describe_offline(config.model.path, config.model)
     engine = plan_engine(config, described, H100)

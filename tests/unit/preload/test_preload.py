@@ -119,7 +119,7 @@ def config(*overrides: str) -> list[str]:
     return stages_of(load_config(options, need_files=False))
 
 
-def test_what_a_run_needs_is_preloaded_and_no_torch_beside_gpus() -> None:
+def test_what_a_run_needs_is_preloaded_and_no_torch_alongside_gpus() -> None:
     assert config() == ["learner", "learner"]
     assert config("algorithm=sft") == ["learner"]
     assert config("learner.num_gpus=1") == ["actor"]

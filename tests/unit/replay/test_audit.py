@@ -50,7 +50,7 @@ def test_a_finished_run_adds_up(tmp_path: Path) -> None:
     assert sum(sums.prompts.values()) == 2 * NUM_ROWS + 5, "every place of the epochs is one of these"
 
 
-def test_a_run_that_goes_on_adds_up_at_every_moment(tmp_path: Path) -> None:
+def test_a_run_that_continues_adds_up_at_every_moment(tmp_path: Path) -> None:
     run = Run(tmp_path, num_steps=9)
     assert problems(tmp_path) == {}, "nothing is admitted"
     for step in range(9):

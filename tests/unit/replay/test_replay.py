@@ -74,7 +74,7 @@ def test_a_resumed_run_admits_from_its_first_step() -> None:
     assert (admission.version, admission.capacity) == (5, 8)
 
 
-def test_a_version_that_is_reported_late_takes_no_place_back() -> None:
+def test_a_version_that_is_reported_late_takes_no_slot_back() -> None:
     admission = Admission(groups_per_step=4, max_staleness=0, num_steps=10)
     admission.publish(2)
     admission.publish(1)

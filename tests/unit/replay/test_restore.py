@@ -72,7 +72,7 @@ def test_rows_that_were_added_since_the_run_began_are_noticed(path: Path) -> Non
     assert begin(path, num_rows=11)[1] == []
 
 
-def test_a_run_without_checkpoint_goes_on_with_its_ledger(path: Path) -> None:
+def test_a_run_without_checkpoint_continues_with_its_ledger(path: Path) -> None:
     run_id = started(path).get("run_id")
     ledger, messages = begin(path)
     assert (ledger.get("run_id"), messages) == (run_id, [])

@@ -127,7 +127,7 @@ def test_a_step_gives_back_what_it_took(tmp_path: Path) -> None:
     assert [r.advantages is not None for r in again.fresh[0]] == [True, True]
 
 
-def test_tokens_are_dropped_some_steps_behind_the_checkpoint(tmp_path: Path) -> None:
+def test_tokens_of_steps_long_before_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     store = open_store(tmp_path, groups_per_step=1, max_staleness=0, keep_steps=1)
     for step in range(3):
         admit(store, step, version=step)

@@ -45,7 +45,7 @@ def test_a_step_that_was_served_is_not_wanted_again() -> None:
     assert not asyncio.run(scenario())
 
 
-def test_after_a_stop_every_rank_ends_behind_the_same_step() -> None:
+def test_after_a_stop_every_rank_ends_after_the_same_step() -> None:
     async def scenario() -> list[bool]:
         board = StepQueue(num_ranks=2)
         board.want(0)

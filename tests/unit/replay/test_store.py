@@ -35,7 +35,7 @@ def metric(batches: list[TrainBatch] | None, name: str) -> float:
     return batches[0].metrics[name]
 
 
-def test_a_failed_group_leaves_its_place_and_its_reason(tmp_path: Path) -> None:
+def test_a_failed_group_leaves_its_slot_and_its_reason(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     admit(store, 0, 1)
     failed = group(0, [], scored=False)
@@ -78,7 +78,7 @@ def test_a_step_is_the_same_whenever_it_is_asked_for(tmp_path: Path, reopened: b
     assert second[0].metrics == first[0].metrics
 
 
-def test_a_new_process_goes_on_where_the_dead_one_was(tmp_path: Path) -> None:
+def test_a_new_process_continues_where_the_dead_one_was(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     admit(store, 0, 1, 2, 3)
     bring(store, 0, MIXED)

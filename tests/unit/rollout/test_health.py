@@ -37,7 +37,7 @@ def test_an_engine_serves_once_it_has_loaded_the_newest_version(fleet: Fleet) ->
     assert fleet.serving == ["a", "b"]
 
 
-def test_a_serving_engine_goes_on_while_it_loads_the_next_version(fleet: Fleet) -> None:
+def test_a_serving_engine_continues_while_it_loads_the_next_version(fleet: Fleet) -> None:
     fleet.published(1)
     assert fleet.serving == ["a"]
 

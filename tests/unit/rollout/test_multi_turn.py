@@ -82,7 +82,7 @@ def by_length(request: GroupRequest, index: int) -> tuple[list[int], RolloutStat
     return [100 + len(request.prompt.token_ids), 50 + index, END], RolloutStatus.COMPLETED
 
 
-def test_each_sibling_goes_on_from_what_it_has_said() -> None:
+def test_each_sibling_continues_from_what_it_has_said() -> None:
     inner = ScriptedEngine(by_length)
     engine = TurnByTurn(inner)
     engine.submit([make_request()])

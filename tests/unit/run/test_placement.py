@@ -26,7 +26,7 @@ def test_custom_resources_are_checked_too() -> None:
 
 
 @pytest.mark.parametrize(("engine", "rank", "shared"), [(0.5, 0.5, True), (1.0, 1.0, False), (0.0, 0.0, False)])
-def test_parts_of_gpus_may_be_of_the_same_one(engine: float, rank: float, shared: bool) -> None:
+def test_fractions_of_gpus_may_be_of_the_same_one(engine: float, rank: float, shared: bool) -> None:
     config = Config()
     config.rollout.num_gpus, config.learner.num_gpus = engine, rank
     assert shares_gpus(config) is shared

@@ -4,7 +4,7 @@ from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.run.reporting import cut_notice
 
 
-def test_a_changed_distribution_is_told_with_the_options_that_change_it() -> None:
+def test_a_changed_distribution_is_reported_with_the_options_that_change_it() -> None:
     notice = cut_notice(SamplingConfig(top_p=0.9, top_k=20))
     assert notice is not None
     assert "(top_p, top_k)" in notice

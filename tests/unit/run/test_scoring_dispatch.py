@@ -265,7 +265,7 @@ def test_replicas_that_never_start_do_not_keep_the_run_from_its_end() -> None:
         end.set()
 
 
-def test_why_replicas_cannot_start_is_told() -> None:
+def test_why_replicas_cannot_start_is_reported() -> None:
     def deploy() -> None:
         raise RuntimeError("no room")
 

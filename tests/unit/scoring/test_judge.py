@@ -162,7 +162,7 @@ def test_pairs_are_compared_in_both_orders() -> None:
     assert len(server.requests) == 12
 
 
-def test_a_judge_that_favours_a_place_favours_nobody() -> None:
+def test_a_judge_that_favours_a_position_favours_nobody() -> None:
     with serving(in_turn(saying("A"))) as server:
         assert scores(pairwise_judge(server), make_group("a", "bbb", "cc")) == [0.5, 0.5, 0.5]
 

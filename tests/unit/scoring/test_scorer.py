@@ -265,7 +265,7 @@ def test_none_leaves_completions_out() -> None:
     assert check_scores((None, None), 2) == [None, None]
 
 
-def test_exception_is_a_failure_with_the_place_in_the_users_code() -> None:
+def test_exception_is_a_failure_with_the_line_in_the_users_code() -> None:
     def broken(completions: list[str]) -> list[float]:
         return [1 / len(text) for text in ("", *completions)]
 
@@ -399,7 +399,7 @@ def test_a_failed_call_takes_its_processes_along() -> None:
     started[0].wait()
 
 
-def test_sandboxed_rewards_score_beside_others(tmp_path: Path) -> None:
+def test_sandboxed_rewards_score_alongside_others(tmp_path: Path) -> None:
     rewards = {
         "boxed": RewardConfig(path=f"{isolation_cases.__file__}:behave", isolation="sandbox"),
         "waits": RewardConfig(path=f"{isolation_cases.__file__}:waits", isolation="sandbox"),

@@ -65,7 +65,7 @@ def test_a_synchronous_step_takes_all_its_parts_one_after_the_other(
     )
 
 
-def test_groups_beyond_the_places_of_the_engines_wait() -> None:
+def test_groups_beyond_the_slots_of_the_engines_wait() -> None:
     figures = figures_of(make_setup("constant:1", num_engines=1, groups_per_engine=2, train="constant:2"))
     assert 1 / figures.steps_per_second == pytest.approx(4 * 1 + 2)
     assert figures.learner["place"] == pytest.approx(3 / 6)

@@ -255,7 +255,7 @@ def test_the_setup_is_that_of_the_config() -> None:
         read_setup(config, times, groups_per_engine=None, slowdown=1.0)
 
 
-def test_places_follow_from_the_sequences_of_the_engine() -> None:
+def test_slots_follow_from_the_sequences_of_the_engine() -> None:
     rollout = Config().rollout
     assert groups_at_once(rollout, 8) == 256 // 8
     rollout.num_gpus = 1

@@ -165,7 +165,7 @@ def evaluated(values: Iterable[float], name: str, change: Change = lambda step: 
         ("overfitting", evaluated([2.0, 1.5, 1.4, 1.6], "eval/loss")),
     ],
 )
-def test_what_gets_worse_on_held_out_rows_alone_is_told(rule: str, rows: list[Row]) -> None:
+def test_what_gets_worse_on_held_out_rows_alone_is_reported(rule: str, rows: list[Row]) -> None:
     assert [finding.rule for _, finding in found_in(make_config(), rows)] == [rule]
 
 

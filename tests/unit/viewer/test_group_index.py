@@ -93,7 +93,7 @@ def test_choices_are_what_the_run_has(run: ViewedRun) -> None:
         ids(run, status="odd")
 
 
-def test_the_index_follows_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_the_index_follows_a_run_that_continues(tmp_path: Path) -> None:
     going = ViewerRun(tmp_path / "run").train(1)
     run = viewed(tmp_path / "run")
     assert ids(run) == [3, 2, 1, 0]

@@ -448,7 +448,7 @@ def test_what_is_not_finite_or_not_unicode_is_still_json() -> None:
     }
 
 
-def test_a_damaged_ledger_is_told_while_the_curves_are_shown(tmp_path: Path) -> None:
+def test_a_damaged_ledger_is_reported_while_the_curves_are_shown(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=2)
     (tmp_path / "run" / "ledger.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
     runs = ViewedRuns([tmp_path / "run"])

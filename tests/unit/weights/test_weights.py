@@ -97,7 +97,7 @@ def test_full_weights_are_split_into_bounded_buckets() -> None:
     assert all(torch.equal(merged[name], tensor) for name, tensor in tensors.items())
 
 
-def test_full_weights_are_drawn_one_bucket_at_a_time() -> None:
+def test_full_weights_are_fetched_one_bucket_at_a_time() -> None:
     emitted: list[ByteArray] = []
     seen = []
 
@@ -110,7 +110,7 @@ def test_full_weights_are_drawn_one_bucket_at_a_time() -> None:
     assert seen == [0, 0, 1, 2]
 
 
-def test_full_weights_are_let_go_before_the_next_is_drawn() -> None:
+def test_full_weights_are_released_before_the_next_bucket_is_fetched() -> None:
     held: list[list[int]] = []
 
     def named_tensors() -> Iterator[tuple[str, Tensor]]:

@@ -677,7 +677,7 @@ def test_a_preference_loss_and_a_cross_entropy_are_one_sum(tmp_path: Path) -> No
         ("max_length: 99", "sft, a guess"),
     ],
 )
-def test_the_method_of_a_file_of_trl_is_told_by_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
+def test_the_method_of_a_file_of_trl_follows_from_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{ROWS}{mark}\n")
     assert algorithm == method_of(tmp_path / "run.yaml")
 
@@ -699,7 +699,7 @@ def method_of(path: Path) -> str:
         ("dataset: rows.jsonl", "sft, a guess"),
     ],
 )
-def test_the_method_of_a_file_of_openrlhf_is_told_by_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
+def test_the_method_of_a_file_of_openrlhf_follows_from_its_settings(mark: str, algorithm: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"pretrain: tiny\n{mark}\n")
     assert algorithm == method_of(tmp_path / "run.yaml")
 
@@ -721,14 +721,14 @@ def test_entries_of_other_mappings_are_taken(tmp_path: Path) -> None:
         (ON_AXOLOTL, False),
     ],
 )
-def test_data_sets_that_are_concatenated_are_told(text: str, is_told: bool, tmp_path: Path) -> None:
+def test_data_sets_that_are_concatenated_are_reported(text: str, is_told: bool, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     notes = translate(read_foreign(tmp_path / "run.yaml")).notes
     assert any("there they are concatenated" in reason for _, reason in notes) == is_told
 
 
 @pytest.mark.parametrize("limit", ["", "max_prompt_length: 99"])
-def test_prompts_without_a_limit_are_told(limit: str, tmp_path: Path) -> None:
+def test_prompts_without_a_limit_are_reported(limit: str, tmp_path: Path) -> None:
     for text in (f"{ROWS}num_generations: 4\n{limit}\n", f"{ON_AXOLOTL}rl: grpo\ntrl: {{{limit}}}\n"):
         (tmp_path / "run.yaml").write_text(text)
         made = translate(read_foreign(tmp_path / "run.yaml"))
@@ -736,7 +736,7 @@ def test_prompts_without_a_limit_are_told(limit: str, tmp_path: Path) -> None:
         assert made.options.get("data.max_prompt_tokens") == (99 if limit else None)
 
 
-def test_a_part_of_a_file_that_is_left_out_is_told(tmp_path: Path) -> None:
+def test_a_part_of_a_file_that_is_left_out_is_reported(tmp_path: Path) -> None:
     for path, is_told in (("rows.jsonl", True), ("someone/rows", False)):
         (tmp_path / "run.yaml").write_text(f"base_model: tiny\ndatasets: [{{path: {path}, split: 'train[:9]'}}]\n")
         notes = translate(read_foreign(tmp_path / "run.yaml")).notes

@@ -79,7 +79,7 @@ def test_an_adapter_of_unsloth_is_trained_on_a_base_in_4_bit(tmp_path: Path) -> 
         ('rows = load_dataset("me/rows")\n' + TRAINER.format('rows["half"]'), ["rows['half']"]),
     ],
 )
-def test_changes_of_the_rows_are_told(text: str, changes: list[str], tmp_path: Path) -> None:
+def test_changes_of_the_rows_are_reported(text: str, changes: list[str], tmp_path: Path) -> None:
     notes = translated(text, tmp_path).notes
     told = [setting for setting, reason in notes if "to the rows that it loads" in reason]
     assert all(any(change in setting for setting in told) for change in changes)
@@ -88,12 +88,12 @@ def test_changes_of_the_rows_are_told(text: str, changes: list[str], tmp_path: P
     assert reason.startswith("the script changes its rows" if changes else "it is read where")
 
 
-def test_arguments_that_no_name_is_known_for_are_told(tmp_path: Path) -> None:
+def test_arguments_that_no_name_is_known_for_are_reported(tmp_path: Path) -> None:
     notes = translated(f'{ROWS}KTOTrainer("tiny", other, KTOConfig("out", 7), rows)\n', tmp_path).notes
     told = {setting for setting, reason in notes if reason.startswith("an argument without a name")}
     assert told == {"KTOTrainer: other", "KTOTrainer: KTOConfig('out', 7)", "KTOTrainer: rows", "KTOConfig: 7"}
 
 
-def test_rows_of_an_evaluation_are_told(tmp_path: Path) -> None:
+def test_rows_of_an_evaluation_are_reported(tmp_path: Path) -> None:
     notes = translated(ROWS + 'SFTTrainer("tiny", train_dataset=rows, eval_dataset=rows)\n', tmp_path).notes
     assert ("eval_dataset: rows", "set data.held_out.size or data.held_out.split") in notes
