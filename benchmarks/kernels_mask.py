@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from benchmarks.peak import peak_memory
+from benchmarks.peak_memory import peak_memory
 from rlpipe.algorithms.strided import document_budget, plan_row
 from rlpipe.configs.schema.algorithm_config import StridedConfig
 from rlpipe.hardware.calibration import time_calls

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peak import return_what_is_freed
+from benchmarks.peak_memory import return_what_is_freed
 from rlpipe.hardware.calibration import all_cores, hardware_name, matmul_flops, memory_bandwidth
 
 CPU_SCALE = 0.2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peak import MB, peak_memory
+from benchmarks.peak_memory import MB, peak_memory
 from rlpipe.common.imports import describe_error
 from rlpipe.hardware.calibration import Work, time_calls
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
-from benchmarks.peak import MB, peak_memory, return_what_is_freed
+from benchmarks.peak_memory import MB, peak_memory, return_what_is_freed
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig

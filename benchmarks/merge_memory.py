@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from benchmarks.peak import MB, peak_memory, return_what_is_freed
+from benchmarks.peak_memory import MB, peak_memory, return_what_is_freed
 from rlpipe.learner.merging import MergeRequest, merge
 
 FOLDER = Path("outputs/benchmarks/merge_memory")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.offload_cases import COMPUTE, Case, Values, compute_buffers, loss_of, make_module, make_row
-from benchmarks.updates import Measured, measure_updates
+from benchmarks.update_times import Measured, measure_updates
 from rlpipe.learner.forward import LogprobModel, find_layers
 
 MAX_NORM = 1.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_module, make_row
-from benchmarks.updates import measure_updates
+from benchmarks.update_times import measure_updates
 from rlpipe.configs.schema.learner_config import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import LogprobModel

@@ -6,7 +6,8 @@ seconds. ``train`` is the seconds of a learner step. An asynchronous run can do 
 synchronous one 1/(generate + train); the efficiency is the share of that which is reached.
 
 The last table draws the seconds of every group from a lognormal distribution with the mean ``generate``. Its bound is
-the rate of the same groups if nothing else takes time (``benchmarks.ideal``), so it counts stragglers as unavoidable.
+the rate of the same groups if nothing else takes time (``benchmarks.ideal_schedule``), so that stragglers count as
+unavoidable.
 
 Run: ``python -m benchmarks.overlap``. ``worst_efficiency`` is that of the asynchronous cells with given times.
 """
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from benchmarks.ideal import IdealRun
+from benchmarks.ideal_schedule import IdealRun
 from benchmarks.stand_ins import (
     COMPLETION_TOKENS,
     StandInEngine,

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from benchmarks.offload_cases import LLAMA_1B, TINY, Shape
-from benchmarks.updates import measure_updates
+from benchmarks.update_times import measure_updates
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.packing import pack_step

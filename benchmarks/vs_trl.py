@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import rlpipe
-from benchmarks import counting
+from benchmarks import counting_task
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.quickstart import fetch_smollm2
@@ -90,8 +90,8 @@ LONG_ROWS = [
 LONG = Workload(
     name="long",
     data=LONG_ROWS,
-    reward="benchmarks.counting:counted",
-    max_tokens=counting.MAX_TOKENS,
+    reward="benchmarks.counting_task:counted",
+    max_tokens=counting_task.MAX_TOKENS,
     num_steps=60,
     learning_rate=1.5e-4,
     warmup=[*LONG_ROWS, "algorithm.num_steps=140", "algorithm.stop_loss=null", "algorithm.groups_per_step=32"],
@@ -318,9 +318,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     arguments = parser.parse_args()
     started = time.perf_counter()
-    rows, held_out = counting.make_rows(20_000, NUM_HELD_OUT)
-    counting.write_rows(LONG.folder / "train.jsonl", rows)
-    counting.write_rows(LONG.folder / "held_out.jsonl", held_out)
+    rows, held_out = counting_task.make_rows(20_000, NUM_HELD_OUT)
+    counting_task.write_rows(LONG.folder / "train.jsonl", rows)
+    counting_task.write_rows(LONG.folder / "held_out.jsonl", held_out)
     result: dict[str, Any] = {"max_staleness": 1}
     for name, workload in WORKLOADS.items():
         if name in arguments.workloads:

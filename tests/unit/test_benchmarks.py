@@ -11,8 +11,8 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks import counting, lora_sync, overlap, vs_trl
-from benchmarks.ideal import PROMPT
+from benchmarks import counting_task, lora_sync, overlap, vs_trl
+from benchmarks.ideal_schedule import PROMPT
 from rlpipe.configs.compose import compose_tree
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
@@ -48,16 +48,16 @@ def test_lora_sync_reports_medians_and_their_ratio() -> None:
 def test_answers_count_down_within_the_token_limit() -> None:
     generator = random.Random(1)
     tokenizer = make_tokenizer()
-    rows = [counting.make_row(generator) for _ in range(300)]
+    rows = [counting_task.make_row(generator) for _ in range(300)]
     lengths = [len(tokenizer(row["answer"]).input_ids) + 1 for row in rows]
     assert min(lengths) <= 5
-    assert 150 < max(lengths) <= counting.MAX_TOKENS
+    assert 150 < max(lengths) <= counting_task.MAX_TOKENS
     assert sorted(lengths)[len(lengths) // 2] < max(lengths) / 4, "the lengths have no long tail"
     assert {row["prompt"]: row["answer"] for row in rows}[rows[0]["prompt"]] == rows[0]["answer"]
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:
-    rows, held_out = counting.make_rows(2000, 50)
+    rows, held_out = counting_task.make_rows(2000, 50)
     assert len({row["prompt"] for row in held_out}) == 50
     assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
 
@@ -67,7 +67,7 @@ def test_held_out_prompts_are_never_trained_on() -> None:
 )
 def test_counting_is_rewarded_up_to_the_first_mistake(text: str, share: float) -> None:
     chat = [{"role": "assistant", "content": text}]
-    assert counting.counted([text, chat], ["a3 a2 a1"] * 2, step=[1, 1]) == pytest.approx([share] * 2)
+    assert counting_task.counted([text, chat], ["a3 a2 a1"] * 2, step=[1, 1]) == pytest.approx([share] * 2)
 
 
 def test_the_first_quarter_of_the_steps_is_warm_up() -> None:
