@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rlpipe.configs.data_sources import all_sources
 from rlpipe.configs.options import leaves, to_tree
 from rlpipe.configs.schema.algorithm_config import (
+    PAIRS,
     AdvantageConfig,
     AlgorithmConfig,
     CorrectionConfig,
@@ -27,6 +28,18 @@ PREFERENCE_TAKERS = {
     "undesirable_weight": ("kto",),
 }
 """Losses that an option has an effect on."""
+LOSS_TAKERS = {
+    "cispo_floor": ("cispo",),
+    "dppo_cap": ("dppo_tv", "dppo_kl"),
+    "m2_threshold": ("m2po",),
+    "dro_beta": ("dro",),
+    "sapo": ("sapo",),
+    "vespo": ("vespo",),
+    "covariance": ("clip_cov", "kl_cov"),
+}
+"""Surrogates that an option, or a section of options, has an effect on."""
+EPS_TAKERS = ("grpo", "group_norm", "reinforce_baseline", "pass_at_k", "max_rl")
+"""Advantages that are divided by a standard deviation plus ``eps``."""
 OF_ROWS = ("preference", "reward_model", "process_reward_model")
 """Kinds of algorithms with rows of their own; each has a section of its name."""
 OF_ROLLOUTS = (
@@ -59,6 +72,9 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{part}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
     if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
+    divides = advantage.name in EPS_TAKERS or advantage.path is not None or algorithm.combine == "normalize_then_sum"
+    if advantage.eps != AdvantageConfig().eps and not divides:
+        yield f"algorithm.advantage.eps: has no effect on {advantage.name}; leave it out, or set {EPS_TAKERS[0]}"
     yield from check_function(advantage, "algorithm.advantage")
 
 
@@ -79,10 +95,18 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _check_entropy(loss)
     if algorithm.preference.path is not None and not algorithm.samples_pairs:
         yield f"{PREFERENCE}.path: only the loss dpo compares pairs; remove it, or set algorithm=online_dpo"
+    if loss.path is not None and loss.name == PAIRS:
+        yield (
+            f"algorithm.loss.path: your function would replace the loss {PAIRS}, which compares pairs; set "
+            f"{PREFERENCE}.path for a loss of pairs, or algorithm.loss.name=clip"
+        )
     if loss.path is not None:
         return
     if algorithm.samples_pairs:
         yield from check_sampled_pairs(algorithm)
+    for name, losses in LOSS_TAKERS.items():
+        if loss.name not in losses and getattr(loss, name) != getattr(LossConfig(), name):
+            yield f"algorithm.loss.{name}: has no effect on {loss.name}, only on {', '.join(losses)}; leave it out"
     if loss.name == "vespo" and algorithm.correction.mode.startswith("sequence"):
         yield (
             f"algorithm.correction.mode: {algorithm.correction.mode} would count a sequence's ratio once for each "
@@ -205,7 +229,6 @@ def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def check_preference(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    yield from check_unused(config)
     yield from _check_preference_loss(algorithm.preference)
     yield from _check_kto_update(algorithm)
     if algorithm.loss.beta:
@@ -270,7 +293,6 @@ def _check_precomputed(config: Config) -> Iterator[str]:
 
 def check_reward_model(config: Config) -> Iterator[str]:
     model, kind = config.model, config.algorithm.kind
-    yield from check_unused(config)
     if config.learner.offload == "chunked":
         yield "learner.offload: chunked can't hold a reward model so far; set none, or policy with strategy=fsdp2"
     if model.images:
@@ -300,14 +322,16 @@ def _check_preference_rows(config: Config) -> Iterator[str]:
 
 
 def check_unused(config: Config) -> Iterator[str]:
-    """Yield the changed options that an algorithm on rows of preferences or labels ignores.
+    """Yield the changed options that an algorithm ignores: of rollouts on rows, and of the other kinds of rows.
 
     Those of engines and rewards are not among them, because ``rlpipe eval`` reads them.
     """
-    kind, usual = config.algorithm.kind, dict(leaves(to_tree(Config())))
-    unused = (*OF_ROLLOUTS, *(f"algorithm.{other}" for other in OF_ROWS if other != kind))
+    algorithm, usual = config.algorithm, dict(leaves(to_tree(Config())))
+    of_rollouts = OF_ROLLOUTS if algorithm.kind in OF_ROWS else ()
+    used = "preference" if algorithm.samples_pairs else algorithm.kind
+    unused = (*of_rollouts, *(f"algorithm.{other}" for other in OF_ROWS if other != used))
+    own_checks = {"preference": ["algorithm.loss.beta"], "rl": [f"{PREFERENCE}.path"]}.get(algorithm.kind, [])
     for name, value in leaves(to_tree(config)):
         is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
-        has_own_check = kind == "preference" and name == "algorithm.loss.beta"
-        if is_unused and not has_own_check and (name, value) not in usual.items():
-            yield f"{name}: has no effect with algorithm.kind={kind}; remove it"
+        if is_unused and name not in own_checks and (name, value) not in usual.items():
+            yield f"{name}: has no effect with algorithm.kind={algorithm.kind}; remove it"

@@ -8,7 +8,8 @@ from rlpipe.configs.compose import load_config
 from rlpipe.errors import ConfigError
 
 RUN = ["data.source=jsonl", "data.path=rows.jsonl", "model.path=tiny"]
-ONLINE = ["algorithm=online_dpo", "scoring.rewards.a.path=rlpipe.scoring.toolbox:exact_match"]
+REWARD = "scoring.rewards.a.path=rlpipe.scoring.toolbox:exact_match"
+ONLINE = ["algorithm=online_dpo", REWARD]
 
 PRECOMPUTE = "algorithm.preference.precompute_ref_log_probs"
 
@@ -21,8 +22,7 @@ def error_of(*overrides: str) -> str:
 
 def test_options_of_evaluation_are_no_contradiction() -> None:
     """``rlpipe eval`` samples from the policy of the same config, and scores what it samples."""
-    scoring = "scoring.rewards.a.path=rlpipe.scoring.toolbox:exact_match"
-    assert load_config([*RUN, "algorithm=dpo", "rollout.sampling.max_tokens=9", scoring], need_files=False)
+    assert load_config([*RUN, "algorithm=dpo", "rollout.sampling.max_tokens=9", REWARD], need_files=False)
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "orpo", "simpo", "cpo"])
@@ -69,6 +69,11 @@ def test_presets_are_valid(name: str) -> None:
             ["algorithm=dpo", "algorithm.reward_model.center_coef=1"],
             "algorithm.reward_model.center_coef: has no effect",
         ),
+        (["algorithm.preference.beta=0.5", REWARD], "algorithm.preference.beta: has no effect with algorithm.kind=rl"),
+        (["algorithm.reward_model.center_coef=1", REWARD], "reward_model.center_coef: has no effect with"),
+        (["algorithm=sft", "algorithm.preference.beta=0.5"], "preference.beta: has no effect with algorithm.kind=sft"),
+        ([*ONLINE, "algorithm.reward_model.center_coef=1"], "reward_model.center_coef: has no effect with"),
+        ([*ONLINE, "algorithm.loss.path=mine.py:f"], "algorithm.loss.path: your function would replace the loss dpo"),
         (["algorithm=reward_model", "algorithm.loss.beta=1"], "algorithm.loss.beta: has no effect with"),
         (["algorithm=reward_model", "algorithm.preference.beta=1"], "preference.beta: has no effect with"),
         (["algorithm=process_reward_model", "replay.max_staleness=1"], "replay.max_staleness: has no effect"),

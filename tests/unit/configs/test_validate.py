@@ -295,6 +295,16 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "set it lower",
         ),
         ({"algorithm.loss.clip_low": 1.0}, "algorithm.loss.clip_low", "set it below 1"),
+        ({"algorithm.loss.dro_beta": 1.0}, "algorithm.loss.dro_beta", "has no effect on clip, only on dro"),
+        ({"algorithm.loss.sapo.temperature_positive": 2.0}, "algorithm.loss.sapo", "has no effect on clip"),
+        (
+            {"algorithm.loss.name": "sapo", "algorithm.loss.covariance.share": 0.1},
+            "algorithm.loss.covariance",
+            "has no effect on sapo, only on clip_cov, kl_cov",
+        ),
+        ({"algorithm.advantage.name": "rloo", "algorithm.advantage.eps": 0.1}, "algorithm.advantage.eps", "rloo"),
+        ({"replay.rerolls_per_step": 2}, "replay.rerolls_per_step", "set replay.reroll_after"),
+        ({"replay.reroll_below": 0.5}, "replay.reroll_below", "nothing is sampled again"),
         ({"algorithm.loss.clip_delta": 1.1}, "algorithm.loss.clip_delta", "set 1.2 or more"),
         (
             {"algorithm.loss.name": "cispo", "algorithm.loss.clip_delta": 2.0},

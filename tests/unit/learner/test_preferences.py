@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from learner_cases import assert_close, make_adapter_config, make_learner, make_model_config, parameters_of
 from plain_training import load_plain
 from preference_cases import PAIRS, algorithm_of, make_pairs, rollout_of
 from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlpipe.algorithms.preferences import LabelledInputs, PairInputs, kto_loss, pair_loss
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
@@ -18,9 +20,11 @@ from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.preference_config import PAIR_LOSSES, WITHOUT_REFERENCE
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.data.reference_cache import ReferenceCache
+from rlpipe.learner.forward import Head
 from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner
+from rlpipe.models.nf4 import from_nf4
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import MiniBatch, Rollout, TrainBatch
 
@@ -32,11 +36,35 @@ LOSSES = [
 SMOOTHED = ("dpo", "robust", "exo", "simpo", "cpo")
 ONE_PAIR = 30
 """Tokens that the longest pair may have."""
+SAME = 1e-6
+"""Largest difference of losses and gradients, relative to the largest gradient where that exceeds 1."""
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in float64 what is float32 in any model of transformers and bitsandbytes, or in a float32 run's head."""
+    softmax, read = nn.functional.softmax, Head.read
+    monkeypatch.setattr(Head, "read", classmethod(lambda _, model, dtype: read(model, torch.float64)))
+    monkeypatch.setattr(nn.functional, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
+    monkeypatch.setattr(Linear4bit, "forward", lambda self, x: x @ from_nf4(self.weight, self).to(x.dtype).T)
+
+
+def rms_norm(module: Qwen3RMSNorm, x: Tensor) -> Tensor:
+    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def to_float64(model: nn.Module) -> None:
+    """Convert all parameters but NF4 codes."""
+    for module in model.modules():
+        if not isinstance(module, Linear4bit):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.double()
 
 
 class Case:
@@ -67,14 +95,17 @@ class Case:
                 parameter.add_(torch.randn(parameter.shape, generator=self.generator) * 0.05)
 
 
-def sums_alone(model: nn.Module, rollouts: list[Rollout]) -> Tensor:
-    """Return the log-probs ``[S]`` of completions that transformers runs one after the other."""
+def sums_alone(model: nn.Module, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the log-probs ``[S]`` of completions that transformers runs one after the other.
+
+    ``dtype`` is the type that those of single tokens are rounded to.
+    """
     found = []
     for rollout in rollouts:
         tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
         logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
         picked = logprobs.gather(1, tokens[1:, None])[:, 0]
-        found.append(picked[torch.from_numpy(rollout.loss_mask[1:])].sum())
+        found.append(picked[torch.from_numpy(rollout.loss_mask[1:])].to(dtype).sum(dtype=torch.float64))
     return torch.stack(found)
 
 
@@ -90,13 +121,14 @@ def mismatched(sequences: list[Rollout]) -> list[Rollout]:
 def plain_loss(case: Case, model: nn.Module, reference: nn.Module) -> Tensor:
     """Return the loss of completions that plain models run one by one."""
     preference = case.algorithm.preference
+    stored = torch.float32 if preference.precompute_ref_log_probs else torch.float64
     if preference.loss == "kto":
         good, bad = case.pairs, [pair.rejected for pair in case.pairs if pair.rejected is not None]
         sequences = [*good, *bad]
         with torch.no_grad():
             others = mismatched(sequences)
-            kl = (sums_alone(model, others) - sums_alone(reference, others)).mean().clamp(min=0)
-            ref_logprobs = sums_alone(reference, sequences)
+            kl = (sums_alone(model, others) - sums_alone(reference, others, stored)).mean().clamp(min=0)
+            ref_logprobs = sums_alone(reference, sequences, stored)
         labels = torch.tensor([True] * PAIRS + [False] * PAIRS)
         logprobs = sums_alone(model, sequences)
         inputs = LabelledInputs(
@@ -105,7 +137,7 @@ def plain_loss(case: Case, model: nn.Module, reference: nn.Module) -> Tensor:
         return kto_loss(inputs, preference).loss
     sequences = [sequence for pair in case.pairs for sequence in pair.sequences]
     with torch.no_grad():
-        pair_reference = sums_alone(reference, sequences).view(-1, 2)
+        pair_reference = sums_alone(reference, sequences, stored).view(-1, 2)
     inputs = PairInputs(
         logprobs=sums_alone(model, sequences).view(-1, 2),
         ref_logprobs=pair_reference if preference.needs_reference else None,
@@ -130,6 +162,7 @@ def run_losses(learner: Learner, batch: TrainBatch) -> tuple[float, dict[str, Te
 
 
 @pytest.mark.covering(1)
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("adapter", ["lora", "qlora", "none"])
 @pytest.mark.parametrize(("loss", "reference"), LOSSES)
@@ -140,11 +173,9 @@ def test_losses_and_gradients_are_those_of_completions_run_alone(
     model = make_model_config(tiny, adapter=adapter, attention=case.attention)
     learner, batch = make_learner(tiny, algorithm=case.algorithm, model=model), case.batch()
     plain, untrained = (load_plain(tiny, make_adapter_config(adapter)).eval() for _ in range(2))
-    if adapter != "qlora":  # whose products with NF4 are in float32
-        for module in (learner.policy.model, plain, untrained):
-            module.double()
-        if isinstance(learner.reference, FrozenCopy):
-            learner.reference.module.model.double()
+    copy = [learner.reference.module.model] if isinstance(learner.reference, FrozenCopy) else []
+    for module in (learner.policy.model, plain, untrained, *copy):
+        to_float64(module)
     if reference == "precomputed":
         cache = ReferenceCache(tmp_path)
         cache.add(learner.reference_logprobs(batch.mini_batches))
@@ -157,12 +188,10 @@ def test_losses_and_gradients_are_those_of_completions_run_alone(
     trained = dict(plain.named_parameters())
     loss_alone = plain_loss(case, plain, untrained)
     loss_alone.backward()
-    in_float32 = adapter == "qlora" or reference == "precomputed"
-    same = 1e-5 if in_float32 else 2e-6  # transformers' norms are in float32, too
-    assert found == pytest.approx(loss_alone.item(), rel=same, abs=same)
+    assert found == pytest.approx(loss_alone.item(), rel=SAME, abs=SAME)
     expected = {name: trained[name].grad for name in parameters}
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert_close(gradients, expected, same * max(1.0, largest))
+    assert_close(gradients, expected, SAME * max(1.0, largest))
 
 
 def test_a_pair_runs_its_prompt_once(tiny: Path) -> None:
