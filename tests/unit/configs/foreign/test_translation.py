@@ -692,6 +692,14 @@ def test_null_is_the_default_in_axolotl_which_passes_only_what_is_set(tmp_path: 
     assert ("trl.vllm_importance_sampling_clip_max", "it has no value") in translation.notes
 
 
+def test_an_option_that_a_rule_sets_to_null_is_no_comment(tmp_path: Path) -> None:
+    fixed = "algorithm.use_kl_in_reward: true\nalgorithm.kl_ctrl.type: fixed\n"
+    (tmp_path / "run.yaml").write_text(f"{ON_VERL}{fixed}")
+    translation = translate(read_foreign(tmp_path / "run.yaml"))
+    assert "target: null  # algorithm.kl_ctrl.type: fixed" in write(translation, "verl's run.yaml")
+    assert not [setting for setting, _ in translation.notes if "kl_ctrl" in setting]
+
+
 def test_a_preference_loss_and_a_cross_entropy_are_one_sum(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{ROWS}beta: 0.2\nloss_type: [sigmoid, sft]\nloss_weights: [2.0, 0.5]\n")
     made = translate(read_foreign(tmp_path / "run.yaml")).options
