@@ -151,6 +151,11 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.correction.{option}: nothing is rejected; set rejection, or leave it out"
     if correction.rejection_cap == 1 and correction.rejection_floor in (None, 1.0):
         yield "algorithm.correction.rejection_cap: 1 keeps only ratios of exactly 1; set it higher"
+    if correction.rejection != "none" and correction.rejection_cap is None and not correction.rejection_floor:
+        yield (
+            f"algorithm.correction.rejection: {correction.rejection} drops nothing without bounds; set rejection_cap "
+            "or rejection_floor, or none here"
+        )
     name = "algorithm.correction.bias_corrected_kl"
     if correction.bias_corrected_kl and algorithm.loss.beta == 0:
         yield f"{name}: there is no KL to weight; set algorithm.loss.beta above 0, or false here"

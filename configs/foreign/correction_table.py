@@ -30,7 +30,9 @@ def trl_correction(values: ForeignValues, value: Any) -> Made:
         return {MODE: "none"}
     floor = values.get("vllm_importance_sampling_clip_min")
     cap = values.get("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-    made = {MODE: value, CAP: 3.0 if cap is None else cap, FLOOR: 0 if floor is None else floor}
+    if cap is None and not values.is_null("vllm_importance_sampling_clip_max"):
+        cap = 3.0
+    made = {MODE: value, CAP: cap, FLOOR: 0 if floor is None else floor}
     return made if value in CORRECTIONS else NO_CORRECTION
 
 
@@ -97,6 +99,9 @@ def openrlhf_correction(values: ForeignValues, value: Any) -> Made:
 CORRECTION_SETTINGS = (
     SettingRow(trl_correction, "vllm_importance_sampling_mode"),
     SettingRow(beside(trl_correction, "vllm_importance_sampling_mode"), "vllm_importance_sampling_*"),
+    SettingRow(
+        beside(trl_correction, "vllm_importance_sampling_mode", option=CAP), "vllm_importance_sampling_clip_max"
+    ),
     SettingRow(verl_correction, verl="algorithm.rollout_correction.rollout_is algorithm.rollout_is"),
     SettingRow(
         beside(verl_correction, "algorithm.rollout_correction.rollout_is", "algorithm.rollout_is", option=CAP),

@@ -22,6 +22,8 @@ ONLINE = ("rl", "rloo", "online_dpo", "ebft")
 GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "algorithm.num_minibatches"
 
 
+UNBOUNDED_IF_NULL = ("vllm_importance_sampling_clip_max",)
+"""Settings of TRL for which null is a value, and not the lack of one."""
 SWITCHED_ON = ("true", "1", "yes", "on", "auto", "full", "enable", "offload", "offload_disk", "unsloth")
 
 
@@ -66,6 +68,12 @@ class ForeignValues:
         """Return the value of the first of the names that has one which is known."""
         values = (self._by_name.get(name) for name in names)
         return next((value for value in values if value is not None and not isinstance(value, Computed)), None)
+
+    def is_null(self, name: str) -> bool:
+        """Return whether the file sets null, for a setting of which null is a value."""
+        given = self._last.get(name)
+        is_value = self.run.system == "trl" and name in UNBOUNDED_IF_NULL
+        return is_value and given is not None and given.value is None
 
     def number(self, *names: str) -> int | None:
         """Return a whole number above 0; None if there is none."""

@@ -120,7 +120,7 @@ def _place(translation: Translation, values: ForeignValues, setting: Setting) ->
         known = {}
         for option, value in made.items():
             known_value = _with_variables(values, value)
-            if known_value is None:
+            if known_value is None and value is not None:
                 translation.notes.append((str(setting), COMPUTED.format(option)))
             elif REFERENCE.search(str(known_value)) and option not in _texts():
                 translation.notes.append((str(setting), FROM_ENVIRONMENT.format(option)))
@@ -141,7 +141,7 @@ def translate_setting(values: ForeignValues, setting: Setting) -> Made:
     entry, rule = entry_of(name), rule_of(values.run.system, name)
     if entry is None and rule is None:
         return UNKNOWN if value is not None else f"{EMPTY}, and {UNKNOWN}"
-    if setting.is_empty:
+    if setting.is_empty and not values.is_null(name):
         return EMPTY
     if entry is not None:
         return COMPUTED.format("the option") if isinstance(value, Computed) else describe_entry(*entry, values, value)

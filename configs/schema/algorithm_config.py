@@ -263,14 +263,14 @@ class CorrectionConfig(UserFunction):
         "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    cap: float = option(
+    cap: float | None = option(
         2.0,
-        "Upper bound of w: w is clamped to [floor, cap] (truncate), or tokens outside of it are dropped (mask).",
+        "Upper bound of w, which is clamped to [floor, cap] (truncate), or 0 outside of it (mask); null: none.",
         minimum=1,
         maximum=MAX_WEIGHT,
     )
     floor: float | None = option(
-        None, "Lower bound of w; null: 1/cap; 0: none, as in TRL by default.", minimum=0, maximum=1
+        None, "Lower bound of w; null: 1/cap, or none without cap; 0: none, as in TRL by default.", minimum=0, maximum=1
     )
     off_policy_threshold: float | None = option(
         None,
@@ -283,7 +283,9 @@ class CorrectionConfig(UserFunction):
         "Drop sequences whose product of w, or the product's geometric mean, is out of bounds, whatever the weights.",
         choices=("none", "sequence", "geometric"),
     )
-    rejection_cap: float = option(2.0, "Upper bound of rejection.", minimum=1, maximum=MAX_WEIGHT)
+    rejection_cap: float | None = option(
+        2.0, "Upper bound of rejection; null: none, which needs rejection_floor.", minimum=1, maximum=MAX_WEIGHT
+    )
     rejection_floor: float | None = option(
         None, "Lower bound of rejection; null: 1/rejection_cap; 0: none.", minimum=0, maximum=1
     )

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlpipe.algorithms.plugins import ADVANTAGE, call_function, own_error, registrar
+from rlpipe.common.imports import one_line
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
 from rlpipe.errors import RunError
 from rlpipe.types import FloatArray, IntArray, RolloutGroup
@@ -160,9 +161,10 @@ def _checked_group(
     """Return one group's advantages as arrays; raise ``RunError`` if they don't fit its rewards ``[G]``."""
     try:
         arrays = [np.asarray(value, np.float32) for value in values]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # of torch, a RuntimeError for tensors with gradient
         problem = (
-            f"returned {type(values).__name__} for group {index}, which is not a list of numbers or arrays ({error})"
+            f"returned {type(values).__name__} for group {index}, which is not a list of numbers or arrays "
+            f"({one_line(error)})"
         )
         raise own_error(config, ADVANTAGE, problem) from None
     shapes = [list(array.shape) for array in arrays]
@@ -176,7 +178,11 @@ def _checked_group(
         raise own_error(config, ADVANTAGE, problem)
     scored = ~np.isnan(np.asarray(rewards))
     if any(not np.isfinite(array).all() for array, is_scored in zip(arrays, scored, strict=True) if is_scored):
-        raise own_error(config, ADVANTAGE, f"returned NaN or infinity for group {index}, whose rewards are {rewards}")
+        problem = (
+            f"returned NaN or infinity for group {index}, in advantages of shapes {shapes!s:.100} for rewards of shape "
+            f"{list(rewards.shape)}, {rewards.tolist()!s:.100}"
+        )
+        raise own_error(config, ADVANTAGE, problem)
     arrays = [array if is_scored else np.zeros_like(array) for array, is_scored in zip(arrays, scored, strict=True)]
     return np.stack(arrays) if shapes == scalars else arrays
 

@@ -11,6 +11,7 @@ any way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -102,9 +103,13 @@ def sequence_mask(inputs: CorrectionInputs) -> Tensor:
     return _mask(sequence_sums(inputs.log_ratios, inputs.sequence_ids), inputs)
 
 
-def _bounded(log_weights: Tensor, cap: float, floor: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights ``[N]`` as they are, clamped to the bounds, and which of them are outside."""
+def _bounded(log_weights: Tensor, cap: float | None, floor: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights ``[N]`` as they are, clamped to the bounds, and which of them are outside.
+
+    Without ``cap`` there is no upper bound; without ``floor`` the lower one is its inverse, which is 0 without both.
+    """
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
+    cap = math.inf if cap is None else cap
     floor = 1 / cap if floor is None else floor
     return weights, weights.clamp(floor, cap), (weights < floor) | (weights > cap)
 

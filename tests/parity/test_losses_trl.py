@@ -371,9 +371,9 @@ def test_corrections_equal_trl(mode: str, algorithm: str, beta: float) -> None:
         assert_equal(rows, policy_loss(inputs, config, CorrectionConfig(mode=mode, cap=cap)), theirs)
 
 
-@pytest.mark.parametrize(("floor", "cap"), [(None, 3.0), (0.0, 3.0), (0.9, 1.2)])
+@pytest.mark.parametrize(("floor", "cap"), [(None, 3.0), (0.0, 3.0), (0.9, 1.2), (0.5, None), (0.9, None)])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_unequal_bounds_and_missing_log_probs_equal_trl(mode: str, floor: float | None, cap: float) -> None:
+def test_unequal_bounds_and_missing_log_probs_equal_trl(mode: str, floor: float | None, cap: float | None) -> None:
     config = loss_config("dapo")
     for dtype in TOLERANCE:
         rows = make_rows(dtype, 11, with_gaps=True)
@@ -386,7 +386,7 @@ def test_unequal_bounds_and_missing_log_probs_equal_trl(mode: str, floor: float 
             epsilon_high=config.clip_high,
             use_vllm=True,
             vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_min=1 / cap if floor is None else floor or None,
+            vllm_importance_sampling_clip_min=1 / cap if floor is None and cap is not None else floor or None,
             vllm_importance_sampling_clip_max=cap,
         )
         ratio = importance_ratio(trainer, rows, rows.old_logprobs + drift)

@@ -16,7 +16,6 @@ from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
 
 RATIOS = [[1.5, 0.2], [4.0, 3.0]]
 """The importance ratios w of the tokens of two sequences, whose products are 0.3 and 12."""
-UNBOUNDED = 1e9
 
 
 def make_inputs(ratios: list[list[float]], advantages: list[float]) -> LossInputs:
@@ -73,6 +72,29 @@ def test_the_lower_bound_may_be_another_than_that_of_the_cap(mode: str, floor: f
 
 
 @pytest.mark.parametrize(
+    ("mode", "floor", "weights"),
+    [
+        ("token_truncate", 0.5, [1.5, 0.5, 4, 3]),
+        ("token_mask", 0.5, [1.5, 0, 4, 3]),
+        ("sequence_truncate", 0.5, [0.5, 0.5, 12, 12]),
+        ("sequence_mask", 0.5, [0, 0, 12, 12]),
+        ("token_truncate", None, [1.5, 0.2, 4, 3]),
+        ("token_mask", 0.0, [1.5, 0.2, 4, 3]),
+        ("sequence_truncate", 0.0, [0.3, 0.3, 12, 12]),
+        ("sequence_mask", None, [0.3, 0.3, 12, 12]),
+    ],
+)
+def test_without_a_cap_there_is_no_upper_bound(mode: str, floor: float | None, weights: list[float]) -> None:
+    inputs = make_inputs(RATIOS, [1.0, 1.0])
+    correction = CorrectionConfig(mode=mode, cap=None, floor=floor)
+    assert gradient(inputs, correction) == pytest.approx(weights)
+    metrics = policy_loss(inputs, LossConfig(), correction).metrics.values()
+    clipped = {"token_truncate": 0.25, "sequence_truncate": 0.5}.get(mode, 0) if floor else 0
+    assert metrics["sampling/clipped_ratio"] == clipped
+    assert metrics["sampling/dropped_ratio"] == weights.count(0) / 4
+
+
+@pytest.mark.parametrize(
     ("mode", "weights"),
     [("none", [1, 1, 1, 1]), ("token_truncate", [1.5, 1, 2, 2]), ("sequence_truncate", [1.5, 1.5, 2, 2])],
 )
@@ -107,13 +129,13 @@ def test_every_surrogate_is_weighed(name: str) -> None:
     assert weights == pytest.approx([1.5, 0.5, 2, 2])
 
 
-def verl_keeps(ratios: list[list[float]], level: str, floor: float | None, cap: float) -> list[bool]:
+def verl_keeps(ratios: list[list[float]], level: str, floor: float | None, cap: float | None) -> list[bool]:
     """Return which sequences verl's ``compute_rollout_rejection_mask`` keeps."""
-    kept = []
+    kept, upper = [], math.inf if cap is None else cap
     for row in ratios:
         log_ratios = np.log(row)
         ratio = np.exp(np.clip(log_ratios.sum() if level == "sequence" else log_ratios.mean(), -20, 20))
-        kept.append(bool((1 / cap if floor is None else floor) <= ratio <= cap))
+        kept.append(bool((1 / upper if floor is None else floor) <= ratio <= upper))
     return kept
 
 
@@ -122,9 +144,9 @@ MODES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
-@pytest.mark.parametrize(("floor", "cap"), [(None, 1.5), (0.0, 1.1), (0.9, 4.0)])
+@pytest.mark.parametrize(("floor", "cap"), [(None, 1.5), (0.0, 1.1), (0.9, 4.0), (0.9, None)])
 def test_sequences_are_rejected_as_in_verl_whatever_their_weights(
-    mode: str, level: str, floor: float | None, cap: float
+    mode: str, level: str, floor: float | None, cap: float | None
 ) -> None:
     generator = np.random.default_rng(3)
     ratios = [np.exp(generator.normal(0, 0.4, length)).tolist() for length in (1, 2, 3, 5, 8, 13, 21, 34)]
@@ -252,7 +274,7 @@ def test_gradient_of_another_sampler_is_biased_and_the_corrected_one_is_not() ->
     rewards = torch.randn(*[VOCABULARY] * LENGTH, generator=generator, dtype=torch.float64)
     want = true_gradient(logits, rewards)
 
-    def distance(mode: str, cap: float = UNBOUNDED) -> float:
+    def distance(mode: str, cap: float | None = None) -> float:
         """Return the largest distance from the true gradient, in standard errors."""
         found = estimated_gradients(logits, rewards, CorrectionConfig(mode=mode, cap=cap))
         return float(((found.mean(0) - want) / (found.std(0) / math.sqrt(len(found)))).abs().max())

@@ -65,6 +65,7 @@ NUMBER = 3
 """
 ADVANTAGES = """
 import numpy as np
+import torch
 
 def centered(rewards, inputs, *, factor=1.0):
     return [factor * (group - np.nanmean(group)) for group in rewards]
@@ -93,6 +94,9 @@ def undefined(rewards, inputs):
 
 def raising(rewards, inputs):
     return 1 / 0
+
+def with_gradient(rewards, inputs):
+    return [torch.tensor(group, requires_grad=True) for group in rewards]
 """
 CORRECTIONS = """
 import torch
@@ -390,8 +394,17 @@ def test_own_advantages_may_be_one_for_each_loss_token(files: Path) -> None:
             "(could not convert string to float: 'a')",
         ),
         ("nothing", "returned NoneType for 2 groups of rewards"),
-        ("undefined", "returned NaN or infinity for group 0, whose rewards are [1. 3.]"),
-        ("raising", "raised ZeroDivisionError: division by zero (advantages.py, line 30), given the shape [2]"),
+        (
+            "with_gradient",
+            "returned Tensor for group 0, which is not a list of numbers or arrays (Can't call numpy() on Tensor that "
+            "requires grad. Use tensor.detach().numpy() instead.)",
+        ),
+        (
+            "undefined",
+            "returned NaN or infinity for group 0, in advantages of shapes [[], []] for rewards of shape [2], "
+            "[1.0, 3.0]",
+        ),
+        ("raising", "raised ZeroDivisionError: division by zero (advantages.py, line 31), given the shape [2]"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero")
@@ -400,6 +413,14 @@ def test_problems_of_own_advantages_are_one_line(files: Path, name: str, problem
         own(files, name, [[1.0, 3.0], [2.0, 0.0]])
     fix = "; fix the function, or set algorithm.advantage.path=null"
     assert message(error) == f"algorithm.advantage.path: {files}/advantages.py:{name} {problem}{fix}"
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_the_rewards_of_a_large_group_are_one_line(files: Path) -> None:
+    with pytest.raises(RunError) as error:
+        own(files, "undefined", [[0.25] * 15 + [1.5] * 17])
+    assert "for rewards of shape [32], [0.25, 0.25, " in message(error)
+    assert len(message(error)) < 500
 
 
 def with_code(files: Path) -> AlgorithmConfig:

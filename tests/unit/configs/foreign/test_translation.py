@@ -652,6 +652,54 @@ def test_what_a_file_leaves_out_is_its_systems_default(text: str, options: Mappi
     assert {name: made.get(name) for name in options} == options
 
 
+@pytest.mark.parametrize(
+    ("settings", "cap"),
+    [
+        ("vllm_importance_sampling_clip_max: null\nvllm_importance_sampling_clip_min: 0.5\n", None),
+        ("vllm_importance_sampling_clip_max: 5.0\nvllm_importance_sampling_clip_min: 0.5\n", 5.0),
+        ("vllm_importance_sampling_clip_min: 0.5\n", 3.0),
+        (
+            "vllm_importance_sampling_clip_max: null\nvllm_importance_sampling_cap: 4.0\n"
+            "vllm_importance_sampling_clip_min: 0.5\n",
+            4.0,  # TRL overwrites clip_max with the older name
+        ),
+    ],
+)
+def test_null_is_no_upper_bound_in_trl(settings: str, cap: float | None, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ROWS}num_generations: 4\nuse_vllm: true\n{settings}")
+    translation = translate(read_foreign(tmp_path / "run.yaml"))
+    assert not [setting for setting, _ in translation.notes if "importance_sampling" in setting]
+    correction = loaded(write(translation, "TRL's run.yaml"), tmp_path).algorithm.correction
+    assert (correction.mode, correction.floor, correction.cap) == ("sequence_mask", 0.5, cap)
+
+
+def test_none_is_no_upper_bound_in_a_script_of_trl(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "config = GRPOConfig(use_vllm=True, num_generations=4, vllm_importance_sampling_clip_max=None)\n"
+        "GRPOTrainer(model='tiny', args=config, train_dataset=load_dataset('rows'), reward_funcs=score).train()\n"
+    )
+    translation = translate(read_foreign(tmp_path / "run.py"))
+    assert translation.options["algorithm.correction.cap"] is None
+    assert "cap: null  # vllm_importance_sampling_clip_max" in write(translation, "TRL's run.py")
+
+
+def test_null_is_the_default_in_axolotl_which_passes_only_what_is_set(tmp_path: Path) -> None:
+    settings = "{use_vllm: true, vllm_importance_sampling_clip_max: null}"
+    (tmp_path / "run.yaml").write_text(f"{ON_AXOLOTL}rl: grpo\ntrl: {settings}\n")
+    translation = translate(read_foreign(tmp_path / "run.yaml"))
+    assert translation.options["algorithm.correction.cap"] == 3.0
+    assert ("trl.vllm_importance_sampling_clip_max", "it has no value") in translation.notes
+
+
+def test_an_option_that_a_rule_sets_to_null_is_no_comment(tmp_path: Path) -> None:
+    fixed = "algorithm.use_kl_in_reward: true\nalgorithm.kl_ctrl.type: fixed\n"
+    (tmp_path / "run.yaml").write_text(f"{ON_VERL}{fixed}")
+    translation = translate(read_foreign(tmp_path / "run.yaml"))
+    assert "target: null  # algorithm.kl_ctrl.type: fixed" in write(translation, "verl's run.yaml")
+    assert not [setting for setting, _ in translation.notes if "kl_ctrl" in setting]
+
+
 def test_a_preference_loss_and_a_cross_entropy_are_one_sum(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{ROWS}beta: 0.2\nloss_type: [sigmoid, sft]\nloss_weights: [2.0, 0.5]\n")
     made = translate(read_foreign(tmp_path / "run.yaml")).options
