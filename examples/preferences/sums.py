@@ -42,8 +42,11 @@ def labelled(cfg: Mapping[str, Any]) -> RowMap:
 
 
 def with_a_wrong_digit(answer: str, seed: str) -> str:
-    """Return the answer with one of its digits replaced by another, always the same for a ``seed``."""
+    """Return the answer with one of its digits replaced by another, always the same for a ``seed``.
+
+    It is the last one in three of four, as a wrong first digit is often seen from the sizes of the numbers alone.
+    """
     choice = random.Random(seed)
-    place = choice.randrange(len(answer))
-    others = [digit for digit in "123456789" if digit != answer[place]]
-    return answer[:place] + choice.choice(others) + answer[place + 1 :]
+    position = choice.choice([0, *[len(answer) - 1] * 3])
+    others = [digit for digit in "123456789" if digit != answer[position]]
+    return answer[:position] + choice.choice(others) + answer[position + 1 :]

@@ -22,6 +22,7 @@ from rlpipe.errors import ConfigError, RlpipeError, RunError
 
 ADVANTAGE, LOSS, PREFERENCE = "algorithm.advantage", "algorithm.loss", "algorithm.preference"
 CORRECTION, REPLAY = "algorithm.correction", "algorithm.replay"
+OWN_FUNCTIONS = (ADVANTAGE, LOSS, PREFERENCE, CORRECTION, REPLAY)
 """Sections that may name a function."""
 MOST_SHAPES = 4
 """Different shapes of a function's inputs that an error has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 
@@ -73,6 +74,8 @@ def add_config(commands: Commands) -> None:
 def run_config(arguments: argparse.Namespace) -> None:
     if arguments.docs:
         print("\n".join(document_options(arguments.overrides)))
+        if arguments.config is not None:
+            print("\n".join(document_functions(arguments.config, arguments.overrides)))
     elif arguments.groups:
         print("\n".join(document_groups(arguments.overrides)))
     else:
@@ -98,6 +101,19 @@ def document_options(prefixes: Sequence[str]) -> Iterator[str]:
     for option in found:
         allowed = f", {option.allowed}" if option.allowed else ""
         yield f"{option.name}: {describe_default(option)}\n    {option.doc} ({option.type}{allowed})"
+
+
+def document_functions(file: str, prefixes: Sequence[str]) -> Iterator[str]:
+    """Yield the functions that a config file names in place of built-in ones, under one of the prefixes or anywhere."""
+    from rlpipe.algorithms.plugins import OWN_FUNCTIONS, load_function, record_code
+    from rlpipe.configs.compose import load_config
+
+    algorithm = record_code(load_config(file=file, need_files=False).algorithm)
+    for section in OWN_FUNCTIONS:
+        config = getattr(algorithm, section.removeprefix("algorithm."))
+        if config.path is not None and (not prefixes or any(covers(prefix, f"{section}.path") for prefix in prefixes)):
+            doc = (inspect.getdoc(load_function(config, section)) or "It has no docstring.").partition("\n")[0]
+            yield f"{section}.path: {config.path}\n    {doc} (your own function, SHA-256 {config.digest})"
 
 
 def covers(prefix: str, name: str) -> bool:

@@ -11,6 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import rlpipe
+from rlpipe.common.atomic_io import file_digest
+from rlpipe.replay.ledger.audit import audit
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.run_ledger import Ledger
 
 pytestmark = pytest.mark.ray
 
@@ -81,3 +85,49 @@ def test_a_run_continues_under_one_strategy_after_the_other(
             assert step[name] == pytest.approx(again[name], abs=1e-4), name
     found = [load_file(next((output / "policy").glob("*.safetensors"))) for output in outputs]
     assert largest_difference(*found) < 1e-5
+
+
+FUNCTIONS = '''
+import numpy as np
+
+
+def squared(scores, *, target):
+    return (scores.config.beta * scores.mean_difference - target) ** 2
+
+
+def hardest(kept, inputs):
+    return sorted(kept, key=lambda group: np.mean([rollout.reward for rollout in group]))[: inputs.num_wanted]
+
+
+def half_flat(completions, answer, **columns):
+    """Reward the digits in answers to half of the prompts, and nothing in those to the others."""
+    if int(answer[0]) % 4 == 1:
+        return [0.0] * len(completions)
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(map(str.isdigit, text)) + len(set(text)) / 100 for text in texts]
+'''
+
+
+def test_sampled_pairs_train_with_functions_of_ones_own_and_replayed_groups(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    functions, output = tmp_path / "functions.py", tmp_path / "run"
+    functions.write_text(FUNCTIONS)
+    options = [
+        *("algorithm=online_dpo", f"algorithm.preference.path={functions}:squared", "algorithm.num_steps=6"),
+        *("algorithm.preference.kwargs={target: 1.0}", f"algorithm.replay.path={functions}:hardest"),
+        *("replay.reuse_groups=8", "replay.reroll_after=0.4", "replay.rerolls_per_step=2"),
+        *("~scoring.rewards.digits", f"scoring.rewards.half.path={functions}:half_flat"),
+    ]
+    rlpipe.train(make_config(tiny_policy, prompts_file, output, *options))
+    steps = trained_steps(output)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0 < step["groups/paired"] <= 4 for step in steps)
+    assert sum(step["groups/replayed"] for step in steps) > 0
+    assert [step["groups/rerolled"] for step in steps[:2]] == [0, 0], "too early"
+    assert sum(step["groups/rerolled"] for step in steps) > 0
+    ledger = Ledger(output / NAME, read_only=True)
+    assert not audit(ledger).problems
+    ledger.close()
+    recorded = rlpipe.load_config(file=output / "config.yaml").algorithm
+    assert recorded.preference.digest == recorded.replay.digest == file_digest(functions)

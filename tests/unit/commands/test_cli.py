@@ -15,7 +15,9 @@ from ledger_cases import Run
 
 import rlpipe
 from rlpipe import cli
+from rlpipe.algorithms.surrogates import SURROGATES
 from rlpipe.commands import runs
+from rlpipe.common.atomic_io import file_digest
 from rlpipe.errors import ConfigError, InputError, RunError
 from rlpipe.replay.ledger.database import NAME
 
@@ -142,6 +144,19 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
     assert "learner.num_ranks" not in part
     assert cli.main(["config", "--groups", "learner"]) == 0
     assert "learner=single: One process on the CPU." in capsys.readouterr().out
+
+
+def test_functions_of_ones_own_are_listed_with_the_built_in_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    file = "examples/own_algorithm/run.yaml"
+    assert cli.main(["config", "--config", file, "--docs", "algorithm.loss"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in SURROGATES), "a built-in loss is missing"
+    digest = file_digest(Path("examples/own_algorithm/algorithms.py"))
+    doc = "Return -min(ρ, bound) a l of each token, with ρ = exp(l - p) without gradient."
+    assert f"algorithms.py:bounded\n    {doc} (your own function, SHA-256 {digest})" in shown
+    assert "algorithms.py:ranks" not in shown
+    assert cli.main(["config", "--config", file, "--docs"]) == 0
+    assert "algorithm.advantage.path: " in capsys.readouterr().out.rpartition("algorithms.py:ranks")[0]
 
 
 @pytest.mark.parametrize(
