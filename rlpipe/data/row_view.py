@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlpipe.data.prompts import PromptSource, SequenceSource
@@ -200,6 +201,8 @@ TRAINED, TITLE = "black on green", "bold"
 SPECIAL, SPECIAL_TRAINED = "cyan", "bold blue on green"
 STYLES = {(False, False): "", (False, True): SPECIAL, (True, False): TRAINED, (True, True): SPECIAL_TRAINED}
 """Styles by whether a piece is trained on, and whether it is a special token."""
+PAIR_WIDTH = 80
+"""Columns of a terminal in which the completions of a pair are shown side by side."""
 
 
 def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) -> None:
@@ -217,10 +220,19 @@ def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) 
         console.print(Text.assemble(("trained tokens", TRAINED), " and ", ("special tokens", SPECIAL)))
     for row in rows:
         console.print(Text(f"\n{row.title}", TITLE))
-        for heading, pieces in _columns(row):
+        columns = [
+            (Text(heading, TITLE), _colour(pieces) if brackets is None else Text(_bracket(pieces, brackets)))
+            for heading, pieces in _columns(row)
+        ]
+        if row.rejected and console.is_terminal and console.width >= PAIR_WIDTH:
+            pair = Table(*(Column(heading, ratio=1, overflow="fold") for heading, _ in columns), expand=True)
+            pair.add_row(*(text for _, text in columns))
+            console.print(pair, soft_wrap=False)
+            continue
+        for heading, text in columns:
             if heading:
-                console.print(Text(heading, TITLE))
-            console.print(_colour(pieces) if brackets is None else Text(_bracket(pieces, brackets)))
+                console.print(heading)
+            console.print(text)
 
 
 def _columns(row: ShownRow) -> list[tuple[str, list[TextPiece]]]:

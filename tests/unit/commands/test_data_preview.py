@@ -199,6 +199,19 @@ def test_pairs_are_shown_with_both_completions(tmp_path: Path, capsys: pytest.Ca
     assert (found["num_rows"], found["num_used"], found["num_trained_tokens"]) == (2, 1, 7)
 
 
+def test_pairs_stand_side_by_side_in_a_wide_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = write_run(tmp_path, [{"prompt": "2+2?", "chosen": "4", "rejected": "five"}])
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    wide = printed(capsys, *arguments, "algorithm=dpo").splitlines()
+    assert any("⟦4<|im_end|>" in line and "⟦five<|im_end|>" in line for line in wide)
+    assert {len(line) for line in wide if line.startswith("│")} == {100}
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "│" not in printed(capsys, *arguments, "algorithm=dpo")
+
+
 def test_labelled_completions_are_shown_with_their_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "2+2?", "completion": "five", "label": False}]
     assert cli.main(["data", "preview", *write_run(tmp_path, rows), "algorithm=kto"]) == 0
