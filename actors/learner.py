@@ -363,7 +363,7 @@ class LearnerLoop:
                 metrics = self._learner.train_step(batch)
             metrics |= memory_metrics(self._policy.device)
             self._post_messages()
-            if self._publication_due(step + 1):
+            if self._setup.weights.publishes(step + 1, self._setup.algorithm.num_steps):
                 self._publisher.publish(step + 1, self._life)
             last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             if last or self._evaluation_due(step + 1):
@@ -402,9 +402,6 @@ class LearnerLoop:
         for note in notes[self._num_notes :]:
             self._calls.get(self._setup.batches.note.remote("model", "learner", note), "a message to be recorded")
         self._num_notes = len(notes)
-
-    def _publication_due(self, version: int) -> bool:
-        return version % self._setup.weights.every_steps == 0 or version == self._setup.algorithm.num_steps
 
     def _evaluation_due(self, version: int) -> bool:
         every = self._setup.evaluate_every

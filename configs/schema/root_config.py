@@ -80,6 +80,10 @@ class WeightsConfig(Freezable):
     bucket_bytes: int = option(256 * 2**20, "Maximum size of a bucket of full weights.", minimum=2**10, maximum=2**40)
     timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0, maximum=MAX_SECONDS)
 
+    def publishes(self, version: int, num_steps: int) -> bool:
+        """Return whether engines get a version: every n-th one, and the last."""
+        return version % self.every_steps == 0 or version == num_steps
+
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Freezable):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replay_cases import REWARD, group, open_store
 
-from rlpipe.configs.schema.root_config import ReplayConfig
+from rlpipe.configs.schema.root_config import ReplayConfig, WeightsConfig
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.buffer import Admission, GroupTicket, Rerolls
 from rlpipe.replay.ledger.database import NAME
@@ -72,7 +72,7 @@ class Schedule(RuleBasedStateMachine):
             reroll_after=reroll_after,
             rerolls_per_step=rerolls_per_step,
         )
-        self.every_steps = min(every_steps, max_staleness + 1)
+        self.weights = WeightsConfig(every_steps=min(every_steps, max_staleness + 1))
         self.now = 0.0
         self.step = self.checkpoint = self.published = 0
         self.num_repeated = 0
@@ -307,7 +307,7 @@ class Schedule(RuleBasedStateMachine):
         self.num_repeated += self.step <= self.ledger.last_step
         self.ledger.complete(StepReport(step=self.step, metrics={}))
         self.step += 1
-        if self.step % self.every_steps == 0 or self.step == NUM_STEPS:
+        if self.weights.publishes(self.step, NUM_STEPS):
             self.publish()
         return True
 
