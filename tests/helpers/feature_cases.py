@@ -11,6 +11,12 @@ def unit(vector: Array) -> Array:
     return vector / np.sqrt(sum(value * value for value in vector))
 
 
+def join_reference(layers: list[Array], normalize: str) -> Array:
+    """Join a token's hidden states of several depths, as ``normalize_layers`` says."""
+    joined = np.concatenate([unit(layer) if normalize == "each" else layer for layer in layers])
+    return unit(joined) if normalize == "joint" else joined
+
+
 def whiten_reference(samples: Array, truth: Array, method: str) -> tuple[Array, Array]:
     """Whiten with eigenvectors of the Gram matrices instead of an SVD."""
     count = len(samples)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
@@ -250,6 +251,26 @@ def test_rloo_equals_trl(seed: int, dtype: torch.dtype) -> None:
     rows = make_rows(dtype, seed, with_gaps=False)
     theirs = RLOOTrainer._compute_loss(StandInTrainer(rows=rows), None, padded_inputs(rows))
     assert_equal(rows, policy_loss(packed_inputs(rows), loss_config("rloo")), theirs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(("clip_low", "clip_high"), [(0.4, 0.4), (0.1, 0.2)])
+def test_gmpo_equals_trl(clip_low: float, clip_high: float, beta: float, dtype: torch.dtype) -> None:
+    config = replace(loss_config("gmpo"), clip_low=clip_low, clip_high=clip_high, beta=beta)
+    for seed in range(3):
+        rows = make_rows(dtype, seed, with_gaps=True)
+        noise = torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        rows = replace(rows, old_logprobs=rows.logprobs.detach() + noise / 2)
+        rows.advantages[rows.mask.sum(1) == 0] = 0  # for a row without loss tokens, TRL adds a constant, -a
+        trainer = StandInTrainer(rows=rows, epsilon_low=clip_low, epsilon_high=clip_high, beta=beta)
+        theirs = GMPOTrainer._compute_loss(trainer, None, padded_inputs(rows))
+        ours = policy_loss(packed_inputs(rows), config)
+        assert_equal(rows, ours, theirs)
+        assert trainer.metrics()["clip_ratio/low_mean"] > 0
+        assert trainer.metrics()["clip_ratio/high_mean"] > 0
+        for name in ("entropy", "kl") if beta else ("entropy",):
+            assert ours.metrics.values()[name] == pytest.approx(trainer.metrics()[name], abs=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from family_cases import make_family
-from feature_cases import baseline_reference, score_reference, score_whitened, unit, whiten_layers_reference
+from feature_cases import baseline_reference, join_reference, score_reference, score_whitened, whiten_layers_reference
 from learner_cases import make_document, make_model_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -89,26 +89,27 @@ def plain(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def features_alone(model: PreTrainedModel, tokens: Tensor) -> np.ndarray:
-    """Return the last token's features, with each depth scaled to length 1."""
+def features_alone(model: PreTrainedModel, tokens: Tensor, normalize: str = "each") -> np.ndarray:
+    """Return the last token's features."""
     states = model.eval()(input_ids=tokens[None], output_hidden_states=True).hidden_states
-    return np.concatenate([unit(states[depth][0, -1].double().numpy()) for depth in DEPTHS])
+    return join_reference([states[depth][0, -1].double().numpy() for depth in DEPTHS], normalize)
 
 
 def loss_alone(
     policy: PreTrainedModel, frozen: PreTrainedModel, inputs: StridedInputs, sampled: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, list[list[float]]]:
     """Return the policy gradient's loss, computed block by block, and the advantages of each block."""
-    plan, whitening = inputs.plan, algorithm.ebft.features.whitening
+    plan, features = inputs.plan, algorithm.ebft.features
+    whitening, normalize = features.whitening, features.normalize_layers
     losses, advantages = [], []
     for block in range(plan.num_columns // SAMPLES):
         column = block * SAMPLES
         document = inputs.documents[torch.from_numpy(plan.document_ids == plan.column_documents[column])]
         context = int(plan.contexts[column])
         sequences = [torch.cat([document[:context], sampled[:, column + j]]) for j in range(SAMPLES)]
-        samples = np.stack([features_alone(frozen, sequence) for sequence in sequences])
-        truth = features_alone(frozen, document[: context + plan.num_steps])
-        layers = len(DEPTHS) if algorithm.ebft.features.whiten_layers == "each" else 1
+        samples = np.stack([features_alone(frozen, sequence, normalize) for sequence in sequences])
+        truth = features_alone(frozen, document[: context + plan.num_steps], normalize)
+        layers = len(DEPTHS) if features.whiten_layers == "each" else 1
         whitened, others = whiten_layers_reference(samples, truth, whitening, layers)
         alignment, _, _ = score_whitened(whitened, others)
         advantages.append(baseline_reference(np.array(alignment), whitened @ whitened.T, 1.0, 1.0))
@@ -120,10 +121,18 @@ def loss_alone(
 
 
 @pytest.mark.parametrize(
-    ("whitening", "layers"), [("sample", "joint"), ("feature", "joint"), ("none", "joint"), ("sample", "each")]
+    "features",
+    [
+        {"whitening": "sample"},
+        {"whitening": "feature"},
+        {"whitening": "none"},
+        {"whitening": "sample", "whiten_layers": "each"},
+        {"whitening": "sample", "normalize_layers": "joint"},
+        {"whitening": "sample", "normalize_layers": "none"},
+    ],
 )
-def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, whitening: str, layers: str) -> None:
-    policy, algorithm = make_policy(folder, "none"), make_algorithm(whitening=whitening, whiten_layers=layers)
+def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, features: dict[str, str]) -> None:
+    policy, algorithm = make_policy(folder, "none"), make_algorithm(**features)
     objective, mini_batch = make_objective(policy, algorithm), make_mini_batch(17, 4, 14)
     (inputs,) = objective.prepare(mini_batch)
     objective.begin(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from covering import one_in
 from family_cases import FAMILIES, make_family
-from feature_cases import unit
+from feature_cases import join_reference
 from learner_cases import make_model_config
 from transformers import AutoModelForCausalLM
 
@@ -40,16 +40,17 @@ def make_sequences() -> list[FeatureSequence]:
     ]
 
 
-def alone(folder: Path, sequence: FeatureSequence, depths: list[int], pooling: str) -> np.ndarray:
+def alone(
+    folder: Path, sequence: FeatureSequence, depths: list[int], pooling: str, normalize: str = "each"
+) -> np.ndarray:
     config = make_model_config(folder, attention="eager")
     model = open_model(config.path, config, torch.float32).eval()
     with torch.no_grad():
         token_ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
         states = model(input_ids=token_ids[None], output_hidden_states=True).hidden_states
-    tokens = np.concatenate(
-        [np.stack([unit(token) for token in states[depth][0].double().numpy()]) for depth in depths], axis=1
-    )
-    length = len(tokens)
+    length = len(token_ids)
+    layers = [states[depth][0].double().numpy() for depth in depths]
+    tokens = np.stack([join_reference([layer[place] for layer in layers], normalize) for place in range(length)])
     if pooling == "concat":
         return np.concatenate([tokens[int(length * share)] for share in (0.25, 0.5, 0.75)])
     return {"last_token": tokens[-1], "mean_pooling": tokens.mean(0), "completion_mean": tokens[length // 2 :].mean(0)}[
@@ -63,6 +64,15 @@ def test_features_are_those_of_each_sequence_alone(folder: Path, pooling: str) -
     reader = open_feature_network(make_model_config(folder), config, CPU, max_tokens=20)
     for got, sequence in zip(reader.read(make_sequences()), make_sequences(), strict=True):
         np.testing.assert_allclose(got, alone(folder, sequence, [1, 2], pooling), atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", ["joint", "none"])
+def test_features_are_normalized_as_the_option_says(folder: Path, normalize: str) -> None:
+    config = FeatureConfig(layers=[0.5, 1.0], pooling="mean_pooling", normalize_layers=normalize)
+    reader = open_feature_network(make_model_config(folder), config, CPU, max_tokens=20)
+    for got, sequence in zip(reader.read(make_sequences()), make_sequences(), strict=True):
+        expected = alone(folder, sequence, [1, 2], "mean_pooling", normalize)
+        np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", one_in(4, sorted(FAMILIES)))
