@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ SHARDED: dict[str, dict[str, Any]] = {
 LOSSES = ["dpo", "kto", "orpo", "simpo"]
 OTHER_LOSSES = [name for name in PAIR_LOSSES if name not in LOSSES]
 LEARNING_RATES = {"none": 1e-4, "lora": 1e-3, "qlora": 1e-3}
+KEEPS_SCALE: dict[str, Any] = {"max_grad_norm": None, "optimizer": OptimizerConfig(lr=1.0, eps=1.0)}
+"""Options with which the first step is g / (1 + |g|) for the gradient g, so that a wrong scale of gradients shows."""
 CASES = [*product(STRATEGIES, LEARNING_RATES, LOSSES), *product(["fsdp2", "zero3", "chunked"], ["lora"], OTHER_LOSSES)]
 
 
@@ -63,7 +65,7 @@ def make(
     tiny: Path, loss: str, adapter: str, options: dict[str, Any], num_ranks: int, *, moves_reference: bool = False
 ) -> Learner:
     optimizer = OptimizerConfig(lr=LEARNING_RATES[adapter], weight_decay=0.01)
-    learner = LearnerConfig(num_ranks=num_ranks, max_grad_norm=0.05, optimizer=optimizer, **options)
+    learner = LearnerConfig(num_ranks=num_ranks, **{"max_grad_norm": 0.05, "optimizer": optimizer} | options)
     algorithm = algorithm_of(loss)
     if moves_reference:
         algorithm = replace(algorithm, reference=ReferenceConfig(sync_steps=1, mixup=0.5))
@@ -105,6 +107,36 @@ def test_preferences_train_as_on_one_rank(
     for metrics, parameters in found:
         assert_close(expected, parameters, 1e-5)
         assert_equal_metrics(metrics, expected_metrics)
+
+
+def changes_of(tiny: Path, loss: str, adapter: str, options: dict[str, Any], num_ranks: int) -> list[dict[str, Tensor]]:
+    """Return how each of two steps without clipping changes the parameters; an adapter's A stays in the first."""
+    learner = make(tiny, loss, adapter, options | KEEPS_SCALE, num_ranks)
+    states = [parameters_of(learner)]
+    for step in range(2):
+        train(learner, loss, range(step, step + 1))
+        states.append(parameters_of(learner))
+    return [{name: after[name] - before[name] for name in after} for before, after in pairwise(states)]
+
+
+def save_changes(tiny: Path, folder: Path, loss: str, adapter: str, options: dict[str, Any]) -> None:
+    torch.save(changes_of(tiny, loss, adapter, options, NUM_RANKS), folder / f"rank{dist.get_rank()}.pt")
+
+
+@pytest.mark.parametrize(("strategy", "adapter", "loss"), CASES)
+def test_gradients_have_the_scale_that_they_have_on_one_rank(
+    ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
+) -> None:
+    expected = changes_of(tiny, loss, adapter, {}, 1)
+    if strategy == "chunked":
+        found = [changes_of(tiny, loss, adapter, STRATEGIES[strategy], 1)]
+    else:
+        ranks.run(save_changes, tiny, tmp_path, loss, adapter, STRATEGIES[strategy])
+        found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    for changes in found:
+        for mine, theirs in zip(expected, changes, strict=True):
+            largest = max(float(change.abs().max()) for change in mine.values())
+            assert_close(mine, theirs, 1e-5 * largest)
 
 
 def results_of(folder: Path) -> list[tuple[list[dict[str, float]], dict[str, Tensor]]]:
