@@ -85,6 +85,7 @@ class Zero3(RankGroup):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "steps_per_print": 2**31,
+            "gradient_clipping": 0.0,  # the learner clips; DeepSpeed would clip again, to 1
             "bf16": {"enabled": is_narrow},
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": stage,
