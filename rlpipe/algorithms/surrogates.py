@@ -226,8 +226,8 @@ def geo_mean(inputs: SurrogateInputs) -> SurrogateOutput:
     weights = sequence_means(log_weights, inputs.mask, inputs.sequence_ids).exp()
     return SurrogateOutput(
         per_token=-advantages * ratio * weights,
-        clipped_low=(log_ratio != bounded) & (sign < 0),
-        clipped_high=(log_ratio != bounded) & (sign > 0),
+        clipped_low=(log_ratio < -config.clip_low) & (sign < 0),
+        clipped_high=(log_ratio > config.clip_high) & (sign > 0),
         is_corrected=True,
     )
 

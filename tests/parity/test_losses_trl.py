@@ -269,7 +269,8 @@ def test_gmpo_equals_trl(clip_low: float, clip_high: float, beta: float, dtype: 
         assert_equal(rows, ours, theirs)
         assert trainer.metrics()["clip_ratio/low_mean"] > 0
         assert trainer.metrics()["clip_ratio/high_mean"] > 0
-        for name in ("entropy", "kl") if beta else ("entropy",):
+        clipped = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+        for name in (*clipped, "entropy", *(["kl"] if beta else [])):
             assert ours.metrics.values()[name] == pytest.approx(trainer.metrics()[name], abs=1e-6)
 
 
