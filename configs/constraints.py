@@ -60,7 +60,6 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_step_size(config.algorithm, config.learner)
     if config.algorithm.kind != "sft" and config.algorithm.stop_loss is not None:
         yield "algorithm.stop_loss: only has an effect in SFT; set it to null"
-    yield from check_unused(config)
     if config.algorithm.kind == "rl":
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
@@ -85,6 +84,7 @@ def contradictions(config: Config) -> Iterator[str]:
     elif config.algorithm.kind == "ebft_strided":
         yield from check_loss(config.algorithm)
         yield from check_strided(config)
+    yield from check_unused(config)
     yield from check_updates(config.weights, config.replay)
     yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward or config.environment.takes_rows)
     yield from check_tracking(config.tracking)

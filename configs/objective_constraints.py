@@ -39,7 +39,7 @@ LOSS_TAKERS = {
 }
 """Surrogates that an option, or a section of options, has an effect on."""
 EPS_TAKERS = ("grpo", "group_norm", "reinforce_baseline", "pass_at_k", "max_rl")
-"""Advantages that are divided by a standard deviation plus ``eps``."""
+"""Advantages with ``eps`` in their divisor."""
 OF_ROWS = ("preference", "reward_model", "process_reward_model")
 """Kinds of algorithms with rows of their own; each has a section of its name."""
 OF_ROLLOUTS = (
@@ -74,7 +74,7 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
     divides = advantage.name in EPS_TAKERS or advantage.path is not None or algorithm.combine == "normalize_then_sum"
     if advantage.eps != AdvantageConfig().eps and not divides:
-        yield f"algorithm.advantage.eps: has no effect on {advantage.name}; leave it out, or set {EPS_TAKERS[0]}"
+        yield f"algorithm.advantage.eps: has no effect on {advantage.name}; leave it out, or set name={EPS_TAKERS[0]}"
     yield from check_function(advantage, "algorithm.advantage")
 
 
@@ -93,9 +93,9 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
     yield from check_function(loss, "algorithm.loss")
     yield from _check_entropy(loss)
-    if algorithm.preference.path is not None and not algorithm.samples_pairs:
-        yield f"{PREFERENCE}.path: only the loss dpo compares pairs; remove it, or set algorithm=online_dpo"
-    if loss.path is not None and loss.name == PAIRS:
+    if algorithm.kind != "rl" and loss.name == PAIRS:
+        yield f"algorithm.loss.name: {PAIRS} compares rollouts, which {algorithm.kind} has none of; set reinforce"
+    elif loss.path is not None and loss.name == PAIRS:
         yield (
             f"algorithm.loss.path: your function would replace the loss {PAIRS}, which compares pairs; set "
             f"{PREFERENCE}.path for a loss of pairs, or algorithm.loss.name=clip"
@@ -333,10 +333,12 @@ def check_unused(config: Config) -> Iterator[str]:
     """
     algorithm, usual = config.algorithm, dict(leaves(to_tree(Config())))
     of_rollouts = OF_ROLLOUTS if algorithm.kind in OF_ROWS else ()
-    used = "preference" if algorithm.samples_pairs else algorithm.kind
+    samples_pairs = algorithm.kind == "rl" and algorithm.loss.name == PAIRS
+    used = "preference" if samples_pairs else algorithm.kind
     unused = (*of_rollouts, *(f"algorithm.{other}" for other in OF_ROWS if other != used))
-    own_checks = {"preference": ["algorithm.loss.beta"], "rl": [f"{PREFERENCE}.path"]}.get(algorithm.kind, [])
     for name, value in leaves(to_tree(config)):
         is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
-        if is_unused and name not in own_checks and (name, value) not in usual.items():
-            yield f"{name}: has no effect with algorithm.kind={algorithm.kind}; remove it"
+        if is_unused and (name, value) not in usual.items():
+            online = algorithm.kind == "rl" and name.startswith(f"{PREFERENCE}.")
+            mend = "remove it, or set algorithm=online_dpo" if online else "remove it"
+            yield f"{name}: has no effect with algorithm.kind={algorithm.kind}; {mend}"

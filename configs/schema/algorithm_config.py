@@ -123,7 +123,11 @@ class AdvantageConfig(UserFunction):
         choices=("group", "batch", "none"),
     )
     eps: float = option(
-        1e-4, "Added to the standard deviation; not by reinforce_plus_plus and gae.", minimum=0, maximum=1
+        1e-4,
+        "Added to the standard deviation (grpo, group_norm, reinforce_baseline, pass_at_k, or "
+        "combine=normalize_then_sum), or to the mean (max_rl).",
+        minimum=0,
+        maximum=1,
     )
     gamma: float = option(1.0, "Discount of the next token's value (gae).", minimum=0, maximum=1)
     lam: float = option(

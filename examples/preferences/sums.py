@@ -48,5 +48,6 @@ def with_a_wrong_digit(answer: str, seed: str) -> str:
     """
     choice = random.Random(seed)
     position = choice.choice([0, *[len(answer) - 1] * 3])
-    others = [digit for digit in "123456789" if digit != answer[position]]
+    digits = "123456789" if position == 0 else "0123456789"
+    others = [digit for digit in digits if digit != answer[position]]
     return answer[:position] + choice.choice(others) + answer[position + 1 :]

@@ -69,7 +69,7 @@ def load_function(config: UserFunction, section: str) -> Callable[..., Any]:
 def _load(path: str, expected: str | None, section: str) -> Callable[..., Any]:
     """Import the function once: a file that is edited later does not end the processes that have read it."""
     function: Callable[..., Any] = import_object(path, what=f"{section}.path", error=ConfigError)
-    digest = _digest(path, section)
+    digest = code_digest(path, section)
     if expected not in (None, digest):
         raise ConfigError(
             f"{section}.digest: the file of {path} has the digest {digest:.12}..., not {expected:.12}...: its code has "
@@ -116,10 +116,10 @@ def _record(config: Any, section: str, *, num_arguments: int) -> Any:
         ) from None
     except ValueError:  # a built-in function, whose arguments can't be read
         pass
-    return replace(config, digest=_digest(config.path, section))
+    return replace(config, digest=code_digest(config.path, section))
 
 
-def _digest(path: str, section: str) -> str:
+def code_digest(path: str, section: str) -> str:
     """Return the digest of the file that the path names, which may import its function from another one."""
     module, _, _ = path.rpartition(":")
     file = Path(module).expanduser() if module.endswith(".py") else Path(getattr(sys.modules[module], "__file__", ""))

@@ -65,7 +65,11 @@ def add_config(commands: Commands) -> None:
     config = add_command(commands, "config", run_config, "print the resolved config of a run, or list the options")
     add_run_arguments(config)
     shown = config.add_mutually_exclusive_group()
-    shown.add_argument("--docs", action="store_true", help="list every option, or those under the named sections")
+    shown.add_argument(
+        "--docs",
+        action="store_true",
+        help="list every option, or those under the named sections, and with --config the functions of your own",
+    )
     shown.add_argument(
         "--groups", action="store_true", help="list the config groups, or the named ones, and their choices"
     )
@@ -73,9 +77,10 @@ def add_config(commands: Commands) -> None:
 
 def run_config(arguments: argparse.Namespace) -> None:
     if arguments.docs:
-        print("\n".join(document_options(arguments.overrides)))
-        if arguments.config is not None:
-            print("\n".join(document_functions(arguments.config, arguments.overrides)))
+        for line in document_options(arguments.overrides):
+            print(line)
+        for line in document_functions(arguments.config, arguments.overrides) if arguments.config else ():
+            print(line)
     elif arguments.groups:
         print("\n".join(document_groups(arguments.overrides)))
     else:
@@ -104,16 +109,20 @@ def document_options(prefixes: Sequence[str]) -> Iterator[str]:
 
 
 def document_functions(file: str, prefixes: Sequence[str]) -> Iterator[str]:
-    """Yield the functions that a config file names in place of built-in ones, under one of the prefixes or anywhere."""
-    from rlpipe.algorithms.plugins import OWN_FUNCTIONS, load_function, record_code
-    from rlpipe.configs.compose import load_config
+    """Yield the functions that a config file, complete or not, names in place of built-in ones under the prefixes."""
+    from omegaconf import OmegaConf
 
-    algorithm = record_code(load_config(file=file, need_files=False).algorithm)
+    from rlpipe.algorithms.plugins import OWN_FUNCTIONS, code_digest, load_function
+    from rlpipe.configs.compose import compose_tree
+    from rlpipe.configs.schema.option import UserFunction
+
+    tree = compose_tree([], file=file)
     for section in OWN_FUNCTIONS:
-        config = getattr(algorithm, section.removeprefix("algorithm."))
-        if config.path is not None and (not prefixes or any(covers(prefix, f"{section}.path") for prefix in prefixes)):
-            doc = (inspect.getdoc(load_function(config, section)) or "It has no docstring.").partition("\n")[0]
-            yield f"{section}.path: {config.path}\n    {doc} (your own function, SHA-256 {config.digest})"
+        path = OmegaConf.select(tree, f"{section}.path")
+        if path is not None and (not prefixes or any(covers(prefix, f"{section}.path") for prefix in prefixes)):
+            function = load_function(UserFunction(path=path), section)
+            doc = (inspect.getdoc(function) or "It has no docstring.").partition("\n")[0]
+            yield f"{section}.path: {path}\n    {doc} (your own function, SHA-256 {code_digest(path, section)})"
 
 
 def covers(prefix: str, name: str) -> bool:

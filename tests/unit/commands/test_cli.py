@@ -159,6 +159,17 @@ def test_functions_of_ones_own_are_listed_with_the_built_in_ones(capsys: pytest.
     assert "algorithm.advantage.path: " in capsys.readouterr().out.rpartition("algorithms.py:ranks")[0]
 
 
+def test_functions_of_an_incomplete_file_are_listed_under_their_section_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "part.yaml"
+    file.write_text("algorithm: {loss: {path: nowhere.py:f}}")
+    assert cli.main(["config", "--config", str(file), "--docs", "algorithm.combine"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+    assert cli.main(["config", "--config", str(file), "--docs", "algorithm.loss.path"]) == 2
+    assert "algorithm.loss.path 'nowhere.py:f' can't be imported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

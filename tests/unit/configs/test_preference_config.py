@@ -73,6 +73,10 @@ def test_presets_are_valid(name: str) -> None:
         (["algorithm.reward_model.center_coef=1", REWARD], "reward_model.center_coef: has no effect with"),
         (["algorithm=sft", "algorithm.preference.beta=0.5"], "preference.beta: has no effect with algorithm.kind=sft"),
         ([*ONLINE, "algorithm.reward_model.center_coef=1"], "reward_model.center_coef: has no effect with"),
+        (
+            ["algorithm=ebft_strided", "data.text_column=text", "algorithm.loss.name=dpo"],
+            "algorithm.loss.name: dpo compares rollouts, which ebft_strided has none of",
+        ),
         ([*ONLINE, "algorithm.loss.path=mine.py:f"], "algorithm.loss.path: your function would replace the loss dpo"),
         (["algorithm=reward_model", "algorithm.loss.beta=1"], "algorithm.loss.beta: has no effect with"),
         (["algorithm=reward_model", "algorithm.preference.beta=1"], "preference.beta: has no effect with"),

@@ -471,7 +471,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "set algorithm.correction.mode, such as token_truncate",
         ),
         ({"rollout.dtype": "float16"}, "rollout.dtype", "needs a GPU"),
-        ({"algorithm.preference.path": "mine.py:f"}, "algorithm.preference.path", "only the loss dpo compares pairs"),
+        ({"algorithm.preference.path": "mine.py:f"}, "algorithm.preference.path", "set algorithm=online_dpo"),
         ({"algorithm.correction.path": "mine.py"}, "algorithm.correction.path", "names no function"),
         ({"algorithm.correction.kwargs": {"a": 1}}, "algorithm.correction.kwargs", "set algorithm.correction.path"),
         (
