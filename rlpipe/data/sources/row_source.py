@@ -24,11 +24,11 @@ class Cursor:
     position: int = 0
 
 
-def check_num_rows(before: int | None, now: int | None) -> None:
+def check_num_rows(before: int | None, now: int | None, run: str = "the run") -> None:
     """Raise ``DataError`` if a run goes on with another number of rows, which changes their order."""
     if None not in (before, now) and before != now:
         raise DataError(
-            f"the data has {now} rows for training, and had {before} when the run began: put the rows back, set "
+            f"the data has {now} rows for training, and had {before} when {run} began: put the rows back, set "
             "resume_changes=allow, or choose another output"
         )
 

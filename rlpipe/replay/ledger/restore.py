@@ -75,7 +75,7 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     _check_owner(ledger, start)  # two runs may have created it at the same time
     changed = _check_run(ledger, start)
     if not start.changes_allowed:
-        check_num_rows(ledger.get("num_rows"), start.num_rows)
+        check_num_rows(ledger.get("num_rows"), start.num_rows, f"the run in {path.parent}")
     ledger.take_over()
     with ledger.decoding("config"):
         released = _why_released(ledger.get("config"), start.config)

@@ -66,7 +66,7 @@ def test_a_new_run_gets_a_ledger_of_its_own(path: Path, tmp_path: Path) -> None:
 def test_rows_that_were_added_since_the_run_began_are_noticed(path: Path) -> None:
     begin(path, num_rows=10)
     assert begin(path, num_rows=10)[1] == []
-    with pytest.raises(DataError, match="the data has 11 rows for training, and had 10 when the run began"):
+    with pytest.raises(DataError, match=f"has 11 rows for training, and had 10 when the run in {path.parent} began"):
         begin(path, num_rows=11)
     assert begin(path, num_rows=11, changes_allowed=True)[1] == []
     assert begin(path, num_rows=11)[1] == []
