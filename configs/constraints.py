@@ -17,6 +17,7 @@ from rlpipe.configs.objective_constraints import (
     check_reward_model,
     check_unused,
 )
+from rlpipe.configs.options import changed
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
@@ -28,7 +29,7 @@ from rlpipe.configs.schema.rollout_config import (
     RolloutConfig,
     ScoringConfig,
 )
-from rlpipe.configs.schema.root_config import Config, ReplayConfig, TrackingConfig, longest_conversation
+from rlpipe.configs.schema.root_config import Config, TrackingConfig, longest_conversation
 from rlpipe.configs.section_constraints import (
     check_checkpointing,
     check_learner,
@@ -226,8 +227,8 @@ def check_replay(config: Config) -> Iterator[str]:
         yield f"algorithm.replay.name: {policy.name} has no effect on the function of path; remove it, or set path=null"
     if policy != ReplayPolicyConfig() and not replay.reuse_groups:
         yield "algorithm.replay: no groups are kept to choose from; set replay.reuse_groups above 0, or leave it out"
-    for name in ("reroll_below", "rerolls_per_step") if replay.reroll_after is None else ():
-        if getattr(replay, name) != getattr(ReplayConfig(), name):
+    for name in changed(replay, ("reroll_below", "rerolls_per_step")):
+        if replay.reroll_after is None:
             yield f"replay.{name}: nothing is sampled again; set replay.reroll_after, or leave it out"
     for name in ("refill_attempts", "reuse_groups"):
         if advantage in ("reinforce", "reinforce_plus_plus", "gae") and getattr(replay, name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlpipe.configs.data_sources import all_sources
-from rlpipe.configs.options import leaves, to_tree
+from rlpipe.configs.options import changed, leaves, to_tree
 from rlpipe.configs.schema.algorithm_config import (
     PAIRS,
     AdvantageConfig,
@@ -104,8 +104,8 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         return
     if algorithm.samples_pairs:
         yield from check_sampled_pairs(algorithm)
-    for name, losses in LOSS_TAKERS.items():
-        if loss.name not in losses and getattr(loss, name) != getattr(LossConfig(), name):
+    for name in changed(loss, LOSS_TAKERS):
+        if loss.name not in (losses := LOSS_TAKERS[name]):
             yield f"algorithm.loss.{name}: has no effect on {loss.name}, only on {', '.join(losses)}; leave it out"
     if loss.name == "vespo" and algorithm.correction.mode.startswith("sequence"):
         yield (
@@ -130,9 +130,9 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _check_entropy(loss: LossConfig) -> Iterator[str]:
-    low, high, usual = loss.entropy_coef_min, loss.entropy_coef_max, LossConfig()
-    for name in ("entropy_step", "entropy_coef_min", "entropy_coef_max"):
-        if loss.entropy_target is None and getattr(loss, name) != getattr(usual, name):
+    low, high = loss.entropy_coef_min, loss.entropy_coef_max
+    for name in changed(loss, ("entropy_step", "entropy_coef_min", "entropy_coef_max")):
+        if loss.entropy_target is None:
             yield f"algorithm.loss.{name}: the weight is constant without a target; set entropy_target, or leave it out"
     if low > high:
         yield f"algorithm.loss.entropy_coef_min: {low:g} is above entropy_coef_max={high:g}; set it lower"
@@ -141,13 +141,13 @@ def _check_entropy(loss: LossConfig) -> Iterator[str]:
 
 
 def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
-    correction, usual = algorithm.correction, CorrectionConfig()
+    correction = algorithm.correction
     yield from check_function(correction, "algorithm.correction")
-    for option in ("mode", "cap", "floor") if correction.path is not None else ():
-        if getattr(correction, option) != getattr(usual, option):
+    for option in changed(correction, ("mode", "cap", "floor")):
+        if correction.path is not None:
             yield f"algorithm.correction.{option}: has no effect on the function of path; remove it, or set path=null"
-    for option in ("rejection_cap", "rejection_floor") if correction.rejection == "none" else ():
-        if getattr(correction, option) != getattr(usual, option):
+    for option in changed(correction, ("rejection_cap", "rejection_floor")):
+        if correction.rejection == "none":
             yield f"algorithm.correction.{option}: nothing is rejected; set rejection, or leave it out"
     if correction.rejection_cap == 1 and correction.rejection_floor in (None, 1.0):
         yield "algorithm.correction.rejection_cap: 1 keeps only ratios of exactly 1; set it higher"
@@ -219,9 +219,8 @@ def check_sampled_pairs(algorithm: AlgorithmConfig) -> Iterator[str]:
     for name in ("beta", "entropy_coef"):
         if getattr(algorithm.loss, name):
             yield f"algorithm.loss.{name}: has no effect on the loss dpo; set it to 0"
-    for name in ("aggregate", "clip_low", "clip_high"):
-        if getattr(algorithm.loss, name) != getattr(LossConfig(), name):
-            yield f"algorithm.loss.{name}: has no effect on the loss dpo; leave it out"
+    for name in changed(algorithm.loss, ("aggregate", "clip_low", "clip_high")):
+        yield f"algorithm.loss.{name}: has no effect on the loss dpo; leave it out"
     if algorithm.loss.entropy_target is not None:
         yield "algorithm.loss.entropy_target: has no effect on the loss dpo; leave it out"
     if algorithm.combine != AlgorithmConfig().combine:
@@ -254,12 +253,12 @@ def check_preference(config: Config) -> Iterator[str]:
 
 
 def _check_preference_loss(preference: PreferenceConfig) -> Iterator[str]:
-    loss, default = preference.loss, PreferenceConfig()
+    loss = preference.loss
     yield from check_function(preference, PREFERENCE)
     if preference.path is not None and not preference.takes_pairs:
         yield f"{PREFERENCE}.loss: your own function takes pairs, which kto has none of; set dpo, or simpo"
-    for name, losses in PREFERENCE_TAKERS.items():
-        if loss not in losses and getattr(preference, name) != getattr(default, name):
+    for name in changed(preference, PREFERENCE_TAKERS):
+        if loss not in (losses := PREFERENCE_TAKERS[name]):
             yield f"{PREFERENCE}.{name}: has no effect on {loss}, only on {', '.join(losses)}; remove it"
     if preference.label_smoothing == 0.5:
         yield f"{PREFERENCE}.label_smoothing: with half of all labels wrong there is nothing to learn; set it below 0.5"

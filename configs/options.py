@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -345,6 +345,12 @@ def training_options(tree: Mapping[str, Any]) -> Iterator[str]:
     for name, _ in leaves(tree):
         if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free):
             yield name
+
+
+def changed(section: Any, names: Iterable[str]) -> list[str]:
+    """Return which of the named options of a config section differ from their defaults."""
+    usual = type(section)()
+    return [name for name in names if getattr(section, name) != getattr(usual, name)]
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

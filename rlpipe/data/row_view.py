@@ -220,19 +220,24 @@ def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) 
         console.print(Text.assemble(("trained tokens", TRAINED), " and ", ("special tokens", SPECIAL)))
     for row in rows:
         console.print(Text(f"\n{row.title}", TITLE))
-        columns = [
-            (Text(heading, TITLE), _colour(pieces) if brackets is None else Text(_bracket(pieces, brackets)))
-            for heading, pieces in _columns(row)
-        ]
-        if row.rejected and console.is_terminal and console.width >= PAIR_WIDTH:
-            pair = Table(*(Column(heading, ratio=1, overflow="fold") for heading, _ in columns), expand=True)
-            pair.add_row(*(text for _, text in columns))
-            console.print(pair, soft_wrap=False)
-            continue
-        for heading, text in columns:
-            if heading:
-                console.print(heading)
-            console.print(text)
+        _print_columns(console, row, brackets)
+
+
+def _print_columns(console: Console, row: ShownRow, brackets: tuple[str, str] | None) -> None:
+    """Print a row's text, or the completions of a pair: side by side in a wide terminal, else one after the other."""
+    columns = {
+        heading: _colour(pieces) if brackets is None else Text(_bracket(pieces, brackets))
+        for heading, pieces in _columns(row)
+    }
+    if row.rejected and console.is_terminal and console.width >= PAIR_WIDTH:
+        pair = Table(*(Column(Text(heading, TITLE), ratio=1, overflow="fold") for heading in columns), expand=True)
+        pair.add_row(*columns.values())
+        console.print(pair, soft_wrap=False)
+        return
+    for heading, text in columns.items():
+        if heading:
+            console.print(Text(heading, TITLE))
+        console.print(text)
 
 
 def _columns(row: ShownRow) -> list[tuple[str, list[TextPiece]]]:
