@@ -83,7 +83,7 @@ def make_groups(count: int, group_size: int) -> list[RolloutGroup]:
 def process_pool(model: ModelConfig, reward: Callable[..., Any], size: int) -> ScoringPool:
     rewards = {"reward": RewardConfig(num_processes=size)}
 
-    def spawn(name: str, place: str) -> tuple[Any, ObjectRef]:
+    def spawn(name: str, bundle: str) -> tuple[Any, ObjectRef]:
         actor = start_actor(ScoringActor, Need(name=name), name)
         start: ObjectRef = actor.start.remote(rewards, {"reward": reward}, model, 0, os.getcwd())
         return actor, start

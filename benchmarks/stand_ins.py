@@ -239,7 +239,7 @@ def start_workers(num_engines: int, num_scorers: int) -> StandInWorkers:
     """Start the processes of engines and scorers; ``run_pipeline`` opens the engines."""
     needs = [Need(name=f"rollout-{index}") for index in range(num_engines)]
 
-    def spawn(name: str, place: str) -> tuple[ActorHandle, ray.ObjectRef]:
+    def spawn(name: str, bundle: str) -> tuple[ActorHandle, ray.ObjectRef]:
         actor = start_actor(InstantScoringActor, Need(name=name), name)
         return actor, actor.open.remote()
 

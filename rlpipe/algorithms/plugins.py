@@ -86,7 +86,7 @@ def call_function(config: UserFunction, section: str, *inputs: Any) -> Any:
     except RlpipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's code raises anything
-        problem = f"raised {describe_error(error)}{_place(error, function)}{_shapes(inputs)}"
+        problem = f"raised {describe_error(error)}{_source_line(error, function)}{_shapes(inputs)}"
         raise own_error(config, section, problem) from None
 
 
@@ -139,7 +139,7 @@ def _shapes(inputs: Sequence[Any]) -> str:
     return f", given the shape{'s' * (len(shapes) > 1)} {', '.join(shapes)}" if shapes else ""
 
 
-def _place(error: BaseException, function: Callable[..., Any]) -> str:
+def _source_line(error: BaseException, function: Callable[..., Any]) -> str:
     """Return the last line of the user's file in the traceback, such as `` (my.py, line 7)``."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     trace, line = error.__traceback__, None

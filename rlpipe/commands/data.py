@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlpipe.configs.schema.root_config import Config
-    from rlpipe.data.sources.row_source import RowPlace
+    from rlpipe.data.sources.row_source import RowRef
 
 PREVIEW_NOTES = """\
 Rows come in the order of the source, and rows of a mix in the order of the run. Only the tokenizer and, for images, the
@@ -98,12 +98,12 @@ def run_preview(arguments: argparse.Namespace) -> None:
     with mask_notes() as notes:
         source = open_source(config, tokenizer)
         if arguments.row is None:
-            places = [*first_rows(source, arguments.num)]
-        elif (place := find_row(source, arguments.row)) is not None:
-            places = [place]
+            refs = [*first_rows(source, arguments.num)]
+        elif (ref := find_row(source, arguments.row)) is not None:
+            refs = [ref]
         else:
             raise InputError(f"--row {arguments.row}: {source.name} has fewer rows, counted from 0")
-        rows = list(show_rows(source, tokenizer, places))
+        rows = list(show_rows(source, tokenizer, refs))
     trains = config.algorithm.kind != "rl"
     if arguments.html is None:
         print_rows(rows, notes, trains=trains)
@@ -118,7 +118,7 @@ def run_stats(arguments: argparse.Namespace) -> None:
     from rlpipe.data.statistics import MicroBatches, Packer, count_rows, describe
 
     source = open_source(config, tokenizer)
-    places = all_rows(source) if arguments.num is None else first_rows(source, arguments.num)
+    refs = all_rows(source) if arguments.num is None else first_rows(source, arguments.num)
     max_tokens = longest_row(config.algorithm, config.learner)
     packer = Packer(
         MicroBatches(max_tokens=max_tokens, groups_per_step=config.algorithm.groups_per_step),
@@ -132,7 +132,7 @@ def run_stats(arguments: argparse.Namespace) -> None:
     )
     has_order = arguments.num is not None or not source.is_mix
     sizes = [part.order.num_rows for part in source.parts] if arguments.num is None else [arguments.num]
-    found = count_rows(source, with_progress(places, sizes), packer if has_order else None)
+    found = count_rows(source, with_progress(refs, sizes), packer if has_order else None)
     print(json.dumps(asdict(found), ensure_ascii=False) if arguments.json else "\n".join(describe(found)))
 
 
@@ -208,14 +208,14 @@ def show_progress(num_done: int, num_rows: int, what: str = "rows") -> None:
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
-def with_progress(places: Iterable[RowPlace], sizes: Sequence[int | None]) -> Iterable[RowPlace]:
-    """Return ``places`` with a temporary progress bar on a terminal; ``sizes``: rows of each part, None if unknown."""
+def with_progress(refs: Iterable[RowRef], sizes: Sequence[int | None]) -> Iterable[RowRef]:
+    """Return ``refs`` with a temporary progress bar on a terminal; ``sizes``: rows of each part, None if unknown."""
     from rich.console import Console
     from rich.progress import track
 
     total = None if None in sizes else sum(size for size in sizes if size is not None)
     console = Console(stderr=True)
-    return track(places, "rows", total, console=console, transient=True, disable=not sys.stderr.isatty())
+    return track(refs, "rows", total, console=console, transient=True, disable=not sys.stderr.isatty())
 
 
 def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase]:

@@ -58,11 +58,11 @@ def play_episode(config: Config, *, row: int, seed: int, temperature: float | No
 
 def _prompt(config: Config, tokenizer: PreTrainedTokenizerBase, row: int) -> Prompt:
     source, _ = open_run_prompts(config, config.model, tokenizer, tried=False)
-    place = find_row(source, row)
-    if place is None:
+    ref = find_row(source, row)
+    if ref is None:
         raise DataError(f"--row {row}: the data has fewer rows")
     try:
-        return source.render(place)
+        return source.render(ref)
     except UnusableRow as problem:
         raise DataError(f"--row {row} is skipped: {problem.reason}") from None
 

@@ -138,7 +138,7 @@ def add_simulate(commands: Commands) -> None:
         "--engines", type=at_least(int, 1), metavar="N", help="number of engines; default: the config's"
     )
     parser.add_argument(
-        "--places",
+        "--groups-per-engine",
         type=at_least(int, 1),
         metavar="N",
         help="groups that an engine samples at the same time; default: its sequences divided by the group size",
@@ -178,7 +178,7 @@ def run_simulate(arguments: argparse.Namespace) -> None:
         generate=arguments.generate, score=arguments.score, train=arguments.train, sync=arguments.sync, run=run
     )
     times = read_times(config, given, slowdown=arguments.slowdown)
-    setup = read_setup(config, times, groups_per_engine=arguments.places, slowdown=arguments.slowdown)
+    setup = read_setup(config, times, groups_per_engine=arguments.groups_per_engine, slowdown=arguments.slowdown)
     result = study(setup, seed=arguments.seed, minutes=arguments.minutes, add=arguments.add)
     print(result.to_json() if arguments.json else result.to_text())
 

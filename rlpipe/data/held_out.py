@@ -108,7 +108,7 @@ class Split(Generic[Item]):
             raise UnusableRow("its prompt is held out for evaluation", SkipKind.HELD_OUT)
 
     def _split_off(self, size: int) -> None:
-        """Split off ``size`` rows; from each source of a mix, as many as it has in the mix's first ``size`` places."""
+        """Split off ``size`` rows; from each source of a mix, as many as it has in the mix's first ``size`` rows."""
         shares = Mixture([source.weight for source in self._sources]).counts(size)
         for source, share in zip(self._sources, shares, strict=True):
             order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices).tolist()

@@ -245,12 +245,12 @@ def first_epoch(
 ) -> range:
     """Return the steps of a run on pairs after which every row has been in one; all steps if that is not known.
 
-    ``start`` is the place of ``first_step``. A step takes at least ``groups_per_step`` places of an epoch.
+    ``start`` is the cursor of ``first_step``. A step takes at least ``groups_per_step`` positions of an epoch.
     """
     last = algorithm.num_steps
     if algorithm.preference.takes_pairs and source.num_rows is not None and not data.streaming:
-        num_places = source.num_rows * (2 if start.position else 1) - start.position
-        last = min(last, first_step - (-num_places // algorithm.groups_per_step))
+        num_positions = source.num_rows * (2 if start.position else 1) - start.position
+        last = min(last, first_step - (-num_positions // algorithm.groups_per_step))
     return range(first_step, last)
 
 

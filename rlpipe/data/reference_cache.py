@@ -83,7 +83,7 @@ def _state(path: str | None, revision: str | None, config: str = "config.json") 
 
 
 def keyed_sequences(micro_batch: MicroBatch) -> Iterator[tuple[bytes, slice]]:
-    """Yield the key and the place of each sequence that has loss tokens."""
+    """Yield the key and the slice of each sequence that has loss tokens."""
     for start, stop in pairwise(micro_batch.sequence_starts.tolist()):
         mask = micro_batch.loss_mask[start:stop]
         if not mask.any():
@@ -170,13 +170,13 @@ class ReferenceCache:
         """Set the ``ref_logprobs`` ``[N]`` of all micro batches, whose sequences must be known."""
         for micro_batch in all_micro_batches(mini for batch in batches for mini in batch.mini_batches):
             micro_batch.ref_logprobs = np.zeros(micro_batch.num_tokens, np.float32)
-            for key, place in keyed_sequences(micro_batch):
+            for key, span in keyed_sequences(micro_batch):
                 if key not in self._known:
                     raise RunError(
                         "a row has other tokens than when its reference's log-probs were computed: let data.transform "
                         "return the same each time, or prepare the rows beforehand (rlpipe data prepare)"
                     )
-                micro_batch.ref_logprobs[place][micro_batch.loss_mask[place]] = self._known[key]
+                micro_batch.ref_logprobs[span][micro_batch.loss_mask[span]] = self._known[key]
 
 
 def _read(file: Path) -> dict[bytes, FloatArray]:

@@ -66,7 +66,7 @@ BATCH_BYTES = 16 * 2**20
 """Minimum size of a record batch of the file; the last one may be smaller."""
 
 PROMPT_VALUES = [entry.name for entry in fields(Prompt) if entry.name not in ("prompt_id", "epoch", "token_ids")]
-"""Fields of a prompt other than its place and its tokens."""
+"""Fields of a prompt other than its row and its tokens."""
 
 Record = dict[str, Any]
 Render = Callable[[Rows, int], Record]

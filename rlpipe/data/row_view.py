@@ -20,30 +20,30 @@ from rich.text import Text
 from rlpipe.data.prompts import PromptSource, SequenceSource
 from rlpipe.data.render.images import image_size, thumbnail
 from rlpipe.data.row import UnusableRow
-from rlpipe.data.sources.row_source import Cursor, RowPlace
+from rlpipe.data.sources.row_source import Cursor, RowRef
 from rlpipe.types import BoolArray, Images, IntArray, PlacedImage, Prompt, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def first_rows(source: PromptSource | SequenceSource, num_rows: int) -> Iterator[RowPlace]:
+def first_rows(source: PromptSource | SequenceSource, num_rows: int) -> Iterator[RowRef]:
     """Yield the first rows, at most ``num_rows``."""
     found = (find_row(source, number) for number in range(num_rows))
-    yield from (place for place in takewhile(bool, found) if place is not None)
+    yield from (ref for ref in takewhile(bool, found) if ref is not None)
 
 
-def find_row(source: PromptSource | SequenceSource, number: int) -> RowPlace | None:
+def find_row(source: PromptSource | SequenceSource, number: int) -> RowRef | None:
     """Return the row of this number, from 0, or None after the last row; a mix has no last row."""
     if source.is_mix:
         return source.at(Cursor(position=number))
-    return RowPlace(0, number) if source.parts[0].has(number) else None
+    return RowRef(0, number) if source.parts[0].has(number) else None
 
 
-def all_rows(source: PromptSource | SequenceSource) -> Iterator[RowPlace]:
+def all_rows(source: PromptSource | SequenceSource) -> Iterator[RowRef]:
     """Yield every row once; for a mix, source by source."""
     for index in range(len(source.parts)):
-        yield from (RowPlace(index, row) for row in takewhile(source.parts[index].has, count()))
+        yield from (RowRef(index, row) for row in takewhile(source.parts[index].has, count()))
 
 
 MAX_REPEATS = 8
@@ -87,7 +87,7 @@ def split_row(
         return str(tokenizer.decode([*part], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     pictures = {image.start: _picture(image, ids) for image in images}
-    covered = {place for image in images for place in range(image.start, image.start + image.num_tokens)}
+    covered = {index for image in images for index in range(image.start, image.start + image.num_tokens)}
     pieces = [
         TextPiece(
             token_ids=tuple(ids[start:stop]),
@@ -157,15 +157,15 @@ class ShownRow:
 
 
 def show_rows(
-    source: PromptSource | SequenceSource, tokenizer: PreTrainedTokenizerBase, places: Iterable[RowPlace]
+    source: PromptSource | SequenceSource, tokenizer: PreTrainedTokenizerBase, refs: Iterable[RowRef]
 ) -> Iterator[ShownRow]:
-    """Yield the rows at these places, as the source renders them."""
-    for place in places:
-        part = source.parts[place.part]
+    """Yield the given rows, as the source renders them."""
+    for ref in refs:
+        part = source.parts[ref.part]
         of = f" of {part.name}" if part.name else ""
-        name = f"row {place.row}{of} ({part.rows.location(place.row)})"
+        name = f"row {ref.row}{of} ({part.rows.location(ref.row)})"
         try:
-            item = source.render(place)
+            item = source.render(ref)
         except UnusableRow as problem:
             yield ShownRow(name=name, summary=f"skipped, {problem.kind}: {problem.reason}", pieces=[])
             continue

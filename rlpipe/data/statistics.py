@@ -9,7 +9,7 @@ import numpy as np
 
 from rlpipe.data.prompts import PromptSource, SequenceSource
 from rlpipe.data.row import UnusableRow
-from rlpipe.data.sources.row_source import RowPlace
+from rlpipe.data.sources.row_source import RowRef
 from rlpipe.types import BoolArray, Images, Prompt, Rollout, RolloutStatus, TrainBatch
 
 NUM_BINS = 10
@@ -175,16 +175,16 @@ class Packer:
         self._step = []
 
 
-def count_rows(source: PromptSource | SequenceSource, places: Iterable[RowPlace], packer: Packer | None) -> Statistics:
-    """Return the statistics of the rows at these places, of micro batches only with a ``packer``."""
+def count_rows(source: PromptSource | SequenceSource, refs: Iterable[RowRef], packer: Packer | None) -> Statistics:
+    """Return the statistics of the given rows, of micro batches only with a ``packer``."""
     total, counters = Counter(), [Counter() for _ in source.parts]
-    for place in places:
-        both = (total, counters[place.part])
+    for ref in refs:
+        both = (total, counters[ref.part])
         try:
-            item = source.render(place)
+            item = source.render(ref)
         except UnusableRow as problem:
             for counter in both:
-                counter.skip(source.parts[place.part].rows.location(place.row), problem)
+                counter.skip(source.parts[ref.part].rows.location(ref.row), problem)
             continue
         for counter in both:
             counter.add(item)

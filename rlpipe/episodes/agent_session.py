@@ -275,7 +275,7 @@ class AgentSession:
             return
         self._request(question, answer).is_received = False
         self.episode.graph.remove_turn(answer.node)
-        self._known.clear()  # its keys are places in memory, which other nodes may get
+        self._known.clear()  # its keys are ids of objects, which other objects may get later
         self._received.remove(answer)
         if answer.counted is not None:
             self.episode.branches_by_reason -= Counter([answer.counted])
@@ -293,14 +293,14 @@ class AgentSession:
             raise RequestRefused(400, "unsupported", message)
         tools = json.dumps(question.tools, sort_keys=True)
         bridge = self._bridge_of(question.tools, tools)
-        place = locate(
+        continuation = locate(
             self.episode.graph,
             question.messages,
             known=self._known,
             begins=lambda node: self._tools.get(id(node)) == tools,
         )
-        place, added, branching = self._continue(place, question.messages, bridge)
-        context = added if place.node is None else np.concatenate([place.node.token_path(), added])
+        continuation, added, branching = self._continue(continuation, question.messages, bridge)
+        context = added if continuation.node is None else np.concatenate([continuation.node.token_path(), added])
         room = self._rules.max_model_len - len(context)
         if room <= 0:
             limit = self._rules.max_model_len
@@ -334,7 +334,7 @@ class AgentSession:
             finish_reason=sampled.finish_reason,
             num_prompt_tokens=len(context),
             num_tokens=len(sampled.token_ids),
-            continuation=place,
+            continuation=continuation,
             context=added,
             sampled=sampled,
             tools=tools,
@@ -349,25 +349,29 @@ class AgentSession:
         return RequestRefused(400, code, message)
 
     def _continue(
-        self, place: Continuation, messages: ChatMessages, bridge: Bridge
+        self, continuation: Continuation, messages: ChatMessages, bridge: Bridge
     ) -> tuple[Continuation, IntArray, str | None]:
         """Return where a conversation goes on, the tokens it adds there, and why it begins anew if it does."""
-        node, reason = place.node, place.branching
+        node, reason = continuation.node, continuation.branching
         if node is not None and self._rules.history == "template":
             whole = self._rendered(messages, bridge)
             added = tokens_after(node, whole)
             if added is not None:
-                return place, added, None
+                return continuation, added, None
             return Continuation(node=None, new=messages), whole, Branching.REWRITTEN.value
         if node is not None:
             try:
-                return place, bridge.suffix(node.messages[-1], place.new).after(node.token_ids, bridge), None
+                return (
+                    continuation,
+                    bridge.suffix(node.messages[-1], continuation.new).after(node.token_ids, bridge),
+                    None,
+                )
             except Unbridgeable:
-                place = Continuation(node=None, new=messages)
+                continuation = Continuation(node=None, new=messages)
         whole = self._rendered(messages, bridge)
         if reason is Branching.FIRST:
-            return place, whole, None
-        return place, whole, "unbridgeable" if reason is None else reason.value
+            return continuation, whole, None
+        return continuation, whole, "unbridgeable" if reason is None else reason.value
 
     def _rendered(self, messages: ChatMessages, bridge: Bridge) -> IntArray:
         try:

@@ -236,7 +236,7 @@ class ControlTokens:
         found: list[int] = []
         last = -1
         for token_id, (start, stop) in zip(token_ids.tolist(), offsets.tolist(), strict=True):
-            inside = [place for place in range(start, stop) if text[place] in plain]
+            inside = [index for index in range(start, stop) if text[index] in plain]
             if not inside:
                 found.append(token_id)
                 continue

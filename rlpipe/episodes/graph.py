@@ -192,7 +192,7 @@ class Branching(StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Continuation:
-    """The place in the graph that a conversation continues."""
+    """The node of the graph that a conversation continues."""
 
     node: Node | None
     """The last turn of the policy that it holds; None if it has to begin anew."""

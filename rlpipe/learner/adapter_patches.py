@@ -235,14 +235,14 @@ class LiveMerge:
             if id(tensor) in meta_tensors
         }
         """Name and meta tensor in the plain model of each tensor of the base, by its name in the policy."""
-        self._places = {
+        self._merged = {
             f"{modules[id(base)]}.{parameter}": MergedParameter(patch, _parts(prefix, module, parameter))
             for prefix, module in adapted.named_modules()
             for base, parameter, patch in patches_of(module)
         }
-        for place in self._places.values():
-            place.empty()
-        if tied := changed_tie(self._twin, self._places):
+        for parameter in self._merged.values():
+            parameter.empty()
+        if tied := changed_tie(self._twin, self._merged):
             raise ModelError(
                 f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
                 "separately: leave it out of model.adapter, or use a model with tie_word_embeddings=false"
@@ -263,17 +263,17 @@ class LiveMerge:
             if live not in self._meta_tensors:
                 continue
             name, _ = self._meta_tensors[live]
-            place = self._places.get(name)
+            merged = self._merged.get(name)
             weight = self._sharding.full(tensor).detach()
-            parts = {part: self._sharding.full(trained[part]).detach() for part in place.parts} if place else {}
+            parts = {part: self._sharding.full(trained[part]).detach() for part in merged.parts} if merged else {}
             if self._sharding.rank != 0:
                 continue
             if live in layers:
                 weight = from_nf4(weight, layers[live])
-            if place is not None:
+            if merged is not None:
                 if weight.data_ptr() == self._sharding.local(tensor).data_ptr():
                     weight = weight.clone()
-                weight = place.merge(weight, parts)
+                weight = merged.merge(weight, parts)
             yield from to_files(self._base, name, weight).items()
 
 

@@ -86,8 +86,8 @@ def representative_batch(model: nn.Module, num_tokens: int, *, num_rows: int = 1
     if "ForTokenClassification" in name or "ForMaskedLM" in name:
         return {"input_ids": tokens, "labels": tokens}
     if "ForQuestionAnswering" in name:
-        places = torch.zeros(num_rows, dtype=torch.long)
-        return {"input_ids": tokens, "start_positions": places, "end_positions": places}
+        positions = torch.zeros(num_rows, dtype=torch.long)
+        return {"input_ids": tokens, "start_positions": positions, "end_positions": positions}
     if getattr(config, "vision_config", None) is not None and (
         "ForConditionalGeneration" in name or "ForImage" in name
     ):

@@ -28,7 +28,9 @@ class TensorInfo:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ChunkPlace:
+class ChunkSpan:
+    """The bytes of one tensor in its chunk."""
+
     name: str
     offset: int
     """Bytes from the chunk's start, a multiple of ``ALIGNMENT``."""
@@ -40,13 +42,13 @@ class Chunk:
     index: int
     is_trained: bool
     """Whether its tensors are trained; frozen ones have chunks of their own, which are never written back."""
-    places: list[ChunkPlace] = field(default_factory=list)
+    spans: list[ChunkSpan] = field(default_factory=list)
     blocks: list[int | None] = field(default_factory=list)
     """Transformer blocks whose tensors it holds, in the order of first use."""
 
     @property
     def num_bytes(self) -> int:
-        return aligned(self.places[-1].offset + self.places[-1].num_bytes) if self.places else 0
+        return aligned(self.spans[-1].offset + self.spans[-1].num_bytes) if self.spans else 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -89,10 +91,10 @@ def _fill(tensors: Sequence[TensorInfo], size: int) -> ChunkLayout:
         if chunk is not None and whole <= size < chunk.num_bytes + whole:
             chunk = None
         for tensor in unit:
-            if chunk is None or (chunk.places and chunk.num_bytes + aligned(tensor.num_bytes) > size):
+            if chunk is None or (chunk.spans and chunk.num_bytes + aligned(tensor.num_bytes) > size):
                 chunk = Chunk(index=len(chunks), is_trained=unit[0].is_trained)
                 chunks.append(chunk)
-            chunk.places.append(ChunkPlace(name=tensor.name, offset=chunk.num_bytes, num_bytes=tensor.num_bytes))
+            chunk.spans.append(ChunkSpan(name=tensor.name, offset=chunk.num_bytes, num_bytes=tensor.num_bytes))
             if tensor.block not in chunk.blocks:
                 chunk.blocks.append(tensor.block)
         assert chunk is not None, "a unit has tensors"

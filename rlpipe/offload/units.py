@@ -34,7 +34,7 @@ class Inventory:
     tensors: list[TensorInfo] = field(default_factory=list)
     """Tensors to lay out in chunks, in the order of first use."""
     members: dict[str, Member] = field(default_factory=dict)
-    """These tensors' places in the model, by name."""
+    """The same tensors as members of the model, by name."""
     uses: dict[str, set[int]] = field(default_factory=dict)
     """Indices of the units that use each of these tensors, by name."""
     resident: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -153,17 +153,17 @@ def find_rest(model: nn.Module, inventory: Inventory) -> dict[str, torch.device]
     return {name: torch.device("cpu") if tensor.is_meta else tensor.device for name, tensor in tensors.items()}
 
 
-def return_rest(model: nn.Module, inventory: Inventory, places: Mapping[str, torch.device]) -> None:
+def return_rest(model: nn.Module, inventory: Inventory, devices: Mapping[str, torch.device]) -> None:
     """Move what is in no chunk back to its devices; may be called again, also after it has raised."""
     for name, parameter in inventory.resident.items():
         if not parameter.is_meta:
-            _move(parameter, parameter.data.to(places[name]))
+            _move(parameter, parameter.data.to(devices[name]))
     for name, buffer in model.named_buffers():
-        if name in places and not buffer.is_meta:
-            buffer.data = buffer.data.to(places[name])
+        if name in devices and not buffer.is_meta:
+            buffer.data = buffer.data.to(devices[name])
     for name, state in _quant_states(model):
-        if place := places.get(f"{name}.quant_state"):
-            state.to(place)
+        if device := devices.get(f"{name}.quant_state"):
+            state.to(device)
 
 
 def _move(parameter: nn.Parameter, values: Tensor) -> None:

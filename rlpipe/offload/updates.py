@@ -38,10 +38,10 @@ class ChunkedUpdates:
         self._report, self._resets_peak = report, resets_peak
         self._num_updates = 0
         self._offloaded, self._chunks = offloaded, offloaded.optimizer
-        places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
-        self._names = {place: name for name, place in places.items() if place is not None}
+        chunks = {name: offloaded.chunk_of(parameter) for name, parameter in parameters.items()}
+        self._names = {chunk: name for name, chunk in chunks.items() if chunk is not None}
         """Name of each parameter in chunks, by its chunk and its name there."""
-        self._resident = {name: parameter for name, parameter in parameters.items() if places[name] is None}
+        self._resident = {name: parameter for name, parameter in parameters.items() if chunks[name] is None}
         matrices = [parameter for parameter in self._resident.values() if parameter.ndim > 1]
         vectors = [parameter for parameter in self._resident.values() if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

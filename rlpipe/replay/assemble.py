@@ -51,7 +51,7 @@ def assemble_step(
 ) -> list[TrainBatch]:
     """Set the advantages of a step's rollouts and pack them into one batch per rank, with the step's metrics.
 
-    ``replayed`` groups of earlier steps are trained in the place of as many of ``groups`` whose rewards are all equal,
+    ``replayed`` groups of earlier steps are trained instead of as many of ``groups`` whose rewards are all equal,
     but metrics of rewards, lengths and staleness cover all ``groups``, and no others. With ``skip_zero_advantage``,
     rollouts whose advantage is 0 are counted in the denominators but left out of the batch, unless the loss reads them
     all the same. If the learner computes the advantages, the batches hold the rewards instead.

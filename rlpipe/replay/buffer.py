@@ -17,7 +17,7 @@ from rlpipe.types import RolloutGroup
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupTicket:
-    """A started group, with the version that its sampling began with and its prompt's place."""
+    """A started group, with the version that its sampling began with and its prompt's cursor."""
 
     group_id: int
     version: int
@@ -117,7 +117,7 @@ class Admission:
     def __init__(
         self, *, groups_per_step: int, max_staleness: int, num_steps: int, first_step: int = 0, num_waiting: int = 0
     ) -> None:
-        """Start at ``first_step``; ``num_waiting`` groups already have a place in it or a later step."""
+        """Start at ``first_step``; ``num_waiting`` groups already have a slot in it or a later step."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._num_steps = num_steps
@@ -142,7 +142,7 @@ class Admission:
         self._admitted += num_groups
 
     def discard(self, num_groups: int) -> None:
-        """Free the places of groups that will never be trained, so that others replace them."""
+        """Free the slots of groups that will never be trained, so that others replace them."""
         self._admitted -= num_groups
 
     def publish(self, version: int) -> None:

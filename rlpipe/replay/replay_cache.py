@@ -1,4 +1,4 @@
-"""Groups of earlier steps that are trained again in the place of groups without signal, and how they are chosen."""
+"""Groups of earlier steps that are trained again instead of groups without signal, and how they are chosen."""
 
 from __future__ import annotations
 

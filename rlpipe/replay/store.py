@@ -25,7 +25,7 @@ class Outcome:
     """Groups that a call discarded or queued for a reroll."""
 
     discarded: dict[int, str] = field(default_factory=dict)
-    """Reasons for discarding groups, by group id; each discarded group leaves its place to another."""
+    """Reasons for discarding groups, by group id; each discarded group leaves its slot to another."""
     attempts: list[int] = field(default_factory=list)
     """Next attempt numbers, one for each discarded group without reward variance."""
     zero_reward: list[GroupTicket] = field(default_factory=list)
@@ -80,9 +80,9 @@ class FailuresInARow:
 class ResumeState:
     """State of the ledger from which a driver starts."""
 
-    place: Cursor
+    cursor: Cursor
     next_group_id: int
-    num_places_taken: int
+    num_slots_taken: int
     """Number of groups that are in the driver's first step or a later one, or can still join one."""
     unfinished: list[tuple[GroupTicket, GroupState]]
     attempts: list[int]
@@ -123,9 +123,9 @@ class ReplayStore:
         """Return the state from which a driver continues with ``first_step``, and ``messages`` for people."""
         events = self.ledger.events()
         return ResumeState(
-            place=self.ledger.place,
+            cursor=self.ledger.cursor,
             next_group_id=self.ledger.next_group_id(),
-            num_places_taken=self.ledger.num_places_taken(first_step),
+            num_slots_taken=self.ledger.num_slots_taken(first_step),
             unfinished=self.ledger.unfinished(),
             attempts=self.ledger.open_attempts(),
             zero_reward=self._zero_reward(),
@@ -135,9 +135,9 @@ class ReplayStore:
 
     # Groups -------------------------------------------------------------------------------------------------------
 
-    def admit(self, groups: Sequence[GroupTicket], place: Cursor, skipped: Sequence[SkipRecord] = ()) -> None:
-        """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
-        self.ledger.admit(groups, place, skipped)
+    def admit(self, groups: Sequence[GroupTicket], cursor: Cursor, skipped: Sequence[SkipRecord] = ()) -> None:
+        """Register groups that are about to be generated; ``cursor`` is the prompt source's after them."""
+        self.ledger.admit(groups, cursor, skipped)
         self._buffer.admit([group for group in groups if group.group_id not in self._entries])
         self._entries.update((group.group_id, group) for group in groups)
 

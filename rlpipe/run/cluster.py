@@ -131,7 +131,7 @@ class Reservation:
             self.release()
             raise timeout
 
-    def place(self, name: str) -> dict[str, Any]:
+    def options(self, name: str) -> dict[str, Any]:
         """Return the options that start an actor in the bundle of the need called ``name``."""
         if self._group is None or name not in self._index:
             return {}
@@ -171,7 +171,7 @@ def start_actor(
     need: Need,
     *args: Any,
     reservation: Reservation | None = None,
-    place: str | None = None,
+    bundle: str | None = None,
     max_concurrency: int | None = None,
     concurrency_groups: Mapping[str, int] | None = None,
     restarts: bool = False,
@@ -180,7 +180,7 @@ def start_actor(
     stage: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
-    """Start an actor with the need's name, in the bundle reserved for it or for ``place``.
+    """Start an actor with the need's name, in the bundle reserved for it or as ``bundle``.
 
     ``concurrency_groups`` allow further concurrent calls, in addition to ``max_concurrency``. With ``restarts``, Ray
     replaces a dead process by a new one; with ``repeats_calls``, the new one also gets the calls that the dead one had
@@ -201,7 +201,7 @@ def start_actor(
         # Ray ignores a NodeAffinitySchedulingStrategy if an actor requests no resources.
         options["label_selector"] = own_node()
     if reservation is not None:
-        options |= reservation.place(place or need.name)
+        options |= reservation.options(bundle or need.name)
     remote: Any = ray.remote
     remote_class: Any = remote(concurrency_groups=dict(concurrency_groups or {}))(actor_class)
     actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)

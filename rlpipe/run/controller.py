@@ -215,7 +215,7 @@ class Controller:
                 requests.append(self._request(group.group_id, prompt, group.version))
             else:
                 generated[group.group_id] = prompt
-        self._prompts.seek(self._resume_state.place)
+        self._prompts.seek(self._resume_state.cursor)
         self._pool.dispatch(requests)
         if not generated:
             return []
@@ -244,15 +244,15 @@ class Controller:
         version, capacity = self._admission.version, self._admission.capacity
         if not capacity or self._stop_reason is not None:
             return
-        place = self._prompts.cursor
+        cursor = self._prompts.cursor
         again = self._rerolls.take(version, capacity)
         chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in again]
-        self._prompts.seek(place)
+        self._prompts.seek(cursor)
         skipped: list[SkipRecord] = []
         while len(chosen) < capacity:
             chosen.append((self._prompts.next(), self._prompts.last, 0))
             skipped += self._prompts.skip_records
-        place = self._prompts.cursor
+        cursor = self._prompts.cursor
         admitted = [
             GroupTicket(
                 group_id=group_id,
@@ -270,7 +270,7 @@ class Controller:
         ]
         self._next_group_id += capacity
         self._admission.admit(capacity)
-        call: Any = self._replay.admit.remote(admitted, place, skipped)
+        call: Any = self._replay.admit.remote(admitted, cursor, skipped)
         entry = asyncio.ensure_future(self._ask(call, f"record {capacity} new groups"))
         self._admitting |= dict.fromkeys((group.group_id for group in admitted), entry)
         self._pool.dispatch(requests)
@@ -463,7 +463,7 @@ def make_admission(config: Config, resume_state: ResumeState, first_step: int) -
         max_staleness=config.replay.max_staleness,
         num_steps=config.algorithm.num_steps,
         first_step=first_step,
-        num_waiting=resume_state.num_places_taken,
+        num_waiting=resume_state.num_slots_taken,
     )
 
 

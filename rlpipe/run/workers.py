@@ -239,15 +239,15 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
     with ExitStack() as stack:
         scorer_needs = pool_needs(resolve_pools(config, run.rewards).values(), served=False)
         players = episode_needs(config)
-        places = Reservation([*needs.values(), *players, *scorer_needs], cluster.schedule_timeout_s)
-        stack.callback(places.release)
+        reservation = Reservation([*needs.values(), *players, *scorer_needs], cluster.schedule_timeout_s)
+        stack.callback(reservation.release)
         stack.callback(end_actors, actors_before)
         engines = {
             name: start_actor(
                 RolloutActor,
                 need,
                 name,
-                reservation=places,
+                reservation=reservation,
                 max_concurrency=ENGINE_CALLS,
                 concurrency_groups={
                     QUESTIONS: QUESTION_CALLS,
@@ -260,7 +260,7 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
         }
         asked = Engines(actors=engines, chat_template_kwargs=config.data.chat_template_kwargs)
         served = stack.enter_context(open_served_pools(run, asked, cluster_is_own))
-        pools: list[ScoringPool] = [*start_pools(run, places, asked), *served]
+        pools: list[ScoringPool] = [*start_pools(run, reservation, asked), *served]
         if learner_rewards := split_learner(run.rewards):
             assert replay is not None, "without a learner, the features are those of a copy"
             pools.append(LearnerPool(learner_rewards, replay, cluster))
@@ -271,7 +271,7 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
             ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
 
-        episodes = start_episodes(run, players, places, engines) if players else None
+        episodes = start_episodes(run, players, reservation, engines) if players else None
         yield Workers(
             engines=engines,
             start_engine=start_engine,
@@ -282,13 +282,13 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
 
 
 def start_episodes(
-    run: Run, needs: Sequence[Need], places: Reservation, engines: Mapping[str, ActorHandle]
+    run: Run, needs: Sequence[Need], reservation: Reservation, engines: Mapping[str, ActorHandle]
 ) -> EpisodePool:
     """Start the processes that play episodes, without waiting until they are ready."""
     setup = EpisodeSetup(config=replace(run.config, model=run.model), engines=engines, folder=os.getcwd())
     processes = {
         need.name: start_actor(
-            EpisodeActor, need, need.name, setup, reservation=places, max_concurrency=ASYNC_CALLS, restarts=True
+            EpisodeActor, need, need.name, setup, reservation=reservation, max_concurrency=ASYNC_CALLS, restarts=True
         )
         for need in needs
     }
@@ -301,14 +301,14 @@ def start_episodes(
     return EpisodePool(processes, start=start, cluster=run.config.cluster)
 
 
-def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:
+def start_pools(run: Run, reservation: Reservation, engines: Engines) -> list[ScorerPool]:
     """Start the scoring actors, without waiting until they are ready."""
     return [
         ScorerPool(
             pool.name,
             pool.members,
             size=pool.size,
-            spawn=_spawner(run, pool.members, pool_need(pool), places, engines),
+            spawn=_spawner(run, pool.members, pool_need(pool), reservation, engines),
             start_timeout_s=run.config.cluster.start_timeout_s,
             memory=memory_limit(run.config, pool.members),
         )
@@ -369,12 +369,14 @@ def _callables_of(run: Run, members: Mapping[str, RewardConfig]) -> dict[str, Re
     return {name: run.callables[name] for name in members if name in run.callables}
 
 
-def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation, engines: Engines) -> Spawn:
+def _spawner(
+    run: Run, members: Mapping[str, RewardConfig], need: Need, reservation: Reservation, engines: Engines
+) -> Spawn:
     own = _callables_of(run, members)
     memory = memory_limit(run.config, members)
 
-    def spawn(name: str, place: str) -> tuple[ActorHandle, ObjectRef]:
-        actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=places, place=place)
+    def spawn(name: str, bundle: str) -> tuple[ActorHandle, ObjectRef]:
+        actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=reservation, bundle=bundle)
         started: ObjectRef = actor.start.remote(
             dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd(), memory, engines
         )

@@ -115,7 +115,7 @@ class ProgramHost:
             case {"call": index, "arguments": [positional, named]}:
                 values, options = decode(positional, self._find), decode(named, self._find)
                 result = self._objects[index](*values, **options)
-                changed = {place: value for place, value in enumerate(values) if isinstance(value, MUTABLE)}
+                changed = {index: value for index, value in enumerate(values) if isinstance(value, MUTABLE)}
                 return result, changed
             case {"attribute": index, "name": name}:
                 return getattr(self._objects[index], name)

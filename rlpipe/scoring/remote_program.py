@@ -137,9 +137,9 @@ class RemoteProgram:
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
             raise ProgramFailed("the program answered a call in an invalid form")
         result, changed = answer
-        for place, value in changed.items():
-            if type(place) is int and 0 <= place < len(positional):
-                _replace(positional[place], value)
+        for index, value in changed.items():
+            if type(index) is int and 0 <= index < len(positional):
+                _replace(positional[index], value)
         return result
 
     def ask(self, kind: str, index: int, **more: Any) -> Any:
@@ -209,7 +209,7 @@ class RemoteProgram:
             return {"object": object.__getattribute__(value, "_index")}
         if isinstance(value, CLOSED):
             raise TypeError(f"a test can't pass a {type(value).__name__} to a program")
-        index = next((place for place, known in enumerate(self._locals) if known is value), len(self._locals))
+        index = next((number for number, known in enumerate(self._locals) if known is value), len(self._locals))
         if index == len(self._locals):
             self._locals.append(value)
         return {"local": index}
@@ -312,7 +312,7 @@ REMOTE_ABILITIES = frozenset(REMOTE_METHODS)
 REMOTE_TYPES: dict[frozenset[str], type[RemoteObject]] = {}
 """A class for each set of abilities, because Python looks them up in an object's class."""
 for _bits in range(2 ** len(REMOTE_METHODS)):
-    _own = [name for place, name in enumerate(REMOTE_METHODS) if _bits >> place & 1]
+    _own = [name for index, name in enumerate(REMOTE_METHODS) if _bits >> index & 1]
     REMOTE_TYPES[frozenset(_own)] = type("Remote", (RemoteObject,), {name: REMOTE_METHODS[name] for name in _own})
 
 

@@ -51,8 +51,8 @@ def describe_exception(error: BaseException) -> str:
     message = " ".join(message_of(error).split())
     reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
     frame = _user_frame(error)
-    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
-    return shortened(reason, MAX_REASON_CHARS) + place
+    line = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
+    return shortened(reason, MAX_REASON_CHARS) + line
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

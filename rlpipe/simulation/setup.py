@@ -274,7 +274,7 @@ def work_seconds(spans: Spans, *, groups_at_once: int, slowdown: float) -> list[
 
 
 def _without_wait(spans: Spans, groups_at_once: int) -> Spans:
-    """Return the spans without the wait: groups begin in the order of receipt, each as soon as a place is free."""
+    """Return the spans without the wait: groups begin in the order of receipt, each as soon as a slot is free."""
     busy_until: list[float] = []
     sampled = spans[np.argsort(spans[:, 0], kind="stable")].copy()
     for span in sampled:
@@ -322,11 +322,11 @@ def _measured_times(config: Config, given: GivenTimes, run: Path, slowdown: floa
             f"--from {run}: its engines held their groups while they waited for weights, so its sync times include "
             "that wait; set --sync to the seconds of the transfer and the load alone"
         )
-    places = groups_at_once(source.rollout, source.algorithm.completions_per_prompt)
+    at_once = groups_at_once(source.rollout, source.algorithm.completions_per_prompt)
     generate = [
         seconds
         for spans in measured.on_engines
-        for seconds in work_seconds(spans, groups_at_once=places, slowdown=slowdown)
+        for seconds in work_seconds(spans, groups_at_once=at_once, slowdown=slowdown)
     ]
     return Times(
         generate=_choose(given.generate, "--generate", generate, text),

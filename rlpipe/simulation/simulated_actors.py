@@ -156,7 +156,7 @@ class SimulatedEngine:
             self._clock.call_at(self._clock.now + (plan[0] - self._work_s) * self._stretch, self._finish, plan)
 
     def _finish(self, plan: tuple[float, float]) -> None:
-        if plan is not self._next_finish:  # another plan has taken its place
+        if plan is not self._next_finish:  # another plan has replaced it
             return
         self._work_s, self._since, self._next_finish = plan[0], self._clock.now, None
         done: list[SimulatedGroup] = []

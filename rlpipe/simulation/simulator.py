@@ -30,8 +30,8 @@ from rlpipe.types import GroupRequest, Prompt
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt="", task={})
 
 TRAIN = "train"
-WEIGHTS, PLACE, GENERATE, SCORE = WAITS = ("weights", "place", "generate", "score")
-"""Causes of the learner's waits: a version to be served, a place on an engine, sampling, or scoring."""
+WEIGHTS, SLOT, GENERATE, SCORE = WAITS = ("weights", "slot", "generate", "score")
+"""Causes of the learner's waits: a version to be served, a slot on an engine, sampling, or scoring."""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from rlpipe.common.imports import without_collection
 from rlpipe.errors import InputError
 from rlpipe.simulation.setup import Setup
-from rlpipe.simulation.simulator import GENERATE, PLACE, SCORE, TRAIN, WEIGHTS, History, simulate
+from rlpipe.simulation.simulator import GENERATE, SLOT, SCORE, TRAIN, WEIGHTS, History, simulate
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -29,7 +29,7 @@ class Figures:
     relative_error: float
     """Standard error of the throughput, as a share of it; 0 if only one step was counted."""
     engines_busy: float
-    places_in_use: float
+    slots_in_use: float
     scorers_busy: Mapping[str, float]
     learner: Mapping[str, float]
     """Shares of the time in which the learner trains, and in which it waits, by cause."""
@@ -55,7 +55,7 @@ def measure(history: History) -> Figures:
         rollouts_per_second=rate * setup.groups_per_step * setup.group_size,
         relative_error=_relative_error(history, first),
         engines_busy=(end.busy_engines - begin.busy_engines) / seconds / setup.num_engines,
-        places_in_use=(end.running - begin.running) / seconds / setup.num_engines / setup.groups_per_engine,
+        slots_in_use=(end.running - begin.running) / seconds / setup.num_engines / setup.groups_per_engine,
         scorers_busy={
             name: (end.busy_scorers[name] - begin.busy_scorers.get(name, 0.0)) / seconds / size
             for name, size in setup.pools.items()
@@ -131,7 +131,7 @@ def changes(setup: Setup, add: int) -> Iterator[tuple[str, Setup]]:
     yield "half the sync time", replace(setup, times=replace(times, sync=times.sync.scaled(0.5)))
 
 
-WAITED_FOR = {GENERATE: "generation", SCORE: "scoring", PLACE: "a place on an engine", WEIGHTS: "weights to be served"}
+WAITED_FOR = {GENERATE: "generation", SCORE: "scoring", SLOT: "a slot on an engine", WEIGHTS: "weights to be served"}
 FEW_STEPS = 10
 
 
@@ -195,7 +195,7 @@ def describe_figures(setup: Setup, figures: Figures) -> Iterator[tuple[str, str]
     yield "steps/s", f"{f.steps_per_second:.4g} (± {f.relative_error:.1%}), {1 / f.steps_per_second:.4g} s per step"
     yield "groups/s", f"{f.groups_per_second:,.4g}"
     yield "rollouts/s", f"{f.rollouts_per_second:,.4g}"
-    yield "engines", f"busy {f.engines_busy:.1%}, places in use {f.places_in_use:.1%}"
+    yield "engines", f"busy {f.engines_busy:.1%}, slots in use {f.slots_in_use:.1%}"
     for pool, busy in f.scorers_busy.items():
         yield pool, f"busy {busy:.1%}"
     waits = ", ".join(f"{what} {f.learner[part]:.1%}" for part, what in WAITED_FOR.items())

@@ -107,10 +107,10 @@ def rows_of_step(path: Path, step: int) -> list[dict[str, Any]]:
         return list(takewhile(lambda row: row["step"] == step, _rows_from(file, first)))
 
 
-def _rows_from(file: BinaryIO, place: int) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the whole lines that begin at a place or after it."""
-    file.seek(max(place - 1, 0))
-    if place:
+def _rows_from(file: BinaryIO, offset: int) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the whole lines that begin at an offset or after it."""
+    file.seek(max(offset - 1, 0))
+    if offset:
         file.readline()
     for line in file:
         if (row := _parse(line)) is not None:

@@ -31,11 +31,11 @@ MAX_FUNCTIONS = 32
 LONGEST_START = 160
 """Characters of a prompt's last message that are kept as they are, to be shown."""
 BUSY_TIMEOUT_S = 10.0
-STATUS_BITS = {status.value: 1 << place for place, status in enumerate(RolloutStatus)}
+STATUS_BITS = {status.value: 1 << index for index, status in enumerate(RolloutStatus)}
 MAPPED_BYTES = 2**30
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS functions (place INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE IF NOT EXISTS functions (number INTEGER PRIMARY KEY, name TEXT UNIQUE);
 CREATE TABLE IF NOT EXISTS reasons (reason INTEGER PRIMARY KEY, text TEXT UNIQUE);
 CREATE TABLE IF NOT EXISTS entries (
     group_id INTEGER PRIMARY KEY, step INTEGER, state TEXT, reason INTEGER, reward REAL, reward_std REAL,
@@ -137,8 +137,8 @@ class GroupIndex:
     def means(self, group_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return the mean of each reward function, and the outcomes, of those groups whose records are indexed."""
         with self.reading() as connection:
-            names = [name for (name,) in connection.execute("SELECT name FROM functions ORDER BY place")]
-            columns = "".join(f", function_{place}" for place in range(len(names)))
+            names = [name for (name,) in connection.execute("SELECT name FROM functions ORDER BY number")]
+            columns = "".join(f", function_{number}" for number in range(len(names)))
             query = (
                 f"SELECT group_id, statuses, key{columns} FROM entries JOIN prompts USING (prompt) WHERE group_id IN"
             )
@@ -179,7 +179,7 @@ class _IndexUpdate:
         """Copy the columns of all groups first, then read their records, then the logs of texts."""
         if self._get("identity") != identity:
             self._begin(identity)
-        self._functions = {name: place for place, name in self._connection.execute("SELECT * FROM functions")}
+        self._functions = {name: number for number, name in self._connection.execute("SELECT * FROM functions")}
         self._reasons = {text: reason for reason, text in self._connection.execute("SELECT * FROM reasons")}
         self._index.num_groups = self._ledger.next_group_id()
         self._copy_columns()
@@ -356,21 +356,21 @@ class _IndexUpdate:
                 if value is not None:
                     by_name.setdefault(name, []).append(float(value))
         return {
-            f"function_{place}": fmean(values)
+            f"function_{number}": fmean(values)
             for name, values in by_name.items()
-            if (place := self._function(name)) is not None
+            if (number := self._function(name)) is not None
         }
 
     def _function(self, name: str) -> int | None:
         """Return the column's number of a reward function, which is added if the index has room for it."""
         if name not in self._functions:
-            found = self._connection.execute("SELECT place FROM functions WHERE name = ?", (name,)).fetchone()
+            found = self._connection.execute("SELECT number FROM functions WHERE name = ?", (name,)).fetchone()
             if found is None:
-                place = self._connection.execute("SELECT count(*) FROM functions").fetchone()[0]
-                if place >= MAX_FUNCTIONS:
+                number = self._connection.execute("SELECT count(*) FROM functions").fetchone()[0]
+                if number >= MAX_FUNCTIONS:
                     return None
-                self._connection.execute("INSERT INTO functions VALUES (?, ?)", (place, name))
-                self._connection.execute(f"ALTER TABLE entries ADD COLUMN function_{place} REAL")
-                found = (place,)
+                self._connection.execute("INSERT INTO functions VALUES (?, ?)", (number, name))
+                self._connection.execute(f"ALTER TABLE entries ADD COLUMN function_{number} REAL")
+                found = (number,)
             self._functions[name] = found[0]
         return self._functions[name]

@@ -98,7 +98,7 @@ def _column(connection: sqlite3.Connection, name: str) -> str:
     if name in SORTS:
         return SORTS[name]
     if name.startswith(FUNCTION):
-        found = connection.execute("SELECT place FROM functions WHERE name = ?", (name.removeprefix(FUNCTION),))
+        found = connection.execute("SELECT number FROM functions WHERE name = ?", (name.removeprefix(FUNCTION),))
         if (row := found.fetchone()) is not None:
             return f"function_{row[0]}"
     raise InputError(f"there is no property {name!r}; it is one of {', '.join(SORTS)}, or {FUNCTION}NAME of a reward")
@@ -129,7 +129,7 @@ def _conditions(index: GroupIndex, connection: sqlite3.Connection, query: GroupQ
 def find_choices(index: GroupIndex) -> dict[str, list[str]]:
     """Return the values that can be chosen: reward functions, and states and reasons, the most frequent first."""
     with index.reading() as connection:
-        functions = connection.execute("SELECT name FROM functions ORDER BY place").fetchall()
+        functions = connection.execute("SELECT name FROM functions ORDER BY number").fetchall()
         states = connection.execute("SELECT state FROM entries GROUP BY state ORDER BY count(*) DESC").fetchall()
         reasons = connection.execute(
             "SELECT text FROM reasons JOIN (SELECT reason, count(*) AS number FROM entries WHERE reason IS NOT NULL"

@@ -96,8 +96,8 @@ class MetricSeries:
             series = self._series.get("time")
             if series is None:
                 return 0
-            place = bisect.bisect_left(series.values, moment)
-            return series.steps[min(place, len(series.steps) - 1)]
+            index = bisect.bisect_left(series.values, moment)
+            return series.steps[min(index, len(series.steps) - 1)]
 
 
 def _thinned(series: _Series, most_points: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def index_path(ledger: Path) -> Path:
-    """Return the place of a ledger's index in the user's cache, from which indices that are not used any more go."""
+    """Return the path of a ledger's index in the user's cache, from which indices that are not used any more go."""
     folder = user_cache() / "view"
     for file in folder.glob("*.sqlite"):
         with suppress(OSError):

@@ -229,7 +229,7 @@ def make_query(asked: QueryParams) -> GroupQuery:
     try:
         after = (float(key), int(group_id)) if key else None
     except ValueError:
-        raise InputError(f"after={key[:40]!r} is not the place of a page") from None
+        raise InputError(f"after={key[:40]!r} is not the start of a page") from None
     return GroupQuery(
         sort=asked.get("sort", "id"),
         descending=asked.get("order", "desc") != "asc",

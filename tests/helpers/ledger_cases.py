@@ -62,7 +62,7 @@ class Run:
         self.ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
 
     def admit(self, count: int, version: int) -> list[GroupTicket]:
-        cursor, passed, groups = self.ledger.place, [], []
+        cursor, passed, groups = self.ledger.cursor, [], []
         next_id = self.ledger.next_group_id()
         for earlier in self._rerolls.take(version, count):
             at = Cursor(earlier.epoch, earlier.position)

@@ -45,8 +45,8 @@ class Origins:
 
     def span(self, message: int) -> tuple[int, int] | None:
         """Return the first character of a message and the one after its last, or None if none is shown."""
-        places = np.flatnonzero(self.messages == message)
-        return (int(places[0]), int(places[-1]) + 1) if len(places) else None
+        indices = np.flatnonzero(self.messages == message)
+        return (int(indices[0]), int(indices[-1]) + 1) if len(indices) else None
 
 
 def find_origins(render: Callable[[ChatMessages], str], messages: ChatMessages, text: str) -> Origins | None:
@@ -128,13 +128,13 @@ class RowCheck:
         """Characters of messages, and of parts of messages, that are not to be trained, though their roles are."""
         excluded = np.isin(self.origins.messages, self.parts.untrained)
         for index, spans in self.parts.spans.items():
-            first, stop, offset = self._place(index)
+            first, stop, offset = self._position(index)
             excluded[first:stop] = True
             for start, end in spans:
                 excluded[max(start + offset, first) : max(end + offset, first)] = False
         return excluded
 
-    def _place(self, index: int) -> tuple[int, int, int]:
+    def _position(self, index: int) -> tuple[int, int, int]:
         """Return where a message's content is in the text: first character, the one after its last, and its offset.
 
         Raises ``UnusableRow`` if the template does not write the content as it is.

@@ -162,10 +162,10 @@ def _completion(value: Any, column: str) -> Completion:
 
 def _split_conversation(messages: ChatMessages, column: str) -> tuple[ChatMessages, ChatMessages]:
     """Return a conversation's turns before the last one of the assistant, and that; ``UnusableRow`` without one."""
-    place = max((place for place, turn in enumerate(messages) if turn["role"] == "assistant"), default=0)
-    if not place:
+    last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=0)
+    if not last:
         raise UnusableRow(f"column {column!r} holds a conversation without an answer of the assistant")
-    return messages[:place], messages[place:]
+    return messages[:last], messages[last:]
 
 
 def _truth_value(value: Any, found: str) -> bool:

@@ -150,7 +150,7 @@ class JsonlRows:
 
     def _scan(self, check: CheckColumns | None) -> list[tuple[int, int]]:
         """Return the byte offset and the number, from 1, of every line that holds a row."""
-        places, offset = [], 0
+        offsets, offset = [], 0
         with self._open() as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -158,9 +158,9 @@ class JsonlRows:
                     if check is not None:
                         nulls = [name for name, value in row.items() if value is None]
                         check(row.keys(), f"{self.name}, line {number}", nulls)
-                    places.append((offset, number))
+                    offsets.append((offset, number))
                 offset += len(line)
-        return places
+        return offsets
 
 
 class JoinedRows:

@@ -127,12 +127,12 @@ class BlockOrder:
             raise DataError(f"{self._rows.name} has {self.num_rows} rows, so {cursor} does not belong to this data")
         if not self._shuffle:
             return cursor.position
-        number, place = divmod(cursor.position, self._rows.block_size)
+        number, index = divmod(cursor.position, self._rows.block_size)
         if self._key != (cursor.epoch, number):
             self._key = (cursor.epoch, number)
             random = np.random.default_rng([*self._seeds, 0, *self._key])
             self._order = random.permutation(self._rows.block_length(number))
-        return number * self._rows.block_size + int(self._order[place])
+        return number * self._rows.block_size + int(self._order[index])
 
     def after(self, count: int) -> Cursor:
         if self._rows.has(count):
@@ -163,12 +163,12 @@ def open_lines(path: Path, offset: int = 0) -> BinaryIO:
 
 
 class _Mark(NamedTuple):
-    """A place in JSONL files where a row, or a blank line, begins."""
+    """The offset in JSONL files at which a row, or a blank line, begins."""
 
     file: int
     offset: int
     line: int
-    """Lines of the file before this place."""
+    """Lines of the file before this offset."""
 
 
 class JsonlReader:

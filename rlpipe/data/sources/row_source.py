@@ -18,7 +18,7 @@ from rlpipe.errors import DataError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """A place in the order of rows: the position of the next row in an epoch. In a mix of sources, the epoch is 0."""
+    """The next row's epoch, and its position in the epoch; a mix of sources has no epochs, so that its epoch is 0."""
 
     epoch: int = 0
     position: int = 0
@@ -34,20 +34,20 @@ def check_num_rows(before: int | None, now: int | None, run: str = "the run") ->
 
 
 class Order(Protocol):
-    """An endless order of rows that depends on the place alone."""
+    """An endless order of rows that depends on the cursor alone."""
 
     @property
     def num_rows(self) -> int | None:
         """Rows per epoch; None while the number is not known."""
 
     def row(self, cursor: Cursor) -> int | None:
-        """Return the index of the row at a place, or None right after the last row of an epoch.
+        """Return the index of the row at a cursor, or None right after the last row of an epoch.
 
-        Raises ``DataError`` for a place further on.
+        Raises ``DataError`` for a cursor further on.
         """
 
     def after(self, count: int) -> Cursor:
-        """Return the place of the row that follows the first ``count`` rows, counted over all epochs."""
+        """Return the cursor of the row that follows the first ``count`` rows, counted over all epochs."""
 
 
 class PermutedOrder:
@@ -80,11 +80,11 @@ class PermutedOrder:
 
 
 class Mixture:
-    """The assignment of the places of a mix to its sources.
+    """The assignment of the positions of a mix to its sources.
 
-    Row k (from 0) of a source of weight w is due at time (k + 1/2) / w, and places take rows in the order of these
-    times; among rows due at the same time, the first source's comes first. So a source's rows among the first n are its
-    share of n, give or take one or two, and they are a function of n alone.
+    Row k (from 0) of a source of weight w is due at time (k + 1/2) / w, and positions take rows in the order of
+    these times; among rows due at the same time, the first source's comes first. So a source's rows among the first n
+    are its share of n, give or take one or two, and they are a function of n alone.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -93,9 +93,9 @@ class Mixture:
         self._counts = [0] * len(self._weights)
 
     def counts(self, position: int) -> list[int]:
-        """Return the number of rows of each source before a place."""
+        """Return the number of rows of each source before a position."""
         if not self._position <= position <= self._position + len(self._weights):
-            # All of these rows come before the place, since they come before an earlier one.
+            # All of these rows come before the position, since they come before an earlier one.
             time = max(position - len(self._weights), 0) / sum(self._weights)
             self._counts = [int(time * weight) for weight in self._weights]
             self._position = sum(self._counts)
@@ -104,8 +104,8 @@ class Mixture:
             self._position += 1
         return list(self._counts)
 
-    def draw(self, position: int) -> tuple[int, int]:
-        """Return the source of the row at a place, and the number of that source's rows before it."""
+    def assign(self, position: int) -> tuple[int, int]:
+        """Return the source of the row at a position, and the number of that source's rows before it."""
         counts = self.counts(position)
         source = self._next()
         return source, counts[source]
@@ -154,15 +154,15 @@ class Part(Generic[Item]):
     num_split_off: int = 0
     """Rows split off by ``data.held_out.size``."""
 
-    def read(self, row: int, place: RowLocation) -> Item:
+    def read(self, row: int, location: RowLocation) -> Item:
         """Read and render a row; raise ``UnusableRow`` to skip it."""
         if isinstance(self.rows, ChunkedRows):
-            place = replace(place, chunk=self.rows.chunk(row))
-        return self.render(self.rows[row], place)
+            location = replace(location, chunk=self.rows.chunk(row))
+        return self.render(self.rows[row], location)
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlace:
+class RowRef:
     """A row of one of the parts, in one of its epochs."""
 
     part: int
@@ -171,7 +171,7 @@ class RowPlace:
 
 
 class RowSource(Generic[Item]):
-    """An endless source of rendered rows, in an order that depends on the place alone.
+    """An endless source of rendered rows, in an order that depends on the cursor alone.
 
     The rows of a single part come epoch by epoch; several named parts, each with epochs of its own, are interleaved by
     ``Mixture``. A row that can't be rendered is skipped and kept in ``skipped`` with the reason. ``next`` raises
@@ -188,7 +188,7 @@ class RowSource(Generic[Item]):
         """Parts with at least one usable row so far."""
         self._cursor = Cursor()
         self.last = Cursor()
-        """Place of the item that ``next`` returned last."""
+        """Cursor of the item that ``next`` returned last."""
         self.skip_records: list[SkipRecord] = []
         """Rows that ``next`` skipped on the way to that item."""
 
@@ -207,20 +207,20 @@ class RowSource(Generic[Item]):
     def is_mix(self) -> bool:
         return self._mixture is not None
 
-    def at(self, cursor: Cursor) -> RowPlace | None:
-        """Return the row at a place, or None right after the last row of an epoch."""
+    def at(self, cursor: Cursor) -> RowRef | None:
+        """Return the row at a cursor, or None right after the last row of an epoch."""
         index, at = 0, cursor
         if self._mixture is not None:
-            index, count = self._mixture.draw(cursor.position)
+            index, count = self._mixture.assign(cursor.position)
             at = self.parts[index].order.after(count)
         row = self.parts[index].order.row(at)
-        return None if row is None else RowPlace(index, row, at.epoch)
+        return None if row is None else RowRef(index, row, at.epoch)
 
-    def render(self, place: RowPlace) -> Item:
+    def render(self, ref: RowRef) -> Item:
         """Render a row, whether or not it comes next; raise ``UnusableRow`` if the source skips it."""
-        part = self.parts[place.part]
-        prompt_id = self._prompt_id(place.part, place.row)
-        return part.read(place.row, RowLocation(prompt_id, place.epoch, part.rows.location(place.row)))
+        part = self.parts[ref.part]
+        prompt_id = self._prompt_id(ref.part, ref.row)
+        return part.read(ref.row, RowLocation(prompt_id, ref.epoch, part.rows.location(ref.row)))
 
     @property
     def cursor(self) -> Cursor:
@@ -250,7 +250,7 @@ class RowSource(Generic[Item]):
         return metrics
 
     def seek(self, cursor: Cursor) -> None:
-        """Move to ``cursor``; raise ``DataError`` if the source has no such place."""
+        """Move to ``cursor``; raise ``DataError`` if the source has no such row."""
         if self._mixture is None:
             self.parts[0].order.row(cursor)
         elif cursor.epoch != 0 or cursor.position < 0:
@@ -260,12 +260,12 @@ class RowSource(Generic[Item]):
     def next(self) -> Item:
         self.skip_records = []
         while True:
-            place = self._take()
+            ref = self._take()
             try:
-                return self._read(place)
+                return self._read(ref)
             except UnusableRow as problem:
                 reason = f"{problem.kind}: {problem.reason}"
-                self.skip_records.append(SkipRecord(self.last, self._prompt_id(place.part, place.row), reason))
+                self.skip_records.append(SkipRecord(self.last, self._prompt_id(ref.part, ref.row), reason))
 
     def take(self, count: int) -> list[Item]:
         """Return the next ``count`` items."""
@@ -282,34 +282,34 @@ class RowSource(Generic[Item]):
             row = order.row(cursor)
             assert row is not None, "a source never runs out of rows"
             try:
-                return self._read(RowPlace(index, row, cursor.epoch))
+                return self._read(RowRef(index, row, cursor.epoch))
             except UnusableRow:
                 count += 1
 
-    def _take(self) -> RowPlace:
-        """Return the place of the next row, and move past it."""
-        place = self.at(self._cursor)
-        if place is None:
+    def _take(self) -> RowRef:
+        """Return the next row, and move past it."""
+        ref = self.at(self._cursor)
+        if ref is None:
             self._cursor = Cursor(epoch=self._cursor.epoch + 1)
-            place = self.at(self._cursor)
-            assert place is not None, "an epoch has at least one row"
+            ref = self.at(self._cursor)
+            assert ref is not None, "an epoch has at least one row"
         self.last = self._cursor
         self._cursor = Cursor(self.last.epoch, self.last.position + 1)
-        return place
+        return ref
 
-    def _read(self, place: RowPlace) -> Item:
+    def _read(self, ref: RowRef) -> Item:
         """Return the rendered row; raise ``UnusableRow`` if it is skipped."""
-        known = self._skipped[place.part].get(place.row)
+        known = self._skipped[ref.part].get(ref.row)
         if known is not None:
-            self._check_some_left(place.part)
+            self._check_some_left(ref.part)
             raise UnusableRow(known.reason, known.kind)
         try:
-            item = self.render(place)
+            item = self.render(ref)
         except UnusableRow as problem:
-            location = self.parts[place.part].rows.location(place.row)
-            self._skip(place.part, SkippedRow(place.row, location, problem.kind, problem.reason))
+            location = self.parts[ref.part].rows.location(ref.row)
+            self._skip(ref.part, SkippedRow(ref.row, location, problem.kind, problem.reason))
             raise
-        self._usable.add(place.part)
+        self._usable.add(ref.part)
         return item
 
     def _prompt_id(self, index: int, row: int) -> int:

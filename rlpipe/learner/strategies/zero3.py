@@ -168,7 +168,7 @@ class Zero3Updates:
         held = {}
         moments = {group: read_moments(state) for group, state in self._flat_states().items()}
         for index, (name, parameter) in enumerate(self._parameters.items()):
-            group, offset, size = self._place(parameter)
+            group, offset, size = self._position(parameter)
             own = moments.get(group, {})
             parts = {weight_key(name): safe_get_local_fp32_param(parameter)}
             parts |= {moment_key(name, key): own[key].narrow(0, offset, size) for key in MOMENTS if key in own}
@@ -195,7 +195,7 @@ class Zero3Updates:
             part = _part(tensors[weight], parameter, self._rank, self._num_ranks)
             safe_set_local_fp32_param(parameter, part)
             cast(Any, parameter).ds_tensor.data.copy_(part)
-            group, offset, size = self._place(parameter)
+            group, offset, size = self._position(parameter)
             flat = optimizer.fp32_partitioned_groups_flat[group]
             for key, moment in keys.items():
                 own = moments.setdefault(group, {STEPS: tensors[steps]})
@@ -210,7 +210,7 @@ class Zero3Updates:
         flats = enumerate(optimizer.fp32_partitioned_groups_flat)
         return {group: optimizer.state[flat] for group, flat in flats if flat in optimizer.state}
 
-    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+    def _position(self, parameter: nn.Parameter) -> tuple[int, int, int]:
         """Return the index of the flat tensor with this rank's part of a parameter, its offset there, and its size."""
         optimizer = self._engine.optimizer
         return cast(tuple[int, int, int], optimizer.grad_position[optimizer.get_param_id(parameter)])

@@ -122,9 +122,9 @@ def stages_of_chunks(stages: Sequence[Stage], layout: ChunkLayout, inventory: In
     """
     used: dict[int, Counter[int]] = defaultdict(Counter)  # bytes by unit, then by chunk
     for chunk in layout.chunks:
-        for place in chunk.places:
-            for unit in inventory.uses[place.name]:
-                used[unit][chunk.index] += place.num_bytes
+        for span in chunk.spans:
+            for unit in inventory.uses[span.name]:
+                used[unit][chunk.index] += span.num_bytes
     found: list[dict[int, float]] = [{} for _ in layout.chunks]
     last = 0
     for index, stage in enumerate(stages):
@@ -167,14 +167,14 @@ def _profile_chunk(
     )
     if not chunk.is_trained:
         return profile
-    dtype = inventory.members[chunk.places[0].name].dtype
+    dtype = inventory.members[chunk.spans[0].name].dtype
     state = precision.state or dtype
     elements = num_bytes // num_parts // dtype.itemsize
     copies = NUM_MOMENTS + (state is not dtype)
     sent = dtype if num_ranks == 1 else torch.float32
     exchanged = elements * num_parts * FLOAT32_BYTES * (num_ranks - 1) // num_ranks
     gradient_bytes = elements * sent.itemsize
-    largest = min(elements, max(place.num_bytes for place in chunk.places) // dtype.itemsize)
+    largest = min(elements, max(span.num_bytes for span in chunk.spans) // dtype.itemsize)
     return replace(
         profile,
         scatter_bytes=exchanged if num_parts > 1 else 0,
@@ -229,7 +229,7 @@ def _sum_room(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
     copies, sums = [0], []
     for chunk in layout.chunks:
         if chunk.is_trained:
-            dtype = inventory.members[chunk.places[0].name].dtype
+            dtype = inventory.members[chunk.spans[0].name].dtype
             size = aligned(chunk.num_bytes, ALIGNMENT * num_parts) // dtype.itemsize * FLOAT32_BYTES
             copy = 0 if dtype is torch.float32 else size
             copies.append(0 if num_parts == 1 else copy)

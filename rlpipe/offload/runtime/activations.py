@@ -326,7 +326,7 @@ def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor has one element for each place in its memory, in any order."""
+    """Return whether a tensor has one element for each position of its memory, in any order."""
     sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
     for stride, size in sizes:

@@ -172,7 +172,7 @@ class ChunkMemory:
         ``room`` is the least number of bytes to allocate on the device; ``state_dtype`` is the dtype in which trained
         weights are updated, if it is not the compute dtype.
         """
-        assert [member.name for member in members] == [place.name for place in chunk.places]
+        assert [member.name for member in members] == [span.name for span in chunk.spans]
         self.chunk, self.is_persistent, self.device = chunk, is_persistent, device
         self._members, self._ranks = list(members), ranks
         self.num_bytes = aligned(chunk.num_bytes, ALIGNMENT * ranks.num_parts)
@@ -182,8 +182,8 @@ class ChunkMemory:
         self._bytes = self._alias(torch.uint8, 0, torch.Size([self.num_bytes]))
         shapes = [member.get().shape for member in members]
         self._views = [
-            self._alias(member.dtype, place.offset, shape)
-            for member, place, shape in zip(members, chunk.places, shapes, strict=True)
+            self._alias(member.dtype, span.offset, shape)
+            for member, span, shape in zip(members, chunk.spans, shapes, strict=True)
         ]
         self._placeholders = [_placeholder(view) for view in self._views]
         self.pieces = {name: self._piece(name, ranks.rank % ranks.num_parts) for name in self.names}
@@ -210,12 +210,12 @@ class ChunkMemory:
         work = torch.empty(self.num_bytes, dtype=torch.uint8)
         is_wider = self.has_own_master = self.chunk.is_trained and state_dtype is not self.work_dtype
         wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
-        for member, place in zip(self._members, self.chunk.places, strict=True):
+        for member, span in zip(self._members, self.chunk.spans, strict=True):
             values = materialize(member.name, member.get(), fill)
             narrow = values.to("cpu", member.dtype).contiguous()
-            work[place.offset : place.offset + place.num_bytes] = narrow.flatten().view(torch.uint8)
+            work[span.offset : span.offset + span.num_bytes] = narrow.flatten().view(torch.uint8)
             if is_wider:
-                begin = place.offset // member.dtype.itemsize
+                begin = span.offset // member.dtype.itemsize
                 wide[begin : begin + values.numel()] = values.flatten()
         if self.is_persistent:
             self._bytes.copy_(work)
@@ -251,7 +251,7 @@ class ChunkMemory:
 
     @property
     def names(self) -> list[str]:
-        return [place.name for place in self.chunk.places]
+        return [span.name for span in self.chunk.spans]
 
     def load(self, stream: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
         """Begin to copy the chunk to the device, and return the event after which its values are valid.
@@ -348,7 +348,7 @@ class ChunkMemory:
         index = self.names.index(name)
         view, dtype = self._views[index], self._members[index].dtype
         length = self.num_bytes // self._ranks.num_parts // dtype.itemsize
-        begin = self.chunk.places[index].offset // dtype.itemsize
+        begin = self.chunk.spans[index].offset // dtype.itemsize
         end = begin + view.numel()
         first = max(begin, part * length)
         last = max(first, min(end, (part + 1) * length))

@@ -134,7 +134,7 @@ class OffloadedModel:
         for chunk in self.layout.chunks:
             memory = ChunkMemory(
                 chunk,
-                [self.inventory.members[place.name] for place in chunk.places],
+                [self.inventory.members[span.name] for span in chunk.spans],
                 device=self.device,
                 ranks=self.ranks,
                 is_persistent=chunk.index < self.arrangement.num_persistent,
@@ -144,7 +144,7 @@ class OffloadedModel:
             )
             self._memories.append(memory)
             self._undo.append(memory.close)
-        self._places = {
+        self._chunk_of = {
             id(self._parameters[name]): (memory.chunk.index, name)
             for memory in self._memories
             for name in memory.names
@@ -232,10 +232,10 @@ class OffloadedModel:
         They share the chunk's memory if possible.
         """
         self.check_open()
-        place = self._places.get(id(parameter))
-        if place is None:
+        found = self._chunk_of.get(id(parameter))
+        if found is None:
             return parameter.detach()
-        index, name = place
+        index, name = found
         self.optimizer.await_update(index)
         return self._memories[index].whole(name)
 
@@ -245,28 +245,28 @@ class OffloadedModel:
         The part shares the chunk's memory, and has the optimizer's dtype if the parameter is trained.
         """
         self.check_open()
-        place = self._places.get(id(parameter))
-        if place is None:
+        found = self._chunk_of.get(id(parameter))
+        if found is None:
             return parameter.detach().flatten(), 0
-        index, name = place
+        index, name = found
         self.optimizer.await_update(index)
         return self._memories[index].part(name), self._memories[index].pieces[name].in_tensor.start
 
     def assign(self, parameter: Tensor, values: Tensor) -> None:
         """Overwrite a parameter with ``values``, which are whole on every rank; all ranks must call it."""
         self.check_open()
-        place = self._places.get(id(parameter))
-        if place is None:
+        found = self._chunk_of.get(id(parameter))
+        if found is None:
             parameter.detach().copy_(values)
             return
-        index, name = place
+        index, name = found
         self.optimizer.await_update(index)
         self._residency.drop([index])
         self._memories[index].write(name, values)
 
-    def place_of(self, parameter: Tensor) -> tuple[int, str] | None:
+    def chunk_of(self, parameter: Tensor) -> tuple[int, str] | None:
         """Return the index of a parameter's chunk and its name there, or None if it is in no chunk."""
-        return self._places.get(id(parameter))
+        return self._chunk_of.get(id(parameter))
 
     def close(self) -> None:
         """Give the model weights of its own again on their original devices, and end all threads.
@@ -357,8 +357,8 @@ def chunks_of_units(layout: ChunkLayout, inventory: Inventory) -> list[frozenset
     """Return the indices of the chunks that each unit uses."""
     found: list[set[int]] = [set() for _ in inventory.units]
     for chunk in layout.chunks:
-        for place in chunk.places:
-            for unit in inventory.uses[place.name]:
+        for span in chunk.spans:
+            for unit in inventory.uses[span.name]:
                 found[unit].add(chunk.index)
     return [frozenset(numbers) for numbers in found]
 

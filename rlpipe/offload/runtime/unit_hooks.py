@@ -402,12 +402,12 @@ class UnitCalls:
 def mark_inputs(leave: Callable[[], None], inputs: Any) -> Any:
     """Pass the tensors of a tree through a function that calls ``leave`` when the backward pass reaches them."""
     leaves, tree = tree_flatten(inputs)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not places:
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not indices:
         return inputs
-    marked = _Inputs.apply(leave, *(leaves[place] for place in places))
-    for place, tensor in zip(places, marked, strict=True):
-        leaves[place] = tensor
+    marked = _Inputs.apply(leave, *(leaves[index] for index in indices))
+    for index, tensor in zip(indices, marked, strict=True):
+        leaves[index] = tensor
     return tree_unflatten(leaves, tree)
 
 

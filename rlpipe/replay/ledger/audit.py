@@ -281,8 +281,8 @@ def _compared(ledger: Ledger, eras: Sequence[tuple[int, int, Mapping[str, Any]]]
         for first, beyond, tree in eras
     ]
     return (
-        ledger.place.epoch,
-        ledger.place.position,
+        ledger.cursor.epoch,
+        ledger.cursor.position,
         ledger.get("num_rows") if one_data else None,
         ledger.checkpoint_step,
         has_ended(ledger),

@@ -58,8 +58,8 @@ def pack_arrays(group: RolloutGroup, *, with_columns: bool = False) -> bytes:
     for index, image in enumerate(group.prompt.images):
         arrays[f"image_{index}"] = np.frombuffer(image.content, np.uint8)
     if group.prompt.images:
-        places = [(image.start, image.num_tokens) for image in group.prompt.images]
-        arrays["image_places"] = np.array(places, np.int32)  # [I, 2]
+        spans = [(image.start, image.num_tokens) for image in group.prompt.images]
+        arrays["image_places"] = np.array(spans, np.int32)  # [I, 2]
     for name, value in group.prompt.task.items() if with_columns else ():
         with suppress(DataError):
             arrays[COLUMN + name] = np.frombuffer(dump_values(value, name), np.uint8)
@@ -136,8 +136,8 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         task=task,
         truth=GroundTruth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
         images=tuple(
-            PlacedImage(start=place, num_tokens=num_tokens, content=arrays[f"image_{index}"].tobytes())
-            for index, (place, num_tokens) in enumerate(arrays.get("image_places", np.zeros(0)).tolist())
+            PlacedImage(start=start, num_tokens=num_tokens, content=arrays[f"image_{index}"].tobytes())
+            for index, (start, num_tokens) in enumerate(arrays.get("image_places", np.zeros(0)).tolist())
         ),
     )
     names = (*TOKEN_ARRAYS, "turns") if "turns" in arrays else TOKEN_ARRAYS
@@ -157,15 +157,15 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 reward=_optional_number(entry["reward"]),
                 status=RolloutStatus(entry["status"]),
                 finish_reason=entry["finish_reason"],
-                advantages=advantages[place - start],
+                advantages=advantages[index - start],
                 images=prompt.images,
                 episode=None,
                 rejected=None,
                 is_greedy=bool(entry.get("is_greedy", False)),
                 first_index=0,
-                **{name: parts[name][place] for name in names},
+                **{name: parts[name][index] for name in names},
             )
-            for place in range(start, stop)
+            for index in range(start, stop)
         ]
         if "episode" in entry:
             first.episode = _stored_episode(entry["episode"], branches)

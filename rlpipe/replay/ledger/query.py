@@ -384,7 +384,7 @@ def check_values(ledger: Ledger) -> None:
             raise ledger.damaged(f"{table}.{name} is of the wrong type or out of range where {key} is {row!r:.40}")
     for name in SETTINGS:
         ledger.get(name)
-    _ = ledger.place, ledger.checkpoint_step
+    _ = ledger.cursor, ledger.checkpoint_step
 
 
 def check_groups(ledger: Ledger) -> None:

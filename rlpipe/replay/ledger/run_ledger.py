@@ -78,8 +78,8 @@ class Ledger(Database):
 
     # Changes ------------------------------------------------------------------------------------------------------
 
-    def admit(self, groups: Iterable[GroupTicket], place: Cursor, skipped: Iterable[SkipRecord] = ()) -> None:
-        """Record groups whose prompts are taken, the source's ``place`` after them, and ``skipped`` rows."""
+    def admit(self, groups: Iterable[GroupTicket], cursor: Cursor, skipped: Iterable[SkipRecord] = ()) -> None:
+        """Record groups whose prompts are taken, the source's ``cursor`` after them, and ``skipped`` rows."""
         now = time.time()
         with self._transaction():
             self._connection.executemany(
@@ -94,8 +94,8 @@ class Ledger(Database):
                 "INSERT OR IGNORE INTO skipped VALUES (?, ?, ?, ?)",
                 [(row.at.epoch, row.at.position, row.prompt_id, row.reason) for row in skipped],
             )
-            if self.place < place:  # calls may be repeated, and arrive in any order
-                self._set(place=[place.epoch, place.position])
+            if self.cursor < cursor:  # calls may be repeated, and arrive in any order
+                self._set(place=[cursor.epoch, cursor.position])
 
     def generated(self, groups: Iterable[RolloutGroup], *, with_columns: bool = False) -> None:
         """Store the tokens of groups that were admitted, and ``with_columns`` their rows' columns."""
@@ -264,8 +264,8 @@ class Ledger(Database):
         self.set(config=config, earlier_configs=earlier)
 
     @property
-    def place(self) -> Cursor:
-        """The prompt source's place."""
+    def cursor(self) -> Cursor:
+        """The prompt source's cursor."""
         match self.get("place"):
             case None:
                 return Cursor(0, 0)
@@ -384,7 +384,7 @@ class Ledger(Database):
         """Return the number of groups in each state."""
         return {GroupState(state): n for state, n in self.rows("SELECT state, count(*) FROM groups GROUP BY state")}
 
-    def num_places_taken(self, step: int) -> int:
+    def num_slots_taken(self, step: int) -> int:
         """Return the number of groups that are in ``step`` or a later one, or can still join one."""
         query = f"SELECT count(*) FROM groups WHERE step >= ? OR {_is_in(*UNFINISHED)}"
         return int(self.rows(query, step)[0][0])

@@ -230,8 +230,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 
 def test_simulate_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
-    # Two engines with 4 places each: the 16 groups of a step take 4 s, and are scored at once.
-    arguments = ["simulate", *BASE, *TIMES, "--engines", "2", "--places", "4", "--score", "constant:0.5"]
+    # Two engines with 4 slots each: the 16 groups of a step take 4 s, and are scored at once.
+    arguments = ["simulate", *BASE, *TIMES, "--engines", "2", "--groups-per-engine", "4", "--score", "constant:0.5"]
     arguments += ["algorithm.groups_per_step=16", "scoring.num_processes=16"]
     assert cli.main(arguments) == 0
     table = capsys.readouterr().out

@@ -18,7 +18,7 @@ from prepared_cases import config_of, is_found, open_run, plain, prepare, story,
 
 from rlpipe import cli
 from rlpipe.data.row import dump_values, load_values
-from rlpipe.data.sources.row_source import RowPlace
+from rlpipe.data.sources.row_source import RowRef
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
 
@@ -189,7 +189,7 @@ def test_windows_of_prepared_texts_differ_by_epoch(tmp_path: Path) -> None:
     options = texts(tmp_path)
     prepare(options)
     source, _ = open_run(config_of(options))
-    first, second = [source.render(RowPlace(0, 30, epoch)).token_ids.tolist() for epoch in (0, 1)]
+    first, second = [source.render(RowRef(0, 30, epoch)).token_ids.tolist() for epoch in (0, 1)]
     assert len(first) == len(second) == 60
     assert first != second
 

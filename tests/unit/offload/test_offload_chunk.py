@@ -30,7 +30,7 @@ def take_chunks(model: nn.Module) -> list[ChunkMemory]:
     layout = make_layout(tensors, sizes=[512])
     return [
         ChunkMemory(
-            chunk, [Member.of_parameter(p.name, parameters[p.name]) for p in chunk.places], device=CPU, ranks=OneRank()
+            chunk, [Member.of_parameter(p.name, parameters[p.name]) for p in chunk.spans], device=CPU, ranks=OneRank()
         )
         for chunk in layout.chunks
     ]
@@ -125,7 +125,7 @@ def test_tensors_that_belong_to_a_parameter_travel_with_it() -> None:
         for name in ("scales", "code")
     ]
     (chunk,) = make_layout(tensors, sizes=[1024]).chunks
-    members = [Member.of_attribute(place.name, state, place.name) for place in chunk.places]
+    members = [Member.of_attribute(span.name, state, span.name) for span in chunk.spans]
     memory = ChunkMemory(chunk, members, device=CPU, ranks=OneRank())
     assert state.scales.isnan().all()
     memory.load(LANE)

@@ -18,7 +18,7 @@ def block(index: int | None, *sizes: int, is_trained: bool = True) -> list[Tenso
 
 
 def names(layout: ChunkLayout) -> list[list[str]]:
-    return [[place.name for place in chunk.places] for chunk in layout.chunks]
+    return [[span.name for span in chunk.spans] for chunk in layout.chunks]
 
 
 def test_a_block_that_fits_is_not_split() -> None:
@@ -83,9 +83,9 @@ def test_every_tensor_has_an_offset_of_its_own(seed: int) -> None:
     order = {tensor.name: index for index, tensor in enumerate(tensors)}
     for chunk in layout.chunks:
         ends = 0
-        for place in chunk.places:
-            assert place.offset >= ends
-            assert place.offset % ALIGNMENT == 0
-            ends = place.offset + place.num_bytes
+        for span in chunk.spans:
+            assert span.offset >= ends
+            assert span.offset % ALIGNMENT == 0
+            ends = span.offset + span.num_bytes
         assert ends <= chunk.num_bytes <= layout.slots_of(chunk) * layout.slot_bytes
-        assert [order[place.name] for place in chunk.places] == sorted(order[place.name] for place in chunk.places)
+        assert [order[span.name] for span in chunk.spans] == sorted(order[span.name] for span in chunk.spans)

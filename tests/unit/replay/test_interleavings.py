@@ -112,7 +112,7 @@ class Schedule(RuleBasedStateMachine):
         assert self.store is not None
         resume_state = self.store.resume_state([], first_step=self.checkpoint)
         self.step = self.checkpoint
-        self.position, self.next_id = resume_state.place.position, resume_state.next_group_id
+        self.position, self.next_id = resume_state.cursor.position, resume_state.next_group_id
         self.attempts = list(resume_state.attempts)
         self.rerolls = Rerolls(
             first_version=round((self.replay.reroll_after or 0) * NUM_STEPS), per_step=self.replay.rerolls_per_step
@@ -124,7 +124,7 @@ class Schedule(RuleBasedStateMachine):
             max_staleness=self.max_staleness,
             num_steps=NUM_STEPS,
             first_step=self.step,
-            num_waiting=resume_state.num_places_taken,
+            num_waiting=resume_state.num_slots_taken,
         )
         self.fleet = Fleet(self.names, suspect_after_s=SILENCE_S, dead_after_s=DEATH_S, clock=lambda: self.now)
         self.router = Router()

@@ -274,6 +274,6 @@ def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
     ledger, _ = begin(path, config=other, changes_allowed=True)
     assert ledger.counts() == {GroupState.DISCARDED: 3}
     assert ledger.rows("SELECT DISTINCT reason FROM groups") == [(reason,)]
-    assert (ledger.num_places_taken(0), ledger.groups_of(0)) == (0, None)
+    assert (ledger.num_slots_taken(0), ledger.groups_of(0)) == (0, None)
     again, _ = begin(path, config=other)
     assert again.counts() == ledger.counts()

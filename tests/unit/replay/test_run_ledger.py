@@ -91,7 +91,7 @@ def test_a_group_goes_through_its_states(tmp_path: Path) -> None:
     assert states(ledger) == {0: "ASSIGNED"}, "only a checkpoint makes it sure"
     ledger.checkpointed(1)
     assert states(ledger) == {0: "TRAINED"}
-    assert (ledger.checkpoint_step, ledger.last_step, ledger.place) == (1, 0, Cursor(0, 1))
+    assert (ledger.checkpoint_step, ledger.last_step, ledger.cursor) == (1, 0, Cursor(0, 1))
 
 
 def test_calls_can_be_repeated(tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tm
     ledger.assign(5, StepGroups(fresh=[one]))
     ledger.complete(StepReport(step=5, metrics={}, last=True))
     assert ledger.rows("SELECT state, reason FROM groups") == [("DISCARDED", COMPARED)]
-    assert ledger.num_places_taken(5) == 1
+    assert ledger.num_slots_taken(5) == 1
     assert ledger.groups_of(5) is not None
     ledger.begin_again(5, num_steps=5)
     assert (ledger.groups_of(5) is not None, ledger.last_step) == (True, -1)
     ledger.begin_again(5, num_steps=8)
-    assert (ledger.groups_of(5), ledger.num_places_taken(5)) == (None, 0), "a longer run trains step 5 on others"
+    assert (ledger.groups_of(5), ledger.num_slots_taken(5)) == (None, 0), "a longer run trains step 5 on others"
 
 
 def test_reports_and_events_are_followed(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_late_repetition_does_not_move_the_source_back(tmp_path: Path) -> None
     ledger = Ledger(tmp_path / NAME)
     for group_id, place in ((0, Cursor(0, 1)), (1, Cursor(1, 0)), (0, Cursor(0, 1))):
         ledger.admit([admitted(group_id)], place)
-    assert ledger.place == Cursor(1, 0)
+    assert ledger.cursor == Cursor(1, 0)
 
 
 def test_a_report_that_comes_twice_is_one_training(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_failed_group_leaves_its_slot_and_its_reason(tmp_path: Path) -> None:
     assert "KeyError" in reason
     rows = store.ledger.rows("SELECT group_id, state, reason FROM groups ORDER BY group_id")
     assert rows == [(0, "DISCARDED", "the engine refused it"), (1, "DISCARDED", reason)]
-    assert store.ledger.num_places_taken(0) == 0
+    assert store.ledger.num_slots_taken(0) == 0
     assert not list(store.ledger.load([0, 1]))
 
 
@@ -91,7 +91,7 @@ def test_a_new_process_continues_where_the_dead_one_was(tmp_path: Path) -> None:
         (2, GroupState.ADMITTED),
         (3, GroupState.ADMITTED),
     ]
-    assert (resume_state.next_group_id, resume_state.num_places_taken, resume_state.place.position) == (4, 4, 4)
+    assert (resume_state.next_group_id, resume_state.num_slots_taken, resume_state.cursor.position) == (4, 4, 4)
     assert [g.group_id for g in again.unscored([0, 1, 2, 3])] == [1]
     assert again.batches(0) is None
     score(again, 1, MIXED)

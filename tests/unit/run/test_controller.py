@@ -35,7 +35,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> Controller:
     own._pool = MagicMock(run=forever)
     own._scoring = MagicMock(score_stored=MagicMock(side_effect=forever))
     own._prompts, own._replay, own._ask = MagicMock(), MagicMock(), AsyncMock(return_value=[group])
-    own._resume_state = SimpleNamespace(unfinished=[(group, GroupState.GENERATED)], place=None)  # type: ignore[assignment]
+    own._resume_state = SimpleNamespace(unfinished=[(group, GroupState.GENERATED)], cursor=None)  # type: ignore[assignment]
     monkeypatch.setattr(own, "_follow_versions", forever)
     monkeypatch.setattr(own, "_watch_engines", forever)
     return own

@@ -61,15 +61,15 @@ def test_a_synchronous_step_takes_all_its_parts_one_after_the_other(
     assert [mark.at_s for mark in history.marks] == pytest.approx([step * n for n in range(setup.num_steps + 1)])
     learner = measure(history).learner
     assert learner == pytest.approx(
-        {TRAIN: train / step, "weights": sync / step, "place": 0.0, "generate": generate / step, "score": score / step}
+        {TRAIN: train / step, "weights": sync / step, "slot": 0.0, "generate": generate / step, "score": score / step}
     )
 
 
 def test_groups_beyond_the_slots_of_the_engines_wait() -> None:
     figures = figures_of(make_setup("constant:1", num_engines=1, groups_per_engine=2, train="constant:2"))
     assert 1 / figures.steps_per_second == pytest.approx(4 * 1 + 2)
-    assert figures.learner["place"] == pytest.approx(3 / 6)
-    assert figures.engines_busy == figures.places_in_use == pytest.approx(4 / 6)
+    assert figures.learner["slot"] == pytest.approx(3 / 6)
+    assert figures.engines_busy == figures.slots_in_use == pytest.approx(4 / 6)
 
 
 def test_calls_beyond_the_processes_of_a_pool_wait() -> None:
@@ -102,7 +102,7 @@ def test_shares_follow_from_the_throughput() -> None:
     rate = figures.groups_per_second
     assert sum(figures.learner.values()) == pytest.approx(1)
     assert figures.learner[TRAIN] == pytest.approx(figures.steps_per_second * 1, rel=0.05)
-    assert figures.places_in_use == pytest.approx(rate * 2 / (4 * 2), rel=0.05)
+    assert figures.slots_in_use == pytest.approx(rate * 2 / (4 * 2), rel=0.05)
     assert figures.scorers_busy["scorer"] == pytest.approx(rate * 0.5 / 8, rel=0.05)
     assert figures.rollouts_per_second == rate * setup.group_size
 
@@ -162,10 +162,10 @@ def test_an_engine_is_slower_the_fuller_it_is() -> None:
 
 
 def test_an_engine_that_holds_starts_nothing_until_its_groups_have_ended() -> None:
-    # A step takes one of the engine's two groups; its place stays free until the slower group has ended too.
+    # A step takes one of the engine's two groups; its slot stays free until the slower group has ended too.
     free = make_setup("uniform:1,3", sync="constant:0.1", num_engines=1, groups_per_step=1, max_staleness=1)
     holding = replace(free, holds=True)
-    assert figures_of(holding).places_in_use < 0.8 * figures_of(free).places_in_use
+    assert figures_of(holding).slots_in_use < 0.8 * figures_of(free).slots_in_use
     synchronous = replace(free, max_staleness=0)
     assert figures_of(synchronous) == figures_of(replace(synchronous, holds=True))
 
