@@ -168,8 +168,8 @@ def turns_of(groups: Sequence[RolloutGroup]) -> list[list[tuple[list[int], int]]
         assert rollout.turns is not None
         own = []
         for turn in sorted({*rollout.turns.tolist()} - {NO_TURN}):
-            places = np.flatnonzero(rollout.turns == turn)
-            own.append((rollout.token_ids[: places[0]].tolist(), len(places)))
+            indices = np.flatnonzero(rollout.turns == turn)
+            own.append((rollout.token_ids[: indices[0]].tolist(), len(indices)))
         episodes.append(own)
     return episodes
 
@@ -270,10 +270,10 @@ async def run_client(base_url: str) -> None:
     import openai  # noqa: F401 - before the clock runs
 
     print("ready", flush=True)
-    keys, places = json.loads(sys.stdin.read()), asyncio.Semaphore(32)
+    keys, permits = json.loads(sys.stdin.read()), asyncio.Semaphore(32)
 
     async def play(key: str) -> None:
-        async with places:
+        async with permits:
             await talk({}, EndpointAccess(base_url=base_url, api_key=key))
 
     await asyncio.gather(*map(play, keys))

@@ -52,7 +52,7 @@ def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -
         **options,
     }
     signature, attributes = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
+    for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument in NUMBERS:
@@ -62,7 +62,7 @@ def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -
         else:
             signature[argument] = "*" + ({"targets": "i64"} | dict.fromkeys(LOGITS, pointer)).get(argument, "fp32")
         if signature[argument].startswith("*") or argument in ALIGNED:
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": primitives.NUM_WARPS})

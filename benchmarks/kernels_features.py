@@ -125,9 +125,9 @@ def _pooling(case: FeatureCase, hidden: int, depths: int, device: torch.device) 
 def _rewards(case: FeatureCase, width: int, device: torch.device) -> Callable[[], Tensor]:
     """Return the rewards' computation: on the CPU, prompt by prompt; for blocks all at once, on the device."""
     config = FeatureConfig(whitening=case.whitening)
-    place = device if case.strided else torch.device("cpu")
-    samples = torch.randn(case.groups, case.samples, width, device=place)
-    truth = torch.randn(case.groups, width, device=place)
+    where = device if case.strided else torch.device("cpu")
+    samples = torch.randn(case.groups, case.samples, width, device=where)
+    truth = torch.randn(case.groups, width, device=where)
 
     def rewards(x: Tensor, y: Tensor) -> Tensor:
         return feature_rewards(score_features(x, y, config.whitening), config)

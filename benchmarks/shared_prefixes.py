@@ -88,8 +88,8 @@ def rewritten(episode: Episode, prompt: np.ndarray) -> None:
 def parted(episode: Episode, prompt: np.ndarray) -> None:
     """Add eight answers that part from each other after a few sentences each."""
     trunk = episode.text(800)
-    for place in range(8):
-        shared = 100 * place
+    for index in range(8):
+        shared = 100 * index
         episode.add((prompt, False), (trunk[:shared], False), (episode.text(800 - shared), True))
 
 

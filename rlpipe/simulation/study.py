@@ -12,7 +12,7 @@ import numpy as np
 from rlpipe.common.imports import without_collection
 from rlpipe.errors import InputError
 from rlpipe.simulation.setup import Setup
-from rlpipe.simulation.simulator import GENERATE, SLOT, SCORE, TRAIN, WEIGHTS, History, simulate
+from rlpipe.simulation.simulator import GENERATE, SCORE, SLOT, TRAIN, WEIGHTS, History, simulate
 
 
 @dataclass(kw_only=True, frozen=True)

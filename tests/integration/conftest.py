@@ -54,8 +54,8 @@ for option, value in RAY_ENVIRONMENT.items():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {Path(__file__).with_name(name): place for place, name in enumerate(FIRST_FILES)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    order = {Path(__file__).with_name(name): index for index, name in enumerate(FIRST_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")
