@@ -1,4 +1,4 @@
-"""The rollout actor: one engine behind a queue."""
+"""The rollout actor: one engine and its queue of requests."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
-from rlpipe.configs.foreign.setting_rules import OFF, Made, SettingRow, about, beside, switched
+from rlpipe.configs.foreign.setting_rules import OFF, Made, SettingRow, about, switched, with_setting
 from rlpipe.configs.schema.option import MAX_WEIGHT
 
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
@@ -98,18 +98,19 @@ def openrlhf_correction(values: ForeignValues, value: Any) -> Made:
 
 CORRECTION_SETTINGS = (
     SettingRow(trl_correction, "vllm_importance_sampling_mode"),
-    SettingRow(beside(trl_correction, "vllm_importance_sampling_mode"), "vllm_importance_sampling_*"),
+    SettingRow(with_setting(trl_correction, "vllm_importance_sampling_mode"), "vllm_importance_sampling_*"),
     SettingRow(
-        beside(trl_correction, "vllm_importance_sampling_mode", option=CAP), "vllm_importance_sampling_clip_max"
+        with_setting(trl_correction, "vllm_importance_sampling_mode", option=CAP), "vllm_importance_sampling_clip_max"
     ),
     SettingRow(verl_correction, verl="algorithm.rollout_correction.rollout_is algorithm.rollout_is"),
     SettingRow(
-        beside(verl_correction, "algorithm.rollout_correction.rollout_is", "algorithm.rollout_is", option=CAP),
+        with_setting(verl_correction, "algorithm.rollout_correction.rollout_is", "algorithm.rollout_is", option=CAP),
         verl="algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold",
     ),
     SettingRow(verl_rejection, verl=VERL_REJECTION),
     SettingRow(
-        beside(verl_rejection, VERL_REJECTION), verl=f"{VERL_REJECTION}_threshold {VERL_REJECTION}_threshold_lower"
+        with_setting(verl_rejection, VERL_REJECTION),
+        verl=f"{VERL_REJECTION}_threshold {VERL_REJECTION}_threshold_lower",
     ),
     SettingRow(verl_ratio_cap, verl="actor.tis_imp_ratio_cap"),
     SettingRow(
@@ -117,7 +118,7 @@ CORRECTION_SETTINGS = (
         openrlhf="enable_vllm_is_correction=vllm_enable_is_correction=algo.advantage.is_correction_enable",
     ),
     SettingRow(
-        beside(openrlhf_correction, "enable_vllm_is_correction"),
+        with_setting(openrlhf_correction, "enable_vllm_is_correction"),
         openrlhf="vllm_is_truncated_threshold vllm_is_correction_type use_icepop",
     ),
     SettingRow("algorithm.correction.off_policy_threshold", "off_policy_mask_threshold"),

@@ -169,8 +169,8 @@ def held_out_split(values: ForeignValues, value: Any) -> Made:
     if values.run.system != "trl":
         return EPOCHS
     given = {setting.name: str(setting.value) for setting in values.run.settings}
-    is_told = split is not None or "dataset_test_split" in given.get("eval_dataset", "")
-    if given.keys() & {"train_dataset", "eval_dataset"} and not is_told:
+    is_split = split is not None or "dataset_test_split" in given.get("eval_dataset", "")
+    if given.keys() & {"train_dataset", "eval_dataset"} and not is_split:
         return HELD_OUT  # a script's trainer receives rows, and no split of the data set is read
     return {"data.held_out.split": "test" if split is None else split}
 

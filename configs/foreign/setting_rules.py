@@ -122,7 +122,7 @@ def enabling(option: str, number: str, default: float) -> Rule:
     return Rule(option, make)
 
 
-def beside(rule: Rule, *names: str, option: str = "") -> Rule:
+def with_setting(rule: Rule, *names: str, option: str = "") -> Rule:
     """Return the rule of a setting that another one, of one of these names, needs for its options."""
 
     def make(values: ForeignValues, value: Any) -> Made:

@@ -51,13 +51,13 @@ def read_python(text: str, path: Path) -> ForeignRun:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: not a Python file: {error}") from None
     script = PythonScript(module)
-    told = list(_told_runs(ast.get_docstring(module) or "", path.stem))
-    told.sort(key=lambda run: (run.system != "trl", not run.settings))  # stable: the first command of TRL
-    methods = script.trainers or [run.method for run in told[:1]] or script.configs
+    documented = list(_documented_runs(ast.get_docstring(module) or "", path.stem))
+    documented.sort(key=lambda run: (run.system != "trl", not run.settings))  # stable: the first command of TRL
+    methods = script.trainers or [run.method for run in documented[:1]] or script.configs
     if not methods:
         raise ConfigError(f"{path}: no trainer of TRL and no command was found in it; name another file")
-    first = told[0] if told else ForeignRun(system="trl", method="", settings=())
-    notes = [(f"{run.method}: {_words(run)}", OTHER_COMMAND) for run in told[1:]]
+    first = documented[0] if documented else ForeignRun(system="trl", method="", settings=())
+    notes = [(f"{run.method}: {_words(run)}", OTHER_COMMAND) for run in documented[1:]]
     return replace(
         first,
         system="trl",
@@ -71,7 +71,7 @@ def _words(run: ForeignRun) -> str:
     return show([f"--{setting.name}={setting.value}" for setting in run.settings])
 
 
-def _told_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
+def _documented_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
     """Yield the commands in a docstring, whose other lines are prose with quotes that need not match."""
     lines = docstring.splitlines()
     while lines:

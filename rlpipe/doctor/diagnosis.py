@@ -45,7 +45,7 @@ FIXES = {
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "memory usage", "killed by the kernel", "SIGKILL")
 MANY_FAILED = 0.2
 MOST_SUBJECTS = 5
-"""Parts whose events are told."""
+"""Parts whose events are shown."""
 STUCK = 10
 """Medians of a step's time without a step after which a run that goes on seems to hang."""
 

@@ -56,9 +56,9 @@ def parse_hermes(text: str, prefix: str) -> ParsedTurn:
     content, *marked = rest.split(CALL)
     calls = []
     for number, part in enumerate(marked):
-        call, _, behind = part.partition(END_CALL)
+        call, _, rest = part.partition(END_CALL)
         calls.append(_read_call(call.strip(), prefix, number))
-        content += behind
+        content += rest
     return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=calls)
 
 

@@ -89,7 +89,7 @@ def _folders(groups: Path, own: Path, controller: str) -> Iterator[Path]:
         if controller in controllers.split(","):
             top = groups / controller
             folder = top / path.lstrip("/")
-            yield from (place for place in (folder, *folder.parents) if place.is_relative_to(top))
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
 
 
 def num_threads(learner: LearnerConfig) -> int:

@@ -142,8 +142,8 @@ def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
             weight = saved.detach().to(weight.dtype, copy=True)
         placeholders = dict(base.named_parameters(recurse=False))
         for other, parameter in placeholders.items():  # PEFT merges weight and bias together
-            beside = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
-            values = weight if other == name else beside
+            kept = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
+            values = weight if other == name else kept
             setattr(base, other, nn.Parameter(values, requires_grad=False))
         layer.merge()
         merged = cast(Tensor, getattr(base, name)).data

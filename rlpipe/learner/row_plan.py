@@ -116,7 +116,9 @@ class _RowBuilder:
 
     def append_shared(self, token_ids: Indices, start: int, stop: int, images: Images) -> Indices:
         """Append what no earlier sequence begins with; return the indices of all tokens, and note a new sequence."""
-        number, shared = self.prefixes.add(_told_apart(token_ids[start:stop], _within(images, start, stop), start))
+        number, shared = self.prefixes.add(
+            _with_image_digests(token_ids[start:stop], _within(images, start, stop), start)
+        )
         known = self.paths[number][:shared] if shared else np.zeros(0, np.int64)
         indices = np.concatenate([known, self.append(start + shared, stop, images)])
         self.paths.append(indices)
@@ -126,15 +128,15 @@ class _RowBuilder:
         return indices
 
 
-def _told_apart(token_ids: Indices, images: Images, start: int) -> Indices:
+def _with_image_digests(token_ids: Indices, images: Images, start: int) -> Indices:
     """Return the tokens of a sequence with numbers below 0 for those of images, which differ by their pixels."""
     if not images:
         return token_ids
-    told = token_ids.copy()
+    marked = token_ids.copy()
     for image in images:
         digest = int.from_bytes(blake2b(image.content, digest_size=7).digest(), "little")
-        told[image.start - start : image.start - start + image.num_tokens] = -1 - digest
-    return told
+        marked[image.start - start : image.start - start + image.num_tokens] = -1 - digest
+    return marked
 
 
 def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.device) -> Row:

@@ -110,9 +110,11 @@ class ServedWeights:
         """
         merges = self._merges(config, adapter)
         placed = {name: tensor.to(device) for name, tensor in adapter.items()}
-        beside = [name for name in self._parameters if EXPERTS in name] if self.changes_experts(config, adapter) else []
+        experts = (
+            [name for name in self._parameters if EXPERTS in name] if self.changes_experts(config, adapter) else []
+        )
         self._touched |= dict.fromkeys(merges)
-        units = {id(unit): unit for unit in (self._units[name] for name in [*self._touched, *beside])}
+        units = {id(unit): unit for unit in (self._units[name] for name in [*self._touched, *experts])}
         for unit in units.values():
             parameters = self._read(unit, device)
             yield (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_plan import EnginePlan
-from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, LearnerMemory, MemoryBudget
+from rlpipe.plan.learner_memory import CUDA_CONTEXT_BYTES, LearnerMemory, MemoryBudget
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,7 +57,7 @@ def rank_kind(config: Config, memory: LearnerMemory | None, room: MemoryBudget, 
         name="learner rank",
         count=config.learner.num_ranks,
         num_gpus=config.learner.num_gpus,
-        gpu_bytes=0 if device.kind == "cpu" else on_device + BESIDE_TORCH_BYTES,
+        gpu_bytes=0 if device.kind == "cpu" else on_device + CUDA_CONTEXT_BYTES,
         host_bytes=on_host,
     )
 

@@ -321,7 +321,7 @@ def _state_bytes(text: Any, element_bytes: float) -> int:
     return int(values * text.linear_key_head_dim * STATE_BYTES + convolved * element_bytes)
 
 
-BESIDE_TORCH_BYTES = 3 * 2**29
+OUTSIDE_TORCH_BYTES = 3 * 2**29
 """Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, and vLLM's recorded graphs.
 
 An assumption: vLLM's own profiles of 8B models show 0.2 to 1.8 GiB beside torch's memory.
@@ -416,6 +416,6 @@ def reserve_bytes(setup: EngineSetup, shape: ModelShape, device: Device) -> int:
     """
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size / setup.num_devices) * ELEMENT_BYTES[setup.dtype]
     logits = setup.max_sequences * shape.vocab_size * LOGITS_BYTES[setup.kind]
-    beside = BESIDE_TORCH_BYTES if device.kind == "cuda" else 0
+    outside = OUTSIDE_TORCH_BYTES if device.kind == "cuda" else 0
     collective = COLLECTIVE_BYTES if setup.num_devices > 1 else 0
-    return int(setup.batched_tokens * per_token + logits + beside + collective)
+    return int(setup.batched_tokens * per_token + logits + outside + collective)

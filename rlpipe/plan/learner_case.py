@@ -286,10 +286,10 @@ class LearnerCase:
         assert self.memory is not None
         device, host, room = self.memory.device.total, self.memory.host.total, self.room
         if device > room.device_bytes:
-            beside = f", where engines use {gib(room.engine_bytes)}" if room.engines else ""
+            engines_use = f", where engines use {gib(room.engine_bytes)}" if room.engines else ""
             return (
                 f"a rank needs {gib(device)}, and may use {gib(room.device_bytes)} of the "
-                f"{gib(self.device.memory_bytes)} of its device{beside}"
+                f"{gib(self.device.memory_bytes)} of its device{engines_use}"
             )
         if self.device.kind == "cuda" and host > room.host_bytes:
             share = f"{gib(room.host_bytes)} of {gib(self.device.host_memory_bytes)}"

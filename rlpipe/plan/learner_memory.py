@@ -39,7 +39,7 @@ from rlpipe.offload.units import Unit, find_units
 from rlpipe.plan.engine_memory import EngineSetup
 from rlpipe.plan.model_shape import meta_described
 
-BESIDE_TORCH_BYTES = 2**30
+CUDA_CONTEXT_BYTES = 2**30
 """Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, NCCL's buffers; an assumption."""
 HOST_BYTES = 5 * 2**30
 """Host bytes of a rank's process: Python, torch, and CUDA's libraries; an assumption."""
@@ -75,7 +75,7 @@ def read_memory_budget(config: Config, device: Device, setup: EngineSetup | None
     if device.kind == "cpu":
         on_device = host = host // 2 if learner.offload != "none" else host
     else:
-        on_device = int(SHARE_USED * max(0, device.memory_bytes - taken - BESIDE_TORCH_BYTES))
+        on_device = int(SHARE_USED * max(0, device.memory_bytes - taken - CUDA_CONTEXT_BYTES))
     own = learner.chunked
     chunked = Capacity(
         device_bytes=on_device if own.device_memory_gib is None else int(own.device_memory_gib * GIB),

@@ -17,7 +17,7 @@ from rlpipe.hardware.devices import DEVICES
 from rlpipe.learner.workload import reads_features, sequence_tokens
 from rlpipe.offload.api import SHARE_USED
 from rlpipe.plan.actors import ActorKind, Placed, fill
-from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, CPU_HOST_BYTES, HOST_BYTES
+from rlpipe.plan.learner_memory import CPU_HOST_BYTES, CUDA_CONTEXT_BYTES, HOST_BYTES
 from rlpipe.plan.scorer_model import ScorerModel, ScorerSetup, has_model, meta_scorer, read_scorer_setups
 from rlpipe.scoring.pools import RewardPool, resolve_pools
 
@@ -53,7 +53,7 @@ class ScorerCase:
     setup: ScorerSetup
     model: ScorerModel
     device: Device
-    beside: Sequence[ActorKind]
+    others: Sequence[ActorKind]
     """All other actors that may ask for GPUs."""
 
     @property
@@ -67,7 +67,7 @@ class ScorerCase:
             weights=self.model.weights_bytes,
             activations=cost.peak_bytes,
             starting=self.model.starting_bytes,
-            beside=BESIDE_TORCH_BYTES if self.is_on_gpu else 0,
+            beside=CUDA_CONTEXT_BYTES if self.is_on_gpu else 0,
             process=HOST_BYTES if self.is_on_gpu else CPU_HOST_BYTES,
             loading=0 if self.model.is_mapped else self.model.starting_bytes,
         )
@@ -93,7 +93,7 @@ class ScorerCase:
     def neighbours(self) -> list[Placed]:
         """Actors that may share its GPU, chosen to leave the least memory."""
         own = self.actor
-        kinds = [replace(own, count=own.count - 1), *self.beside]
+        kinds = [replace(own, count=own.count - 1), *self.others]
         return fill([kind for kind in kinds if 0 < kind.num_gpus < 1], 1 - own.num_gpus, lambda kind: kind.gpu_bytes)
 
     @property
@@ -224,11 +224,11 @@ class UnplannedScorer:
 
 
 def plan_scorers(
-    config: Config, described: PreTrainedConfig, device: Device, beside: Sequence[ActorKind]
+    config: Config, described: PreTrainedConfig, device: Device, others: Sequence[ActorKind]
 ) -> list[ScorerPlan | UnplannedScorer]:
     """Plan the scorers that run a model.
 
-    ``described`` is transformers' config of the policy, ``beside`` are the actors that are no scorers. Raises
+    ``described`` is transformers' config of the policy, ``others`` are the actors that are no scorers. Raises
     ``ConfigError`` for scorers that do not run on such a device, or that can't be made.
     """
     found: list[ScorerPlan | UnplannedScorer] = [*_unknown(config)]
@@ -237,15 +237,15 @@ def plan_scorers(
     for setup in read_scorer_setups(config, device):
         try:
             model = meta_scorer(setup, config, described)
-            case = ScorerCase(setup=setup, model=model, device=device, beside=beside)
+            case = ScorerCase(setup=setup, model=model, device=device, others=others)
             actors.append(case.actor)  # traces the model
         except ModelError as error:
             found.append(UnplannedScorer(name=setup.name, reason=f"not planned: {error}"))
         else:
             cases.append(case)
     for index, case in enumerate(cases):
-        others = [*beside, *actors[:index], *actors[index + 1 :]]
-        found.append(_plan(replace(case, beside=others), sequence_tokens(config)))
+        rest = [*others, *actors[:index], *actors[index + 1 :]]
+        found.append(_plan(replace(case, others=rest), sequence_tokens(config)))
     return found
 
 

@@ -224,8 +224,8 @@ def _learner_memory_rows(
 ) -> Iterator[tuple[str, str]]:
     room = plan.room
     engines = "engine uses" if room.engines == 1 else "engines use"
-    beside = f"; {room.engines} {engines} {gib(room.engine_bytes)}" if room.engines else ""
-    yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{beside}"
+    engines_use = f"; {room.engines} {engines} {gib(room.engine_bytes)}" if room.engines else ""
+    yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{engines_use}"
     for name, size in asdict(on_device).items():
         if size:
             yield f"  {'chunk slots' if name == 'slots' else name}", gib(size)

@@ -53,9 +53,9 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
         return Serving(kind=published_kind(config.model, weights), reason="as the config says")
     if (reason := _why_whole(config)) is not None:
         return Serving(kind="full", reason=reason)
-    beside = _why_not_beside(config, engine)
-    if beside is not None:
-        return Serving(kind="merged", reason=beside)
+    reason = _why_merged(config, engine)
+    if reason is not None:
+        return Serving(kind="merged", reason=reason)
     if (name := base_reader(config)) is not None:
         return Serving(kind="lora", reason=f"scoring.rewards.{name} samples from the base")
     if weights.on_update == "wait" and config.replay.max_staleness > 0:
@@ -87,7 +87,7 @@ def _why_whole(config: Config) -> str | None:
     return None
 
 
-def _why_not_beside(config: Config, engine: Literal["vllm", "hf"]) -> str | None:
+def _why_merged(config: Config, engine: Literal["vllm", "hf"]) -> str | None:
     """Return why engines can't apply the adapter on top of the base, or None if they can."""
     adapter = config.model.adapter
     if needs_merging(config.model):

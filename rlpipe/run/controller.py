@@ -183,19 +183,19 @@ class Controller:
             self._reporter.message(f"stopping {when}: {reason}")
             await self._monitor.stop_learner()
 
-    async def _until_started(self, starting: asyncio.Task[None], *beside: asyncio.Future[None]) -> None:
+    async def _until_started(self, starting: asyncio.Task[None], *others: asyncio.Future[None]) -> None:
         """Wait for ``starting``; raise as soon as the run is stopped or fails: there is nothing to checkpoint yet."""
         stopped = asyncio.create_task(self._stopped.wait())
-        awaited: list[asyncio.Future[Any]] = [starting, stopped, *beside]
+        awaited: list[asyncio.Future[Any]] = [starting, stopped, *others]
         try:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
         if self._stop_reason is not None:
             raise self._stop_reason
-        for part in beside:
-            if part.done():
-                await part
+        for other in others:
+            if other.done():
+                await other
         await starting
 
     # Admission ----------------------------------------------------------------------------------------------------

@@ -53,13 +53,13 @@ def probe_cluster(config: Config, file: Path) -> ClusterState:
 def _probe(node: Mapping[str, Any], file: Path, config: Config) -> HostState:
     sent = time.time()
     (answer,) = start_on_nodes([node["NodeID"]], look, str(file))
-    told, sees = get_remote(
+    its_time, sees = get_remote(
         answer,
         f"host {node['NodeManagerAddress']} to tell its time",
         within=config.cluster.start_timeout_s,
         option="cluster.start_timeout_s",
     )
-    ahead = min(0.0, told - sent) + max(0.0, told - time.time())  # the answer was made between the two
+    ahead = min(0.0, its_time - sent) + max(0.0, its_time - time.time())  # the answer was made between the two
     return HostState(address=node["NodeManagerAddress"], ahead_s=ahead, sees_file=sees)
 
 

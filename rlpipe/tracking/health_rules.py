@@ -42,7 +42,7 @@ class RunHistory:
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
 
-        An evaluation takes the place of the last one if both are of the same ``step``.
+        An evaluation replaces the last one if both are of the same ``step``.
         """
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         values = {name: value for name, value in numbers.items() if math.isfinite(value)}

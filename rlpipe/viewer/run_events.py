@@ -108,9 +108,9 @@ def command_events(outcome: RunOutcome | None, state: str, changed_at: float) ->
         is_last = number == len(commands) - 1
         ending = state if is_last else command.state if command.state != RUNNING else "killed"
         if ending != RUNNING:
-            told = "" if command.message is None else f", {command.error}: {command.message}"
+            error = "" if command.message is None else f", {command.error}: {command.message}"
             fallback = changed_at if is_last else commands[number + 1].began_at
-            end = _command_event(number, END, command.ended_at or fallback, f"{ending}{told}")
+            end = _command_event(number, END, command.ended_at or fallback, f"{ending}{error}")
             found.append(end | {"state": ending})
     return found[::-1]
 

@@ -130,8 +130,8 @@ class ViewedRun:
 
     def _files(self) -> list[Path]:
         ledger = self._ledger_path
-        beside = [] if ledger is None else [ledger, ledger.with_name(ledger.name + "-wal")]
-        return [*beside, *(self.folder / name for name in FILES)]
+        files = [] if ledger is None else [ledger, ledger.with_name(ledger.name + "-wal")]
+        return [*files, *(self.folder / name for name in FILES)]
 
     @contextmanager
     def ledger(self) -> Iterator[Ledger]:
@@ -411,7 +411,7 @@ def _short(row: GroupRow, indexed: dict[str, Any]) -> dict[str, Any]:
 
 
 class ViewedRuns(list[ViewedRun]):
-    """The runs at some paths or below them, later ones behind the others; raises ``DataError`` if there are none."""
+    """The runs at some paths or below them, later ones after the others; raises ``DataError`` if there are none."""
 
     def __init__(self, paths: Sequence[Path], *, trusted: bool = False) -> None:
         super().__init__()

@@ -241,7 +241,7 @@ def _num_prompt_tokens(
 ) -> int:
     """Return the length of the prompt as the policy gets it, which may open its reasoning.
 
-    If the tokens do not begin with that prompt, return the place of the start marker of the policy's turn.
+    If the tokens do not begin with that prompt, return the position of the start marker of the policy's turn.
     """
     token_ids = encoded.token_ids
     earlier = len(assistant_turns(taken[:first_message]))

@@ -283,29 +283,29 @@ def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleM
     If the end of a result is also the start of the answer to it, include the markers of that answer, and of a result
     that follows another one.
     """
-    before = behind = None
+    before = after = None
     for gaps in (probe.result_gaps, lambda: probe.gaps(USER, ASSISTANT, TOOL, ASSISTANT)[1:]):
         with suppress(UnexpectedText, UnusableRow):
-            _, before, behind, _ = gaps()
+            _, before, after, _ = gaps()
             break
-    if before is None or behind is None or str(assistant.end) not in before:
+    if before is None or after is None or str(assistant.end) not in before:
         return []
     start = before.rpartition(str(assistant.end))[2] if assistant.include_end else before
     cut = _Cutter(probe.template.tokenizer)
     start = cut.start(start)
-    if start.startswith(assistant.start) and assistant.start not in behind:
+    if start.startswith(assistant.start) and assistant.start not in after:
         return _interrupting(probe)
     if not start.startswith(assistant.start):
         start = _like(user.start, USER, start)
     if start in ("", assistant.start) or start.startswith(user.start):
         return []  # it is written as the assistant's, or is a part of the user's
-    if assistant.start in behind:
-        end = behind.partition(assistant.start)[0].strip()
+    if assistant.start in after:
+        end = after.partition(assistant.start)[0].strip()
         known = str(user.end)  # any other text there, such as the quotes of JSON, belongs to the result
         return [
             _turn(TOOL, start, known if user.include_end and end.endswith(known) else end, following=assistant.start)
         ]
-    shared = cut.special(behind.strip(), from_right=True) or behind.strip()
+    shared = cut.special(after.strip(), from_right=True) or after.strip()
     if not shared:
         return []
     start = cut.special(start) or start
@@ -320,10 +320,10 @@ def _interrupting(probe: Probe) -> list[RoleMarkers]:
     """
     cut = _Cutter(probe.template.tokenizer)
     try:
-        _, _, between, behind, _ = probe.result_gaps(2)
+        _, _, between, after, _ = probe.result_gaps(2)
     except (UnexpectedText, UnusableRow):
         return []
-    end = cut.common([between, behind])
+    end = cut.common([between, after])
     markers = cut.special(between.removeprefix(end)), cut.special(end, from_right=True)
     if not all(markers):
         return []

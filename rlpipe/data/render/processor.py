@@ -188,10 +188,10 @@ class ImageProcessor:
 
     def check(self, encoded: Encoded) -> None:
         """Raise ``UnusableRow`` if an image token has no image, because no model could take that."""
-        stands = encoded.token_ids == self.feature_id
+        is_feature = encoded.token_ids == self.feature_id
         for image in encoded.images:
-            stands[image.start : image.start + image.num_tokens] = False
-        if stands.any():
+            is_feature[image.start : image.start + image.num_tokens] = False
+        if is_feature.any():
             raise UnusableRow("it has an image token without an image")
 
     @cached_property
@@ -341,7 +341,7 @@ def _find_spans(
     if "text_replacement_offsets" not in made:
         if "cross_attention_mask" not in made:
             raise ModelError(f"{processor}: this kind of processor does not specify which tokens belong to an image")
-        return [(place, place + 1) for place in np.flatnonzero(token_ids == image_id).tolist()]
+        return [(index, index + 1) for index in np.flatnonzero(token_ids == image_id).tolist()]
     starts, ends = offsets.T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]

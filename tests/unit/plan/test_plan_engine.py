@@ -11,7 +11,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import ADDINGS, Curve, Device, Link
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.plan.engine_memory import BESIDE_TORCH_BYTES, COLLECTIVE_BYTES
+from rlpipe.plan.engine_memory import COLLECTIVE_BYTES, OUTSIDE_TORCH_BYTES
 from rlpipe.plan.engine_plan import HF_LAYER_S, VLLM_PASS_S, EnginePlan, plan_engine
 from rlpipe.plan.model_shape import describe_offline
 
@@ -59,7 +59,7 @@ def test_memory_of_qwen3_8b() -> None:
     assert memory.budget_bytes == 50 * 10**9
     assert memory.weights_bytes == 2 * 8_190_735_360
     assert memory.adapter_bytes == 3 * 32 * 2 * 36 * (8192 + 2 * 5120 + 8192 + 3 * 16384)
-    assert memory.reserve_bytes == (1000 * 2 * (2 * 4096 + 3 * 12288) + 100 * 151_936 * 12 + BESIDE_TORCH_BYTES)
+    assert memory.reserve_bytes == (1000 * 2 * (2 * 4096 + 3 * 12288) + 100 * 151_936 * 12 + OUTSIDE_TORCH_BYTES)
     assert memory.kv_bytes == 50 * 10**9 - memory.weights_bytes - memory.adapter_bytes - memory.reserve_bytes
     assert memory.sequences_full == memory.kv_bytes // (147_456 * 1536)
     assert memory.sequences_mean == memory.kv_bytes // (147_456 * 1024)
@@ -78,7 +78,7 @@ def test_memory_of_llama_3_1_70b_on_four_gpus() -> None:
     assert found.memory.weights_bytes == 2 * 70_553_706_496 // 4
     assert found.kv_token_bytes == 80 * 2 * 2 * 128 * 2
     reserve = 1000 * 2 * (2 * 8192 + 3 * 28672 // 4) + 100 * 128_256 * 12
-    assert found.memory.reserve_bytes == reserve + BESIDE_TORCH_BYTES + COLLECTIVE_BYTES
+    assert found.memory.reserve_bytes == reserve + OUTSIDE_TORCH_BYTES + COLLECTIVE_BYTES
     assert found.fits
 
 

@@ -18,7 +18,7 @@ from rlpipe.learner.forward import find_layers
 from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_case import LearnerCase, TraceCache
-from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, HOST_BYTES, DeviceBytes, HostBytes, meta_policy, nf4_bytes
+from rlpipe.plan.learner_memory import CUDA_CONTEXT_BYTES, HOST_BYTES, DeviceBytes, HostBytes, meta_policy, nf4_bytes
 from rlpipe.plan.learner_plan import MOST_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
 from rlpipe.plan.learner_time import chunked_time, plain_time, read_work
 from rlpipe.plan.model_shape import describe_offline
@@ -263,7 +263,7 @@ def test_chunks_fit_where_the_plain_learner_does_not() -> None:
     assert found.decision is not None
     held = found.memory.device.total + found.memory.host.total
     assert held > 18 * NUM_8B  # 2 bytes of weights, 4 of gradients, and 3 * 4 of the optimizer
-    assert found.memory.device.total <= 0.9 * (H100.memory_bytes - BESIDE_TORCH_BYTES)
+    assert found.memory.device.total <= 0.9 * (H100.memory_bytes - CUDA_CONTEXT_BYTES)
     assert f"predicted {gib(found.memory.device.total)} on the device" in found.decision
 
 
@@ -348,7 +348,7 @@ def test_engines_on_the_same_gpu_leave_less() -> None:
     found = plan_learner(config, described, H100, engine.setup)
     assert found.room.engines == 1
     assert found.room.engine_bytes == int(0.4 * H100.memory_bytes)
-    assert found.room.device_bytes == int(0.9 * (H100.memory_bytes - found.room.engine_bytes - BESIDE_TORCH_BYTES))
+    assert found.room.device_bytes == int(0.9 * (H100.memory_bytes - found.room.engine_bytes - CUDA_CONTEXT_BYTES))
     loop = read_loop(config, engine, found)
     assert loop is not None
     assert loop.takes_turns

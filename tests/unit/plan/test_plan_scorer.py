@@ -20,7 +20,7 @@ from rlpipe.offload.api import SHARE_USED
 from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.plan.actors import ActorKind, fill
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES
+from rlpipe.plan.learner_memory import CUDA_CONTEXT_BYTES
 from rlpipe.plan.learner_plan import plan_learner
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.scorer_model import meta_scorer, read_scorer_setups
@@ -47,13 +47,13 @@ def config_of(experiment: str, *overrides: str) -> Config:
 
 
 def plans(
-    config: Config, device: Device = H100, beside: tuple[ActorKind, ...] = ()
+    config: Config, device: Device = H100, others: tuple[ActorKind, ...] = ()
 ) -> list[ScorerPlan | UnplannedScorer]:
-    return plan_scorers(config, describe_offline(config.model.path, config.model), device, beside)
+    return plan_scorers(config, describe_offline(config.model.path, config.model), device, others)
 
 
-def plan(config: Config, device: Device = H100, beside: tuple[ActorKind, ...] = ()) -> ScorerPlan:
-    (found,) = plans(config, device, beside)
+def plan(config: Config, device: Device = H100, others: tuple[ActorKind, ...] = ()) -> ScorerPlan:
+    (found,) = plans(config, device, others)
     assert isinstance(found, ScorerPlan)
     return found
 
@@ -63,7 +63,7 @@ def test_a_reward_model_takes_its_weights_and_a_full_pass() -> None:
     assert found.fits
     assert found.memory.weights == found.memory.starting == 2 * (NUM_SMALL + 2 * 1024)  # with a head of two labels
     assert found.setup.batch == 16384 // 2048
-    assert found.memory.total == found.memory.weights + found.memory.activations + BESIDE_TORCH_BYTES
+    assert found.memory.total == found.memory.weights + found.memory.activations + CUDA_CONTEXT_BYTES
 
 
 @pytest.mark.slow
@@ -148,10 +148,10 @@ def test_replicas_share_the_work_and_those_of_one_gpu_have_it_in_turns() -> None
 def test_neighbours_on_the_gpu_reduce_a_scorers_memory() -> None:
     alone = plan(config_of("reward_model", OWN_GPU))
     assert (alone.room_bytes, alone.neighbours) == (int(SHARE_USED * H100.memory_bytes), [])
-    beside = plan(config_of("reward_model"), beside=(ENGINE,))
-    taken = 50 * 10**9 + beside.memory.total  # the engine's memory, and the other replica's
-    assert beside.room_bytes == int(SHARE_USED * (H100.memory_bytes - taken))
-    found = plan(config_of("reward_model"), beside=(replace(ENGINE, gpu_bytes=H100.memory_bytes),))
+    replica = plan(config_of("reward_model"), others=(ENGINE,))
+    taken = 50 * 10**9 + replica.memory.total  # the engine's memory, and the other replica's
+    assert replica.room_bytes == int(SHARE_USED * (H100.memory_bytes - taken))
+    found = plan(config_of("reward_model"), others=(replace(ENGINE, gpu_bytes=H100.memory_bytes),))
     assert found.problem is not None
     assert found.problem.endswith("may use 0 bytes of its device next to 1 preference scorer and 1 rollout engine")
     assert found.seconds is None
