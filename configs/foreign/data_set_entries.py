@@ -36,7 +36,7 @@ UNDERSTOOD = {
     "ds_type": ("json", "jsonl", "parquet"),
 }
 """Settings of a data set that need no option if they have one of these values."""
-CHOICES = {"roles_to_train": list, "train_on_eos": str, "data_files": str}
+CHOICES: Mapping[str, type] = {"roles_to_train": list, "train_on_eos": str}
 KNOWN_TYPES = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "stepwise_supervised")
 """Formats of axolotl whose rows need no transform."""
 ALPACA = "alpaca"
@@ -49,6 +49,7 @@ PREFERENCE_TYPES = {
 """Formats of axolotl's preferences whose rows are detected; the template is the model's, or its chat_template."""
 LISTS = ("datasets", "pretraining_dataset")
 NO_TYPE = "its rows have another form: see data.transform"
+SELECTED_FILES = "files of a repository can't be chosen: fetch them, and set data.path to their folder or a pattern"
 WHOLE_FILE = "files are read whole: write the rows that you want to a file of their own"
 CONCATENATED = "there they are concatenated; set data.sources.<name>.weight to the number of their rows"
 NO_ENTRY = "set the option of data, or a data.transform"
@@ -72,6 +73,8 @@ def describe_entry(index: int, key: str, values: ForeignValues, value: Any) -> M
             return {"data.chat": False}
         is_known = kind.split(".")[0] in KNOWN_TYPES or kind in (*PREFERENCE_TYPES, "bradley_terry.chat_template")
         return UsedBy("data") if is_known else NO_TYPE
+    if key == "data_files":
+        return UsedBy("data")  # or ``unread_files`` says why not
     is_known = value in UNDERSTOOD.get(key, ()) or isinstance(value, CHOICES.get(key, ()))
     return UsedBy("data") if is_known or (COLUMNS.get(key) and isinstance(value, str)) else NO_ENTRY
 
@@ -106,6 +109,16 @@ def unread_splits(values: ForeignValues) -> list[tuple[str, str]]:
     return [(f"split: {split}", WHOLE_FILE) for split in splits]
 
 
+def unread_files(values: ForeignValues) -> list[tuple[str, str]]:
+    """Return the files of data sets that a run reads alone, where rlpipe can't select them, with the reason."""
+    chosen = [(entry.get("path"), entry.get("data_files")) for entry in _entries(values)]
+    return [
+        (f"data_files: {files}", SELECTED_FILES)
+        for path, files in chosen
+        if not (files is None or isinstance(files, Computed) or (isinstance(files, str) and path in LOADERS))
+    ]
+
+
 def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     """Return the data sets as mappings with a path, as axolotl has them."""
     for name in LISTS:
@@ -122,8 +135,9 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     configuration = values.get("dataset_config", "dataset_config_name", "name")
     split = values.get("dataset_train_split", "prompt_split", "train_split", "dataset_split", "split")
     split = split[0] if isinstance(split, list) and split else split
-    given = (("name", configuration), ("split", split), ("data_files", values.get("data_files")))
-    extra = {key: value for key, value in given if isinstance(value, str)}
+    extra = {key: value for key, value in (("name", configuration), ("split", split)) if isinstance(value, str)}
+    files = values.get("data_files")
+    extra |= {} if files is None else {"data_files": files}
     made: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
     return (
         [{**entry, "weight": float(weight)} for entry, weight in zip(made, weights, strict=True)] if weights else made

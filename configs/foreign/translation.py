@@ -16,6 +16,7 @@ from rlpipe.configs.foreign.data_set_entries import (
     entry_of,
     equal_weights,
     translate_data,
+    unread_files,
     unread_splits,
 )
 from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
@@ -27,6 +28,7 @@ from rlpipe.errors import ConfigError, InputError
 
 GIVEN_AGAIN = "it is given again, and the last one counts"
 UNKNOWN = "no equivalent is known"
+BATCH = "the settings of the batch"
 EMPTY = "it has no value"
 COMPUTED = "the file computes it: set {} yourself"
 FROM_ENVIRONMENT = "a variable that the file does not set: set {} yourself"
@@ -57,7 +59,9 @@ class Translation:
         for option, value in made.items():
             if option in self.options and self.options[option] != value:
                 if not setting.default_of:
-                    self.notes.append((str(setting), f"{option} is set by {', '.join(self.origins[option])}"))
+                    self.notes.append(
+                        (str(setting), f"{option} is set by {', '.join(self.origins.get(option) or [BATCH])}")
+                    )
                 continue
             self.options[option] = value
             self.origins.setdefault(option, []).append(str(setting))
@@ -90,7 +94,7 @@ def translate(run: ForeignRun) -> Translation:
     if values.samples and values.algorithm != "ebft" and not any(".rewards." in name for name in translation.options):
         translation.notes.append(NO_REWARDS)
     _leave_out_what_is_refused(translation)
-    translation.notes += [*equal_weights(values), *unread_splits(values), *run.notes]
+    translation.notes += [*equal_weights(values), *unread_files(values), *unread_splits(values), *run.notes]
     return translation
 
 

@@ -791,6 +791,33 @@ def test_a_part_of_a_file_that_is_left_out_is_reported(tmp_path: Path) -> None:
         assert [setting for setting, reason in notes if "read whole" in reason] == ["split: train[:9]"] * is_told
 
 
+@pytest.mark.parametrize(
+    ("entry", "is_reported"),
+    [
+        ("{path: someone/rows, data_files: part.jsonl}", True),
+        ("{path: someone/rows, data_files: [part.jsonl, more.jsonl]}", True),
+        ("{path: json, data_files: [part.jsonl, more.jsonl]}", True),
+        ("{path: json, data_files: part.jsonl}", False),
+    ],
+)
+def test_files_that_cannot_be_chosen_are_reported(entry: str, is_reported: bool, tmp_path: Path) -> None:
+    given = yaml.safe_load(entry)
+    on_trl = {"model_name_or_path": "tiny", "dataset_name": given["path"], "data_files": given["data_files"]}
+    for system, settings in (("axolotl", {"base_model": "tiny", "datasets": [given]}), ("trl", on_trl)):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+        notes = translate(read_foreign(tmp_path / "run.yaml", system=system)).notes
+        reasons = [reason for setting, reason in notes if setting.startswith("data_files: ")]
+        assert len(reasons) == is_reported, notes
+        assert all("fetch them, and set data.path" in reason for reason in reasons)
+
+
+def test_a_number_that_differs_from_the_batch_names_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ON_AXOLOTL}rl: ebft\nebft: {{n_samples_per_prompt: 4}}\n")
+    made = translate(read_foreign(tmp_path / "run.yaml"))
+    assert made.options["algorithm.group_size"] == 8
+    assert any("algorithm.group_size is set by the settings of the batch" in reason for _, reason in made.notes)
+
+
 @pytest.mark.parametrize("system", COLUMNS)
 def test_no_value_is_too_odd_for_a_rule(system: str) -> None:
     for method in ("rl", "rloo", "sft", "dpo", "cpo", "reward_model"):
