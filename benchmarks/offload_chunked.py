@@ -18,10 +18,11 @@ from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.chunked import capacity
 from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.decision import Decision, Knobs, Mode
 from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
-from rlpipe.offload.planner.cost import ChunkProfile, Knobs, Mode, Profile, Rates, arrange, first_cached
+from rlpipe.offload.planner.cost import ChunkProfile, Profile, Rates, arrange, first_cached
 from rlpipe.offload.planner.fake_trace import trace_model
-from rlpipe.offload.planner.planner import Decision, decide
+from rlpipe.offload.planner.planner import decide
 from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline, start_seconds
 from rlpipe.offload.planner.trace import Operator, TensorTracker, Trace
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision

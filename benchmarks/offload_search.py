@@ -14,7 +14,8 @@ import sys
 import time
 from statistics import median
 
-from rlpipe.offload.planner.cost import Capacity, ChunkProfile, Profile, Rates, StageProfile
+from rlpipe.offload.decision import Capacity
+from rlpipe.offload.planner.cost import ChunkProfile, Profile, Rates, StageProfile
 from rlpipe.offload.planner.search import search
 
 MIB, GIB = 2**20, 2**30

@@ -13,7 +13,7 @@ from rlpipe.common.hub import MODEL_FILES, hub_has
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
-from rlpipe.models.model_files import convert
+from rlpipe.models.gguf_models import convert
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import ChatMessages
 

@@ -1,4 +1,4 @@
-"""Configs of axolotl, TRL, verl and OpenRLHF as configs of rlpipe: what ``rlpipe import`` does.
+"""Settings of axolotl, TRL, verl and OpenRLHF, and the options of rlpipe that they become in ``rlpipe import``.
 
 The way of a file, in the order of the modules:
 
@@ -9,7 +9,7 @@ The way of a file, in the order of the modules:
 3. ``training_table``, ``model_table``, ``loss_table`` and ``correction_table`` have a row for each option, with its
    names in the systems and its rule (``setting_rules``); ``setting_names`` finds the row of a name.
    ``data_set_entries`` reads data sets.
-4. ``translation`` applies the rules, drops what no config can have, and prints the config.
+4. ``rlpipe.configs.translation`` applies the rules, drops what no config can have, and prints the config.
 
 ``setting_names`` also tells what to write where a config of rlpipe has another system's option.
 """

@@ -166,8 +166,8 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
     from rlpipe.data.reference_cache import ReferenceCache, reference_folder
     from rlpipe.learner.policy import load_policy, pads_sequences
     from rlpipe.learner.step import Learner
+    from rlpipe.models.gguf_models import model_folder
     from rlpipe.models.loading import own_device, with_dtype
-    from rlpipe.models.model_files import model_folder
 
     algorithm, options = config.algorithm, config.learner
     device = own_device() if options.num_gpus else torch.device("cpu")

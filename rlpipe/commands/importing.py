@@ -37,7 +37,7 @@ def run_import(arguments: argparse.Namespace) -> None:
     from rlpipe.common.atomic_io import write_whole
     from rlpipe.configs.foreign.foreign_file import read_foreign
     from rlpipe.configs.foreign.foreign_run import SYSTEMS
-    from rlpipe.configs.foreign.translation import translate, write
+    from rlpipe.configs.translation import translate, write
 
     path = Path(arguments.file)
     run = read_foreign(path, arguments.system, "rl" if arguments.method == "grpo" else arguments.method)

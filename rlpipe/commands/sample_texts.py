@@ -15,12 +15,13 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
-from rlpipe.data.render.row_renderer import PromptRenderer
 from rlpipe.data.row import RowLocation, UnusableRow
+from rlpipe.data.row_renderer import PromptRenderer
 from rlpipe.errors import DataError, EngineFailed, InputError
 from rlpipe.hardware.dtypes import WIDE, choose_dtype
 from rlpipe.models.adapter import read_adapter_config
-from rlpipe.models.model_files import model_folder, model_products
+from rlpipe.models.gguf_models import model_folder
+from rlpipe.models.model_files import model_products
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup

@@ -32,8 +32,8 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.preference_config import RowOptions
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.render.row_renderer import RenderedRow
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow, find_part, load_values
+from rlpipe.data.row_renderer import RenderedRow
 from rlpipe.data.sources.open_rows import load_split
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt

@@ -19,8 +19,8 @@ from rlpipe.data.render.formats import (
     no_conversation,
 )
 from rlpipe.data.render.messages import REASONING_KEY, assistant_turns, no_assistant, with_thinking, without_thinking
-from rlpipe.data.render.row_renderer import REMAINING_TURNS
 from rlpipe.data.row import Row, UnusableRow, require_columns
+from rlpipe.data.row_renderer import REMAINING_TURNS
 from rlpipe.errors import DataError, did_you_mean
 from rlpipe.types import ChatMessages
 

@@ -17,10 +17,10 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
 from rlpipe.data.packing import pack_labelled, pack_step
-from rlpipe.data.render.pairs import PreferenceRenderer, RewardRenderer, StepRenderer
+from rlpipe.data.pairs import PreferenceRenderer, RewardRenderer, StepRenderer
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import GroundTruthRenderer, PromptRenderer, SequenceRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow
+from rlpipe.data.row_renderer import GroundTruthRenderer, PromptRenderer, SequenceRenderer, num_chunks
 from rlpipe.data.sources.row_source import Cursor, RowSource
 from rlpipe.errors import ConfigError
 from rlpipe.types import Prompt, Rollout, TrainBatch

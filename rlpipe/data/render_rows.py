@@ -43,8 +43,8 @@ from rlpipe.data.cached_rows import (
 from rlpipe.data.prompts import AnyRenderer, compared, preference_of, processor_of, sequence_renderer
 from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import GroundTruthRenderer, PromptRenderer
 from rlpipe.data.row import RowLocation, Rows, UnusableRow, dump_values
+from rlpipe.data.row_renderer import GroundTruthRenderer, PromptRenderer
 from rlpipe.data.sources.open_rows import (
     held_out_data,
     named_errors,

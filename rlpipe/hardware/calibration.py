@@ -26,7 +26,7 @@ from rlpipe.errors import ConfigError, RlpipeError, RunError
 from rlpipe.hardware.cgroup import host_memory_bytes, num_cores
 from rlpipe.hardware.device import STATE_DTYPES, Curve, Device, Link, adding
 from rlpipe.hardware.devices import Transfers, load_usable, own_name, store
-from rlpipe.hardware.dtype_speed import forget_rates
+from rlpipe.hardware.dtype_speed import forget_rates, threads
 from rlpipe.hardware.dtypes import cpu_name
 from rlpipe.hardware.host_memory import HostBuffer, add_up
 
@@ -391,14 +391,3 @@ def time_calls(work: Work, num_calls: int, device: torch.device) -> float:
 def all_cores() -> AbstractContextManager[None]:
     """Have torch compute with a thread per core: a rank may have fewer, but the rates are the machine's."""
     return threads(num_cores())
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Have torch compute with ``count`` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

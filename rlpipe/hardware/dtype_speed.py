@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -105,8 +106,6 @@ def forget_rates() -> None:
 
 def time_products(made: Products, dtype: str) -> dict[str, float]:
     """Return the FLOP/s in float32 and in ``dtype``, each from the fastest of many alternating passes."""
-    from rlpipe.hardware.calibration import threads
-
     with threads(made.num_threads):
         passes: dict[str, Pass] = {}
         for name in {WIDE: None, dtype: None}:
@@ -207,3 +206,16 @@ def _keep(made: Products, rates: Mapping[str, float]) -> None:
         write_whole(_path(), json.dumps(content, indent=2) + "\n")
     except OSError as error:
         logger.warning("the rates of this machine can't be stored, and will be measured again next time: %s", error)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Have torch compute with ``count`` threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

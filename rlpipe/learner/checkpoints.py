@@ -28,7 +28,7 @@ from rlpipe.common.imports import reading_files
 from rlpipe.configs.options import find_out_of_range, model_of
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import rescales_weights
-from rlpipe.data.render.pairs import padding_id
+from rlpipe.data.pairs import padding_id
 from rlpipe.data.render.processor import export_processor, load_tokenizer
 from rlpipe.errors import ConfigError, ModelError, RunError
 from rlpipe.learner.checkpoint_files import (

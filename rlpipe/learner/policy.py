@@ -33,6 +33,7 @@ from rlpipe.learner.strategies.sharding import Sharding, SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import LM_HEAD, Workload, reads_logprobs
 from rlpipe.models.adapter import TrainingRecord, put_tensors, read_adapter, read_record
+from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.loading import (
     CLASSIFIER,
     COMPLETE,
@@ -45,7 +46,6 @@ from rlpipe.models.loading import (
     unknown_token,
     with_dtype,
 )
-from rlpipe.models.model_files import model_folder
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.models.served_weights import ServedWeights
 from rlpipe.types import MicroBatch, WeightsKind

@@ -26,9 +26,9 @@ from transformers.pytorch_utils import Conv1D
 from rlpipe.common.hub import model_snapshot
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
+from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, untied_state
 from rlpipe.models.loading import describe_model, empty_model
-from rlpipe.models.model_files import model_folder
 from rlpipe.models.weight_files import open_files
 from rlpipe.weights.buckets import MAGNITUDE, add_checksum, check_parameters, digest_of_sums, lora_scaling, merge_sums
 from rlpipe.weights.exact_merge import low_rank

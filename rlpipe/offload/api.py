@@ -20,12 +20,11 @@ from rlpipe.hardware.calibration import num_ranks, own_device
 from rlpipe.hardware.cgroup import free_host_bytes
 from rlpipe.hardware.device import Device
 from rlpipe.offload.batches import representative_batch
+from rlpipe.offload.decision import Capacity, Decision, Knobs
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
-from rlpipe.offload.planner.cost import Capacity, Knobs
 from rlpipe.offload.planner.fake_trace import traceable_experts
 from rlpipe.offload.planner.planner import (
     AMORTISING_SEQUENCES,
-    Decision,
     agree,
     decide,
     describe_small_update,

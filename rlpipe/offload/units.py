@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlpipe.offload.layout import TensorInfo
-from rlpipe.offload.runtime.chunk import Fill, Member, materialize, set_values
 
 ADAPTER_MARKS = ("lora_", "modules_to_save")
 """Marks in the names of parameters that PEFT adds to a model."""
 SCALES = ("absmax", "state2.absmax")
 """Tensors that bitsandbytes keeps beside the codes of a 4-bit weight, and whose size grows with it."""
+
+
+Fill = Callable[[str, Tensor], None]
+"""Function of a name and a host tensor that writes the named tensor's values into it; for models on the meta device."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Member:
+    """A tensor of the model, with functions that return it and replace it."""
+
+    name: str
+    get: Callable[[], Tensor]
+    put: Callable[[Tensor], None]
+    dtype: torch.dtype
+    """Compute dtype."""
+
+    @classmethod
+    def of_parameter(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None = None) -> Member:
+        def put(tensor: Tensor) -> None:
+            set_values(parameter, tensor)
+
+        return cls(name=name, get=lambda: parameter.data, put=put, dtype=dtype or parameter.dtype)
+
+    @classmethod
+    def of_attribute(cls, name: str, owner: object, path: str) -> Member:
+        """Create a member for a tensor that accompanies a parameter, such as the scales of a 4-bit weight."""
+        *owners, attribute = path.split(".")
+        holder = attrgetter(".".join(owners))(owner) if owners else owner
+        return cls(
+            name=name,
+            get=lambda: getattr(holder, attribute),
+            put=lambda tensor: setattr(holder, attribute, tensor),
+            dtype=getattr(holder, attribute).dtype,
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -178,3 +212,23 @@ def _quant_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None:
             yield name, state
+
+
+def set_values(parameter: torch.nn.Parameter, values: Tensor) -> None:
+    """Make a parameter use the memory of ``values``; it stays the same object."""
+    if parameter.is_meta and not values.is_meta:  # .data refuses this
+        real = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)
+    else:
+        parameter.data = values
+
+
+def materialize(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
+    """Return the tensor itself, or if it is on the meta device, a host tensor with the values from ``fill``."""
+    if not tensor.is_meta:
+        return tensor
+    if fill is None:
+        raise ValueError(f"{name} is on the meta device and has no values: pass fill")
+    values = torch.empty(tensor.shape, dtype=tensor.dtype)
+    fill(name, values)
+    return values

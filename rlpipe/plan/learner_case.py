@@ -22,9 +22,9 @@ from rlpipe.learner.policy import meta_copy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows, misses_tower
 from rlpipe.learner.workload import head_of, needs_copy, read_workload
-from rlpipe.offload.planner.cost import Capacity, Profile
+from rlpipe.offload.decision import Capacity, Decision
+from rlpipe.offload.planner.cost import Profile
 from rlpipe.offload.planner.fake_trace import traceable_experts
-from rlpipe.offload.planner.planner import Decision
 from rlpipe.offload.planner.profiler import rates_of, trace_on
 from rlpipe.offload.planner.search import DoesNotFit
 from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold

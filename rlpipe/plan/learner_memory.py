@@ -33,7 +33,8 @@ from rlpipe.models.loading import COMPLETE, meta_reward_model
 from rlpipe.models.nf4 import BLOCK as NF4_BLOCK
 from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.offload.api import SHARE_USED
-from rlpipe.offload.planner.cost import Capacity, Mode, StageProfile, activation_peak
+from rlpipe.offload.decision import Capacity, Mode
+from rlpipe.offload.planner.cost import StageProfile, activation_peak
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.offload.units import Unit, find_units
 from rlpipe.plan.engine_memory import EngineSetup

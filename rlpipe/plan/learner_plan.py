@@ -17,7 +17,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.learner.strategies.chunked import GIB, UNPLANNED_TOWER
 from rlpipe.learner.workload import sequence_tokens
-from rlpipe.offload.planner.cost import Knobs
+from rlpipe.offload.decision import Knobs
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES
 from rlpipe.plan.engine_memory import EngineSetup
 from rlpipe.plan.learner_case import LearnerCase, TraceCache

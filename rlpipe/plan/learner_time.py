@@ -15,12 +15,10 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.chunked import chunk_sizes, fixed_knobs, precision_of
 from rlpipe.learner.workload import num_sequences, pack_full, reads_features, sequence_tokens
 from rlpipe.offload.api import choices_of
+from rlpipe.offload.decision import Capacity, Decision, Knobs, Mode
 from rlpipe.offload.layout import ChunkLayout, make_layout
 from rlpipe.offload.planner.cost import (
-    Capacity,
     ChunkProfile,
-    Knobs,
-    Mode,
     Profile,
     Rates,
     StageProfile,
@@ -30,7 +28,7 @@ from rlpipe.offload.planner.cost import (
     update_bytes,
     working_bytes,
 )
-from rlpipe.offload.planner.planner import Decision, decide
+from rlpipe.offload.planner.planner import decide
 from rlpipe.offload.planner.profiler import make_profile, rates_of, resident_bytes
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.units import Inventory, take_inventory

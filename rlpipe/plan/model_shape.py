@@ -18,8 +18,8 @@ from rlpipe.common.hub import hub_has
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.root_config import ModelConfig
 from rlpipe.errors import ModelError
+from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.loading import COMPLETE, describe_model, meta_model
-from rlpipe.models.model_files import model_folder
 from rlpipe.models.nf4 import nf4_parameters
 
 HUB_TIMEOUT_S = 2.0

@@ -33,7 +33,7 @@ from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, Ru
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
-from rlpipe.models.model_files import describe_gguf
+from rlpipe.models.gguf_models import describe_gguf
 from rlpipe.preload import preloading
 from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine
@@ -44,21 +44,18 @@ from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.learner_group import end_learner, start_learner
 from rlpipe.run.monitor import RunMonitor, watch_hosts
+from rlpipe.run.precision import ask_cluster, engine_type_lines, resolve_dtype, resolve_serving
 from rlpipe.run.prepare import (
     ResumePoint,
     RewardLike,
     Run,
-    ask_cluster,
     check_adapter_targets,
     check_context,
     check_reward_columns,
     ended_summary,
-    engine_type_lines,
     find_resume_point,
     open_output,
     prepare_run,
-    resolve_dtype,
-    resolve_serving,
     run_start,
 )
 from rlpipe.run.reporting import Reporter, cut_notice

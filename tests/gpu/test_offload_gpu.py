@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.decision import Mode
 from rlpipe.offload.runtime.runtime import OffloadedModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -28,8 +28,8 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.images import as_png
 from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
-from rlpipe.data.render.row_renderer import SequenceRenderer
 from rlpipe.data.row import RowLocation
+from rlpipe.data.row_renderer import SequenceRenderer
 from rlpipe.types import Prompt, Rollout
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

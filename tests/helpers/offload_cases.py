@@ -29,8 +29,8 @@ from rlpipe.learner.adapter_layers import FusedLora, fuse_lora
 from rlpipe.learner.strategies.optimizer import make_optimizer
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.offload.api import OffloadedAdamW
-from rlpipe.offload.planner.cost import Mode, Rates
-from rlpipe.offload.planner.planner import Arrangement
+from rlpipe.offload.decision import Arrangement, Mode
+from rlpipe.offload.planner.cost import Rates
 from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.offload.runtime.activations import Done, InlineStream, StreamEvent, Streams, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel

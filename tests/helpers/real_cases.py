@@ -18,7 +18,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.models.model_files import model_folder
+from rlpipe.models.gguf_models import model_folder
 from rlpipe.quickstart import SMOLLM2_WHEEL, smollm2_file
 from rlpipe.types import ChatMessages, Rollout
 

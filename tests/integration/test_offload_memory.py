@@ -43,10 +43,10 @@ from rlpipe.learner.strategies.chunked import full_rows
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.decision import Arrangement, Capacity, Knobs, Mode
 from rlpipe.offload.layout import MIB, make_layout
-from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, arrange, predict, why_impossible
+from rlpipe.offload.planner.cost import arrange, predict, why_impossible
 from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, trace_model, traceable_experts
-from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.planner.profiler import make_profile, resident_bytes
 from rlpipe.offload.planner.trace import TensorTracker, Trace
 from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work

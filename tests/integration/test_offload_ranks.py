@@ -36,9 +36,9 @@ from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.offload.api import OffloadedAdamW, offload
-from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, predict
+from rlpipe.offload.decision import Capacity, Decision, Knobs, Mode
+from rlpipe.offload.planner.cost import predict
 from rlpipe.offload.planner.fake_trace import trace_model
-from rlpipe.offload.planner.planner import Decision
 from rlpipe.offload.planner.profiler import make_profile
 from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.offload.runtime.activations import InlineStream, Streams

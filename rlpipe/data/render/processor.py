@@ -21,7 +21,8 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.images import as_png, open_image
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ModelError, did_you_mean
-from rlpipe.models.model_files import known_tokenizer_class, model_folder, read_known_config
+from rlpipe.models.gguf_models import model_folder
+from rlpipe.models.model_files import known_tokenizer_class, read_known_config
 from rlpipe.types import Images, IntArray, PlacedImage
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import CannotBeTraced, choices_of, free_memory, is_given, plan
 from rlpipe.offload.batches import BlankImages, blank_images
+from rlpipe.offload.decision import Capacity, Decision, Knobs
 from rlpipe.offload.layout import CHUNK_SIZES, MIB
-from rlpipe.offload.planner.cost import Capacity, Knobs
-from rlpipe.offload.planner.planner import Decision, agree, ranks_of
+from rlpipe.offload.planner.planner import agree, ranks_of
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, least_arrangement, least_memory

@@ -8,12 +8,10 @@ with the backward pass. Shapes: K plans, S stages, C chunks.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from functools import reduce
 from typing import Any
 
@@ -21,22 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlpipe.hardware.device import Link
+from rlpipe.offload.decision import Knobs, Mode, Prediction, swap_spans
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int8]
 FREE_LINK = Link.at_rate(math.inf)
-
-
-class Mode(StrEnum):
-    """Handling of a block's activations between its forward and its backward pass."""
-
-    KEEP = "keep"
-    CHECKPOINT = "checkpoint"
-    """Only the block's input stays; the rest is recomputed."""
-    SWAP = "swap"
-    """Activations are copied to the host and back."""
-    OFFLOAD = "offload"
-    """Activations stay, except for the weights among them, which are loaded again."""
 
 
 CODES = {mode: code for code, mode in enumerate(Mode)}
@@ -162,53 +149,6 @@ class Profile:
             uses.update(dict.fromkeys(chunk.stages, chunk.slots))
         left = sum(chunk.slots for chunk in self.chunks[num_persistent:])
         return min(left, max(uses.values(), default=0) + 1)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Capacity:
-    device_bytes: int
-    host_bytes: int
-
-    def less(self, taken: Capacity) -> Capacity:
-        return Capacity(
-            device_bytes=self.device_bytes - taken.device_bytes, host_bytes=self.host_bytes - taken.host_bytes
-        )
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Knobs:
-    """The planner's variables: persistent chunks, slots for the others, and the number of blocks in each mode."""
-
-    num_persistent: int
-    """Chunks that stay on the device: the first ones."""
-    num_slots: int
-    num_swapped: int = 0
-    num_checkpointed: int = 0
-    num_offloaded: int = 0
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Prediction:
-    device_bytes: int
-    host_bytes: int
-    forward_s: float
-    backward_s: float
-    device_adam_s: float
-    host_adam_s: float
-    num_micro_batches: int
-
-    @property
-    def exposed_adam_s(self) -> float:
-        """Seconds of the host's Adam that the first micro batch's forward pass does not hide."""
-        return max(0.0, self.host_adam_s - self.forward_s / self.num_micro_batches)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per update."""
-        return self.forward_s + self.backward_s + self.device_adam_s + self.exposed_adam_s
-
-    def fits(self, capacity: Capacity) -> bool:
-        return self.device_bytes <= capacity.device_bytes and self.host_bytes <= capacity.host_bytes
 
 
 def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
@@ -364,19 +304,6 @@ def _on_the_way(stages: Sequence[StageProfile], codes: Codes) -> Floats:
             for swapped, until in swap_spans(modes, last_block):
                 here[swapped + 1 : until + 1] += stages[swapped].swapped_bytes
     return np.stack([found[key] for key in keys])
-
-
-def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
-    """Return for each swapped stage its index and that of the later stage whose backward pass fetches it.
-
-    This is the next swapped stage; for the last one, it is as far away as the one before was, up to the last block.
-    """
-    swapped = [index for index, mode in enumerate(modes) if mode is Mode.SWAP]
-    spans = list(itertools.pairwise(swapped))
-    if swapped:
-        last, distance = swapped[-1], swapped[-1] - swapped[-2] if len(swapped) > 1 else 1
-        spans.append((last, min(max(last + 1, min(last + distance, last_block)), len(modes) - 1)))
-    return spans
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from rlpipe.common.formatting import duration, gib
 from rlpipe.hardware.calibration import num_ranks, on_rank0
+from rlpipe.offload.decision import Arrangement, Capacity, Decision, Knobs, Mode
 from rlpipe.offload.layout import ChunkLayout
-from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, Prediction, Profile, Rates, arrange, interleave, predict
+from rlpipe.offload.planner.cost import Profile, Rates, arrange, interleave, predict
 from rlpipe.offload.planner.search import Choice, DoesNotFit, search
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.runtime.chunk import ChunkRanks, OneRank, Replicated, Sharded
@@ -18,74 +18,6 @@ from rlpipe.offload.units import Unit
 
 AMORTISING_SEQUENCES = 4
 """Sequences per update below which fixed costs, such as transfers and the optimizer, are most of its time."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Arrangement:
-    """Placement of the chunks, and mode of each unit's activations."""
-
-    num_persistent: int
-    """Chunks that stay on the device: the first ones."""
-    num_slots: int
-    modes: Sequence[Mode]
-    """Mode of each unit; ``KEEP`` if it is not a block."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Decision:
-    arrangement: Arrangement
-    knobs: Knobs
-    prediction: Prediction | None
-    """Predicted cost; None if all knobs were given."""
-    num_parts: int
-    """Parts that the ranks cut every chunk into; 1 if each rank holds all of it."""
-    num_chunks: int
-    num_blocks: int
-    why_not_all: str = ""
-    """Reason why not all chunks stay on the device."""
-    why_shared: str = ""
-    """Time of the other choice, to share the chunks among ranks or not."""
-
-    def describe(self) -> str:
-        """Describe the decision in one line."""
-        knobs, prediction = self.knobs, self.prediction
-        kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
-        if knobs.num_persistent == self.num_chunks:
-            where = f"all {self.num_chunks} chunks stay on the device{self._describe_sharing()}"
-        else:
-            stay = f"{knobs.num_persistent} of {self.num_chunks} chunks stay{self.why_not_all}"
-            where = f"{stay}, {knobs.num_slots} slots{self._describe_sharing()}"
-        predicted = "as the config says" if prediction is None else _describe_prediction(prediction)
-        return (
-            f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
-            f"{knobs.num_checkpointed} recompute, {knobs.num_swapped} swap; {predicted}"
-        )
-
-    def _describe_sharing(self) -> str:
-        shared = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
-        return f"{shared or ', replicated'}{self.why_shared}" if self.why_shared else shared
-
-    def compare(
-        self, seconds: float, num_micro_batches: int, *, device_bytes: int | None, host_bytes: int, process_bytes: int
-    ) -> str:
-        """Describe in one line what was predicted, and what an update took.
-
-        ``process_bytes`` is all host memory of the process.
-        """
-        prediction = self.prediction
-        assert prediction is not None, "without a prediction there is nothing to compare"
-        passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
-        predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
-        took = (
-            f"an update of {num_micro_batches} micro batches took {duration(seconds)}; {duration(predicted_s)} were "
-            "predicted for full ones"
-        )
-        if device_bytes is not None:
-            took += f"; it used {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
-        return (
-            f"{took}; it holds {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted; the process "
-            f"uses {gib(process_bytes)}, with code and libraries"
-        )
 
 
 def describe_small_update(num_sequences: int) -> str:
@@ -174,14 +106,6 @@ def _why_shared(others: Mapping[int, Choice | None]) -> str:
         for parts, choice in others.items()
     ]
     return f" ({'; '.join(described)})" if described else ""
-
-
-def _describe_prediction(prediction: Prediction) -> str:
-    count = prediction.num_micro_batches
-    return (
-        f"predicted {gib(prediction.device_bytes)} on the device, {gib(prediction.host_bytes)} on the host, "
-        f"{duration(prediction.seconds)} per update of {count} full micro batch{'es' if count > 1 else ''}"
-    )
 
 
 def ranks_of(num_parts: int) -> ChunkRanks:

@@ -16,15 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlpipe.common.formatting import gib
+from rlpipe.offload.decision import Capacity, Knobs, Mode, Prediction
 from rlpipe.offload.planner.cost import (
     CODES,
-    Capacity,
     ChunkProfile,
     Codes,
     Floats,
-    Knobs,
-    Mode,
-    Prediction,
     Profile,
     Rates,
     activation_peaks,

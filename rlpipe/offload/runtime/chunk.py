@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from rlpipe.hardware.host_memory import HostBuffer
 from rlpipe.offload.layout import ALIGNMENT, Chunk, aligned
 from rlpipe.offload.runtime.activations import CopyStream, StreamEvent
+from rlpipe.offload.units import Fill, Member, materialize
 
 
 class ChunkRanks(Protocol):
@@ -91,40 +91,6 @@ class Sharded:
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         return values
-
-
-Fill = Callable[[str, Tensor], None]
-"""Function of a name and a host tensor that writes the named tensor's values into it; for models on the meta device."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Member:
-    """A tensor of the model, with functions that return it and replace it."""
-
-    name: str
-    get: Callable[[], Tensor]
-    put: Callable[[Tensor], None]
-    dtype: torch.dtype
-    """Compute dtype."""
-
-    @classmethod
-    def of_parameter(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None = None) -> Member:
-        def put(tensor: Tensor) -> None:
-            set_values(parameter, tensor)
-
-        return cls(name=name, get=lambda: parameter.data, put=put, dtype=dtype or parameter.dtype)
-
-    @classmethod
-    def of_attribute(cls, name: str, owner: object, path: str) -> Member:
-        """Create a member for a tensor that accompanies a parameter, such as the scales of a 4-bit weight."""
-        *owners, attribute = path.split(".")
-        holder = attrgetter(".".join(owners))(owner) if owners else owner
-        return cls(
-            name=name,
-            get=lambda: getattr(holder, attribute),
-            put=lambda tensor: setattr(holder, attribute, tensor),
-            dtype=getattr(holder, attribute).dtype,
-        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -368,26 +334,6 @@ class ChunkMemory:
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for member, tensor in zip(self._members, tensors, strict=True):
             member.put(tensor)
-
-
-def set_values(parameter: torch.nn.Parameter, values: Tensor) -> None:
-    """Make a parameter use the memory of ``values``; it stays the same object."""
-    if parameter.is_meta and not values.is_meta:  # .data refuses this
-        real = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, real)
-    else:
-        parameter.data = values
-
-
-def materialize(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
-    """Return the tensor itself, or if it is on the meta device, a host tensor with the values from ``fill``."""
-    if not tensor.is_meta:
-        return tensor
-    if fill is None:
-        raise ValueError(f"{name} is on the meta device and has no values: pass fill")
-    values = torch.empty(tensor.shape, dtype=tensor.dtype)
-    fill(name, values)
-    return values
 
 
 def _origin(tensor: Tensor) -> tuple[torch.device, torch.dtype]:

@@ -23,14 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.offload.decision import Arrangement, Capacity, Decision, Mode
 from rlpipe.offload.layout import CHUNK_SIZES, ChunkLayout, make_layout
-from rlpipe.offload.planner.cost import Capacity, Mode
-from rlpipe.offload.planner.planner import Arrangement, Decision
 from rlpipe.offload.runtime.activations import HostArena, Streams, WeightHooks, make_streams
-from rlpipe.offload.runtime.chunk import ChunkMemory, ChunkRanks, Fill, OneRank
+from rlpipe.offload.runtime.chunk import ChunkMemory, ChunkRanks, OneRank
 from rlpipe.offload.runtime.gradients import ChunkOptimizer
 from rlpipe.offload.runtime.unit_hooks import Residency, UnitCalls
-from rlpipe.offload.units import Inventory, Unit, find_rest, find_units, move_rest, return_rest, take_inventory
+from rlpipe.offload.units import Fill, Inventory, Unit, find_rest, find_units, move_rest, return_rest, take_inventory
 
 _open: WeakSet[OffloadedModel] = WeakSet()
 """Offloaded models that are open or lost; only their models keep them alive."""

@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from rlpipe.offload.planner.cost import Mode, swap_spans
+from rlpipe.offload.decision import Mode, swap_spans
 from rlpipe.offload.runtime.activations import CopyStream, Done, HostArena, StreamEvent, Streams, SwapHooks, WeightHooks
 from rlpipe.offload.runtime.chunk import ChunkMemory
 from rlpipe.offload.units import Unit

@@ -13,8 +13,8 @@ from datasets import Dataset
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.prompts import open_sft_rows
 from rlpipe.data.render.messages import chat_messages
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.row import Row, RowLocation, UnusableRow
+from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import Rollout

@@ -25,8 +25,8 @@ from rlpipe.data.prompts import open_prompts, open_sft_rows, processor_of
 from rlpipe.data.render.images import open_image, read_image, take_images
 from rlpipe.data.render.messages import chat_messages
 from rlpipe.data.render.processor import ImageProcessor, export_processor, load_tokenizer
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.row import UnusableRow
+from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import without_image

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.row import RowLocation, UnusableRow
+from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.models.tiny import make_tokenizer
 
 TURN = "<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}BODY"

@@ -14,12 +14,12 @@ from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.configs.schema.preference_config import PreferenceConfig
 from rlpipe.data.cached_rows import PreparedRow
 from rlpipe.data.packing import pack_labelled, pack_step, split_padded
+from rlpipe.data.pairs import PreferenceRenderer
 from rlpipe.data.prompts import open_sft_rows
-from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render.processor import Encoded
-from rlpipe.data.render.row_renderer import RenderedRow
 from rlpipe.data.render_rows import _Sequences, prepare_rows
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
+from rlpipe.data.row_renderer import RenderedRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import PlacedImage, Rollout

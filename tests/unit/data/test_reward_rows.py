@@ -14,12 +14,12 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
+from rlpipe.data.pairs import RewardRenderer, StepRenderer
 from rlpipe.data.prompts import open_run_sequences
-from rlpipe.data.render.pairs import RewardRenderer, StepRenderer
-from rlpipe.data.render.row_renderer import PromptRenderer
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.render_rows import prepare_rows
 from rlpipe.data.row import SkipKind, UnusableRow
+from rlpipe.data.row_renderer import PromptRenderer
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.scoring.reward_model import SequenceReward, StepReward

@@ -9,8 +9,8 @@ import pytest
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
+from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout

@@ -23,7 +23,8 @@ from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.report import make_report
 from rlpipe.plan.scorer_model import meta_scorer, read_scorer_setups
 from rlpipe.run.cluster import Need
-from rlpipe.run.prepare import Run, nodes_for, resolve_dtype
+from rlpipe.run.precision import nodes_for, resolve_dtype
+from rlpipe.run.prepare import Run
 
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
 NEW = DeviceTypes(device="a new CPU", rates={"float32": 300e9, "bfloat16": 900e9})

@@ -18,8 +18,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.data.pairs import PreferenceRenderer
 from rlpipe.data.render.images import open_image
-from rlpipe.data.render.pairs import PreferenceRenderer
 from rlpipe.data.render.processor import ImageProcessor, load_tokenizer
 from rlpipe.data.row import RowLocation
 from rlpipe.errors import ModelError

@@ -19,7 +19,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.preference_config import ProcessRewardConfig, RewardModelConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.data.render.pairs import RewardRenderer, StepRenderer
+from rlpipe.data.pairs import RewardRenderer, StepRenderer
 from rlpipe.data.row import RowLocation
 from rlpipe.errors import ModelError
 from rlpipe.learner.checkpoints import CheckpointStore, export_checkpoint, export_policy

@@ -14,13 +14,11 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import find_source
+from rlpipe.models.gguf_models import convert, describe_gguf, model_folder
 from rlpipe.models.model_files import (
     DEFAULT_WIDTH,
-    convert,
     converted_folder,
-    describe_gguf,
     known_tokenizer_class,
-    model_folder,
     read_known_config,
     read_widths,
 )

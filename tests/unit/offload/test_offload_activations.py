@@ -11,7 +11,7 @@ from offload_cases import CPU, arrange_all, late_queues, make_qwen, train_offloa
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.decision import Mode
 from rlpipe.offload.runtime.activations import HostArena, SwapHooks, WeightHooks
 from rlpipe.offload.runtime.runtime import OffloadedModel
 

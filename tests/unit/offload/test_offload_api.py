@@ -48,7 +48,7 @@ from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.offload import api
 from rlpipe.offload.api import OffloadedAdamW, free_memory, offload
 from rlpipe.offload.batches import representative_batch
-from rlpipe.offload.planner.cost import Capacity, Mode
+from rlpipe.offload.decision import Capacity, Mode
 from rlpipe.offload.planner.planner import describe_small_update
 from rlpipe.offload.planner.search import DoesNotFit
 from rlpipe.offload.runtime.runtime import least_memory

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from rlpipe.offload.layout import TensorInfo, make_layout
 from rlpipe.offload.runtime.activations import InlineStream
-from rlpipe.offload.runtime.chunk import ChunkMemory, Member, OneRank
+from rlpipe.offload.runtime.chunk import ChunkMemory, OneRank
+from rlpipe.offload.units import Member
 
 CPU = torch.device("cpu")
 LANE = InlineStream()

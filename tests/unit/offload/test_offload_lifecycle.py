@@ -19,8 +19,7 @@ from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.hardware import host_memory
 from rlpipe.hardware.host_memory import HostBuffer
 from rlpipe.offload.api import OffloadedAdamW
-from rlpipe.offload.planner.cost import Mode
-from rlpipe.offload.planner.planner import Arrangement
+from rlpipe.offload.decision import Arrangement, Mode
 from rlpipe.offload.runtime import chunk as chunk_module
 from rlpipe.offload.runtime import runtime
 from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work

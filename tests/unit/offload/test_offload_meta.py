@@ -10,7 +10,7 @@ from offload_cases import CPU, arrange_all, make_qwen, token_loss, train_offload
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.decision import Mode
 from rlpipe.offload.runtime.runtime import OffloadedModel
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import checkpoint
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.learner.strategies.optimizer import make_optimizer
 from rlpipe.offload.api import OffloadedAdamW
-from rlpipe.offload.planner.cost import Mode, Rates
+from rlpipe.offload.decision import Arrangement, Mode
+from rlpipe.offload.planner.cost import Rates
 from rlpipe.offload.planner.fake_trace import trace_model
-from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.planner.trace import TensorTracker, Trace
 from rlpipe.offload.runtime.activations import InlineStream, Streams
 from rlpipe.offload.runtime.runtime import OffloadedModel

@@ -11,19 +11,8 @@ import pytest
 from covering import one_in
 
 from rlpipe.hardware.device import Curve, Link
-from rlpipe.offload.planner.cost import (
-    Capacity,
-    ChunkProfile,
-    Knobs,
-    Mode,
-    Prediction,
-    Profile,
-    Rates,
-    StageProfile,
-    interleave,
-    predict,
-    why_impossible,
-)
+from rlpipe.offload.decision import Capacity, Knobs, Mode, Prediction
+from rlpipe.offload.planner.cost import ChunkProfile, Profile, Rates, StageProfile, interleave, predict, why_impossible
 from rlpipe.offload.planner.search import DoesNotFit, search
 
 GB = 1e9

@@ -12,7 +12,7 @@ from torch import nn
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.errors import ConfigError
 from rlpipe.offload.api import OffloadedAdamW
-from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.decision import Mode
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)

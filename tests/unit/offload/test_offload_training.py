@@ -28,7 +28,7 @@ from offload_cases import (
 from torch import nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.decision import Mode
 from rlpipe.offload.runtime.runtime import OffloadedModel
 
 pytestmark = pytest.mark.covering(1)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.offload.api import OffloadedAdamW
-from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.decision import Mode
 from rlpipe.offload.runtime.activations import InlineStream, Streams
 from rlpipe.offload.runtime.chunk_adam import ChunkAdam
 from rlpipe.offload.runtime.runtime import OffloadedModel

@@ -23,6 +23,7 @@ from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.restore import open_ledger
+from rlpipe.run.precision import resolve_serving
 from rlpipe.run.prepare import (
     ResumePoint,
     check_adapter_targets,
@@ -32,7 +33,6 @@ from rlpipe.run.prepare import (
     find_resume_point,
     open_output,
     prepare_run,
-    resolve_serving,
     run_start,
 )
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.row_renderer import GroundTruthRenderer
 from rlpipe.data.row import UnusableRow
+from rlpipe.data.row_renderer import GroundTruthRenderer
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.replay.assemble import reward_metrics, set_advantages
 from rlpipe.scoring.feature_scorer import FeatureScorer, FeatureSequence

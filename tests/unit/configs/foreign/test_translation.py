@@ -21,9 +21,9 @@ from rlpipe.configs.foreign.foreign_run import ForeignRun, Setting
 from rlpipe.configs.foreign.foreign_values import ForeignValues
 from rlpipe.configs.foreign.setting_names import COLUMNS, table_of
 from rlpipe.configs.foreign.setting_rules import Rule, UsedBy
-from rlpipe.configs.foreign.translation import translate, translate_setting, write
 from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.translation import translate, translate_setting, write
 
 FOLDER = Path(__file__).with_name("examples")
 RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.rglob("*.*"))}

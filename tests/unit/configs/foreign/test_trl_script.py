@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlpipe.configs.foreign.foreign_file import read_foreign
-from rlpipe.configs.foreign.translation import Translation, translate
+from rlpipe.configs.translation import Translation, translate
 
 ROWS = 'rows = load_dataset("me/rows", split="train")\n'
 TRAINER = 'SFTTrainer("tiny", args=SFTConfig(output_dir="out"), train_dataset={})\n'

@@ -27,9 +27,9 @@ from rlpipe.data.render.formats import (
 )
 from rlpipe.data.render.messages import chat_messages, column_messages
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.render.row_renderer import PromptRenderer, RenderedRow, SequenceRenderer, present
 from rlpipe.data.render.template import token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
+from rlpipe.data.row_renderer import PromptRenderer, RenderedRow, SequenceRenderer, present
 from rlpipe.types import ChatMessages, Prompt, Rollout
 
 if TYPE_CHECKING:

@@ -1,0 +1,133 @@
+"""The dtypes that a run computes in, settled by what the nodes of the cluster compute fast, and what engines serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from rlpipe.actors.node import ask_nodes, node_types
+from rlpipe.actors.remote import get_remote
+from rlpipe.configs.constraints import check_model
+from rlpipe.configs.schema.root_config import ClusterConfig
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.dtype_speed import Products, kept_rates
+from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
+from rlpipe.plan.dtype_work import scorer_products
+from rlpipe.rollout.engine import resolve_engine
+from rlpipe.rollout.serving_choice import settle_serving
+from rlpipe.run.cluster import Need
+from rlpipe.run.prepare import Run
+from rlpipe.scoring.pools import FEATURE_PATH
+from rlpipe.scoring.rewards import RewardActor, load_reward
+
+Ask = Callable[[Need, str], Sequence[DeviceTypes]]
+"""Returns the types of the devices that a process may be placed on; of CPUs with their speed in the given type."""
+
+
+def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
+    """Return the run with ``auto`` replaced by a type, and lines about the choice for the user.
+
+    ``needs`` are those of the processes that hold the policy, all of which compute in the type. ``begun`` is the
+    type of the checkpoint that the run resumes from, which ``auto`` keeps. Rewards with their own model choose its type
+    when they load it; a line announces it if it differs from the policy's. Raises ``ConfigError`` if the model can't be
+    used in the type.
+    """
+    asked = run.config.model.dtype
+    measured = (begun or AUTO) if asked == AUTO else asked
+    alike = {(need.products, *sorted(need.asked.items())): need for need in needs}
+    lines: list[str] = []
+    dtype = asked
+    if asked != WIDE:
+        devices = [device for need in alike.values() for device in ask(need, measured)]
+        choice = choose_dtype(asked, devices, begun=begun)
+        dtype, lines = choice.dtype, [choice.line] if choice.line else []
+    settled = _with_dtype(run, dtype)
+    for problem in check_model(settled.model, on_gpu=run.config.learner.num_gpus > 0):
+        raise ConfigError(f"{problem} ({lines[0]})" if asked == AUTO else problem)
+    return settled, [*lines, *_reward_lines(run, dtype, ask)]
+
+
+def engine_type_lines(run: Run, engines: Sequence[Need], ask: Ask) -> list[str]:
+    """Return a line for the user if ``rollout.dtype`` is slow on a device of the engines."""
+    asked = run.config.rollout.dtype
+    if asked in (None, WIDE):
+        return []
+    devices = [device for need in {need.products: need for need in engines}.values() for device in ask(need, asked)]
+    line = choose_dtype(asked, devices, option="rollout.dtype", fix="null is model.dtype").line
+    return [] if line is None else [line]
+
+
+def resolve_serving(run: Run) -> tuple[Run, list[str]]:
+    """Return the run with ``weights.serve=auto`` replaced, and a line about the choice for the user."""
+    asked = replace(run.config, model=run.model)
+    settled, chosen = settle_serving(asked, resolve_engine(run.config.rollout))
+    lines = [str(chosen)] if run.config.weights.serve == "auto" and run.model.adapter.kind != "none" else []
+    return replace(run, config=replace(run.config, weights=settled.weights)), lines
+
+
+def _with_dtype(run: Run, dtype: str) -> Run:
+    model = replace(run.config.model, dtype=dtype)
+    return replace(run, config=replace(run.config, model=model), model=replace(run.model, dtype=dtype))
+
+
+def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
+    for name, reward in run.rewards.items():
+        option, found = f"scoring.rewards.{name}.kwargs.dtype", _own_model(run, name)
+        if reward.path == FEATURE_PATH:
+            option = "model.dtype of algorithm.ebft.features"
+        if found is None or found[1] == WIDE:
+            continue
+        source, asked = found
+        products = None if reward.num_gpus else scorer_products(source, reward.num_cpus)
+        need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
+        choice = choose_dtype(asked, ask(need, asked), option=option)
+        if choice.line is not None and (asked != AUTO or choice.dtype != policy_dtype):
+            yield choice.line
+
+
+def _own_model(run: Run, name: str) -> tuple[str, str] | None:
+    """Return the source and the requested type of a reward's own model, or None if it has none."""
+    reward = run.rewards[name]
+    if reward.path == FEATURE_PATH:
+        return (run.model.path, run.config.model.dtype) if reward.is_served else None
+    loaded = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
+    if not (isinstance(loaded, type) and issubclass(loaded, RewardActor) and loaded.has_dtype):
+        return None
+    try:
+        made = loaded(**reward.kwargs)
+    except ValueError as error:
+        raise ConfigError(f"scoring.rewards.{name}.kwargs: {error}") from None
+    return made.source, made.dtype
+
+
+def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
+    """Return a function that asks each node for its types once; ``is_own``: the cluster is this machine alone."""
+    known: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
+
+    def ask(need: Need, dtype: str) -> list[DeviceTypes]:
+        made = need.products
+        # Unmeasured products are timed by another process, because this one does not import torch.
+        if is_own and (made is None or kept_rates(made, NARROW if dtype == AUTO else dtype) is not None):
+            return node_types(dtype, made)
+        nodes = nodes_for(need, ray.nodes())
+        new = [node for node in nodes if (node, made, dtype) not in known]
+        for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=made), strict=True):
+            known[node, made, dtype] = get_remote(
+                answer,
+                "a node to report its compute types",
+                within=cluster.start_timeout_s,
+                option="cluster.start_timeout_s",
+            )
+        return [device for node in nodes for device in known[node, made, dtype]]
+
+    return ask
+
+
+def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ids of Ray's living nodes that meet a process's needs, or of all living nodes if none does alone."""
+    alive = [node for node in nodes if node["Alive"]]
+    able = [node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.asked.items())]
+    return [node["NodeID"] for node in able or alive]
