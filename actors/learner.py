@@ -71,8 +71,8 @@ class Calls:
 class Publisher(Protocol):
     """One rank's part in publishing; all ranks must make the same calls in the same order."""
 
-    def publish(self, version: int, life: int) -> None:
-        """Send the current weights to the engines; ``life`` counts the learner groups started so far."""
+    def publish(self, version: int, incarnation: int) -> None:
+        """Send the current weights to the engines; ``incarnation`` counts the learner groups started so far."""
 
     def publish_again(self) -> None:
         """Publish the same version again if the weights actor was restarted and has none, or an engine needs it."""
@@ -87,7 +87,7 @@ class Publisher(Protocol):
 class NoPublisher:
     """Publisher of runs without engines, as in SFT."""
 
-    def publish(self, version: int, life: int) -> None:
+    def publish(self, version: int, incarnation: int) -> None:
         pass
 
     def publish_again(self) -> None:
@@ -109,7 +109,7 @@ class StorePublisher:
         self._kind = WeightsKind(published_kind(setup.model, setup.weights))
         self._published: tuple[WeightsManifest, list[ray.ObjectRef], int] | None = None
 
-    def publish(self, version: int, life: int) -> None:
+    def publish(self, version: int, incarnation: int) -> None:
         buckets: list[ray.ObjectRef] = []
         manifest = publish_weights(
             self._policy,
@@ -120,7 +120,7 @@ class StorePublisher:
             kind=self._kind,
         )
         if manifest is not None:
-            self._published = (manifest, buckets, life)
+            self._published = (manifest, buckets, incarnation)
             self._send_version()
 
     def publish_again(self) -> None:
@@ -159,14 +159,14 @@ class DirectPublisher:
         self._last = (0, 0)
         self._digest = ""
 
-    def publish(self, version: int, life: int) -> None:
-        self._last = (version, life)
-        transfer = self._offer(version, life) if self._is_first else None
+    def publish(self, version: int, incarnation: int) -> None:
+        self._last = (version, incarnation)
+        transfer = self._offer(version, incarnation) if self._is_first else None
         if not self._any(transfer is not None):
             return
         self._digest = self._sender.send(transfer if transfer is not None and transfer.num_processes > 1 else None)
         if self._is_first:
-            call: Any = self._weights.publish.remote(self._describe(version, digest=self._digest), [], life)
+            call: Any = self._weights.publish.remote(self._describe(version, digest=self._digest), [], incarnation)
             self._calls.get(call, "the engines to serve the new weights", more_s=self._timeout_s)
 
     def publish_again(self) -> None:
@@ -181,10 +181,10 @@ class DirectPublisher:
             return None
         return WeightsKind.FULL.value, self._digest, self._policy.served_dtype
 
-    def _offer(self, version: int, life: int) -> Transfer | None:
+    def _offer(self, version: int, incarnation: int) -> Transfer | None:
         """Offer a version to the engines; return the transfer that both sides join, or None if it is outdated."""
         transfer = self._sender.open(ray.util.get_node_ip_address())
-        call: Any = self._weights.offer.remote(self._describe(version, transfer=transfer), life)
+        call: Any = self._weights.offer.remote(self._describe(version, transfer=transfer), incarnation)
         num_processes = self._calls.get(call, "the engines to be ready", more_s=self._start_timeout_s)
         return replace(transfer, num_processes=num_processes) if num_processes else None
 
@@ -299,7 +299,7 @@ class LearnerLoop:
         self._setup = setup
         self._rank = ray.train.get_context().get_world_rank()
         self._step = 0
-        self._life = 0
+        self._incarnation = 0
         self._saved_step = -1
         self._num_notes = 0
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
@@ -343,11 +343,11 @@ class LearnerLoop:
         checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         if self._rank == 0:
-            self._life = self._calls.get(
+            self._incarnation = self._calls.get(
                 setup.batches.begin_incarnation.remote(), "the number of the learner group's starts"
             )
             self._post_messages()
-        self._publisher.publish(first_step, self._life)
+        self._publisher.publish(first_step, self._incarnation)
         follows = setup.weights_actor is not None
         held_out = [] if follows else self._calls.get(setup.batches.held_out.remote(self._rank), "the held-out rows")
         evaluations = self._evaluate(held_out, first_step) if first_step < num_steps else {}
@@ -364,7 +364,7 @@ class LearnerLoop:
             metrics |= memory_metrics(self._policy.device)
             self._post_messages()
             if self._setup.weights.publishes(step + 1, self._setup.algorithm.num_steps):
-                self._publisher.publish(step + 1, self._life)
+                self._publisher.publish(step + 1, self._incarnation)
             last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             if last or self._evaluation_due(step + 1):
                 evaluations |= self._evaluate(held_out, step + 1)

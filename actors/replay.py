@@ -216,9 +216,9 @@ class ReplayActor(StepServer):
         self._keep_event("hook", "hook", message)
 
     def _count_incarnation(self) -> int:
-        life: int = (self._store.ledger.get("life") or 0) + 1
-        self._store.ledger.set(life=life)
-        return life
+        incarnation: int = (self._store.ledger.get("incarnation") or 0) + 1
+        self._store.ledger.set(incarnation=incarnation)
+        return incarnation
 
     def _batches(self, step: int) -> list[TrainBatch] | None:
         batches = self._store.batches(step)

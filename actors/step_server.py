@@ -38,7 +38,7 @@ class StepServer(ABC):
         self._board = StepQueue(num_ranks=learner.num_ranks)
         self._error: RlpipeError | None = None
         self._last_progress = time.monotonic()
-        self._failures_in_row = self._life = 0
+        self._failures_in_row = self._incarnation = 0
         self._beats: dict[int, tuple[float, int]] = {}
 
     async def begin_incarnation(self) -> int:
@@ -155,8 +155,8 @@ class StepServer(ABC):
         return bool(self._last_step() > after_step or self._events(after_event))
 
     def _count_incarnation(self) -> int:
-        self._life += 1
-        return self._life
+        self._incarnation += 1
+        return self._incarnation
 
     @abstractmethod
     def _batches(self, step: int) -> list[TrainBatch] | None:

@@ -63,7 +63,7 @@ class WeightsActor(Notifier):
         self._engines = {name: ray.get_actor(name) for name in engines}
         self._timeout_s = timeout_s
         self._enrolled = set(engines)
-        self._life = 0
+        self._incarnation = 0
         self._newest: tuple[WeightsManifest, list[ObjectRef]] | None = None
         self._number = time.time_ns()  # differs from the numbers of an actor that this one replaces
         self._served: Served | None = None
@@ -71,15 +71,15 @@ class WeightsActor(Notifier):
         self._turn = asyncio.Lock()
         self._followed = asyncio.Event()
 
-    async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], life: int) -> None:
+    async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], incarnation: int) -> None:
         """Load the version into every engine, one version at a time.
 
-        ``life`` grows whenever the learner group restarts: any version of a later life counts as newer.
+        ``incarnation`` grows whenever the learner group restarts: any version of a later incarnation counts as newer.
         """
         async with self._turn:
-            if (life, manifest.version) <= (self._life, self.version):
+            if (incarnation, manifest.version) <= (self._incarnation, self.version):
                 return
-            self._newest, self._life = (manifest, buckets), life
+            self._newest, self._incarnation = (manifest, buckets), incarnation
             await self._followed.wait()
             self._number += 1
             started = time.perf_counter()
@@ -215,13 +215,13 @@ class DirectWeightsActor(WeightsActor):
         self._receiving: dict[str, asyncio.Task[str | NotLoaded]] = {}
         self._offered_at = 0.0
 
-    async def offer(self, manifest: WeightsManifest, life: int) -> int:
+    async def offer(self, manifest: WeightsManifest, incarnation: int) -> int:
         """Have the engines wait for a version, and return how many processes take part, or 0 if it is outdated.
 
         The learner's process is included in the count.
         """
         async with self._turn:
-            if (life, manifest.version) <= (self._life, self.version):
+            if (incarnation, manifest.version) <= (self._incarnation, self.version):
                 return 0
             await self._followed.wait()
             assert manifest.transfer is not None, "it says where to meet"
@@ -233,21 +233,25 @@ class DirectWeightsActor(WeightsActor):
             }
             engines = sorted(self._enrolled - left.keys())
             num_processes = 1 + len(engines) * self._workers_per_engine
-            self._offered, self._offered_at, self._receiving = (life, manifest.version), time.perf_counter(), left
+            self._offered, self._offered_at, self._receiving = (
+                (incarnation, manifest.version),
+                time.perf_counter(),
+                left,
+            )
             for place, name in enumerate(engines):
                 first_rank = 1 + place * self._workers_per_engine
                 own = replace(manifest.transfer, num_processes=num_processes, first_rank=first_rank)
                 self._receiving[name] = asyncio.create_task(self._ask(name, replace(manifest, transfer=own), []))
             return num_processes
 
-    async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], life: int) -> None:
+    async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], incarnation: int) -> None:
         """Compare what the engines received with what the learner sent, by digest."""
         async with self._turn:
-            if (life, manifest.version) <= (self._life, self.version):
+            if (incarnation, manifest.version) <= (self._incarnation, self.version):
                 return
-            if self._offered != (life, manifest.version):
+            if self._offered != (incarnation, manifest.version):
                 return  # this process replaced the one that the version was offered to; the learner sends it again
-            self._life = life
+            self._incarnation = incarnation
             self._number += 1
             answers = {name: await task for name, task in self._receiving.items()}
             compared = {name: self._compare(name, manifest, answer) for name, answer in answers.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import rlpipe
 from rlpipe.quickstart import teach
 
-SIZE, MOST_MOVES = 4, 12
+SIZE, MAX_MOVES = 4, 12
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 """Gymnasium's number of each direction."""
 SHARE_OF_ICE = 0.7
@@ -35,7 +35,7 @@ def read(text: str, space: Any) -> int:
 
 
 FrozenLake = rlpipe.from_gymnasium(
-    "FrozenLake-v1", show=show, read=read, is_slippery=False, max_episode_steps=MOST_MOVES, disable_env_checker=True
+    "FrozenLake-v1", show=show, read=read, is_slippery=False, max_episode_steps=MAX_MOVES, disable_env_checker=True
 )
 
 

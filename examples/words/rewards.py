@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-FEWEST_WORDS, MOST_WORDS = 5, 12
+FEWEST_WORDS, MAX_WORDS = 5, 12
 SENTENCE = re.compile(r"[A-Z][^.!?\n]*[.!?]")
 
 Row = dict[str, Any]
@@ -43,5 +43,5 @@ def checks(text: str, words: Sequence[str]) -> list[bool]:
     Repeated words count once toward the minimum, so that no sentence is padded with them.
     """
     found = re.findall(r"[a-z']+", text.lower())
-    is_sentence = SENTENCE.fullmatch(text) is not None and len(set(found)) >= FEWEST_WORDS and len(found) <= MOST_WORDS
+    is_sentence = SENTENCE.fullmatch(text) is not None and len(set(found)) >= FEWEST_WORDS and len(found) <= MAX_WORDS
     return [*(word in found for word in words), is_sentence]

@@ -24,7 +24,7 @@ ADVANTAGE, LOSS, PREFERENCE = "algorithm.advantage", "algorithm.loss", "algorith
 CORRECTION, REPLAY = "algorithm.correction", "algorithm.replay"
 OWN_FUNCTIONS = (ADVANTAGE, LOSS, PREFERENCE, CORRECTION, REPLAY)
 """Sections that may name a function."""
-MOST_SHAPES = 4
+MAX_SHAPES = 4
 """Different shapes of a function's inputs that an error has."""
 
 
@@ -135,7 +135,7 @@ def _shapes(inputs: Sequence[Any]) -> str:
     for given in inputs:
         of_fields = [getattr(given, own.name) for own in fields(given)] if is_dataclass(given) else [given]
         values += given if isinstance(given, list) else of_fields
-    shapes = [*dict.fromkeys(str(list(value.shape)) for value in values if hasattr(value, "shape"))][:MOST_SHAPES]
+    shapes = [*dict.fromkeys(str(list(value.shape)) for value in values if hasattr(value, "shape"))][:MAX_SHAPES]
     return f", given the shape{'s' * (len(shapes) > 1)} {', '.join(shapes)}" if shapes else ""
 
 

@@ -44,7 +44,7 @@ FIXES = {
 """Mends of errors, by the names of their classes."""
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "memory usage", "killed by the kernel", "SIGKILL")
 MANY_FAILED = 0.2
-MOST_SUBJECTS = 5
+MAX_SUBJECTS = 5
 """Parts whose events are shown."""
 STUCK = 10
 """Medians of a step's time without a step after which a run that goes on seems to hang."""
@@ -152,7 +152,7 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
         num_groups = ledger.rows("SELECT count(*) FROM groups WHERE state != 'ADMITTED'")[0][0]
     # Deaths come before what the run got over at once, as a failed write of a checkpoint.
     ordered = sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")
-    for (kind, subject), number in ordered[:MOST_SUBJECTS]:
+    for (kind, subject), number in ordered[:MAX_SUBJECTS]:
         last = next(event.message for event in reversed(events) if (event.kind, event.subject) == (kind, subject))
         lacked = any(word in last for word in OUT_OF_MEMORY)
         fix = "rlpipe plan shows the memory that the run needs" if lacked else ""

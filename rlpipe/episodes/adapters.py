@@ -36,7 +36,7 @@ WRONG_ACTION = "VALIDATION_ERROR"
 CAPACITY = "CAPACITY_REACHED"
 CONNECT_TIMEOUT_S = 30.0
 MAX_MESSAGE_BYTES = 64 * 2**20
-MOST_UNREAD = 4
+MAX_UNREAD = 4
 """Messages of a server that are kept before it is asked again; more wait at the server."""
 MAX_SHOWN_CHARS = 500
 
@@ -311,7 +311,7 @@ class OpenEnvSession:
         self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._messages: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(MOST_UNREAD)
+        self._messages: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(MAX_UNREAD)
         self._reading: asyncio.Task[None] | None = None
 
     async def schema(self) -> Mapping[str, Any]:

@@ -70,7 +70,7 @@ def on_rank0(find: Callable[[], T]) -> T:
 
 DTYPES = ("float32", "bfloat16", "float16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
-LONGEST_PRODUCT_S = 0.1
+MAX_PRODUCT_S = 0.1
 ADAM_ELEMENTS = 2**26
 """Weights that are updated: with gradients and moments several times as large as the host's caches, up to 300 MiB."""
 ADDED_ELEMENTS = 2**26
@@ -97,7 +97,7 @@ def product_flops(device: torch.device, dtype: str, scale: float) -> float:
         multiply = _product(device, getattr(torch, dtype), width)
         multiply()
         next_s = 8 * time_calls(multiply, 1, device)
-        if width == LARGEST_MATRIX or next_s > scale * LONGEST_PRODUCT_S:
+        if width == LARGEST_MATRIX or next_s > scale * MAX_PRODUCT_S:
             return rate(2 * width**3, multiply, device, scale=scale)
         width *= 2
 

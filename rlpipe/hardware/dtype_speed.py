@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_ROWS, MAX_WIDTH, MAX_INNER_WIDTH = 1024, 1024, 2048
 """Largest sizes that are timed; larger products have the same rates."""
 FEWEST_ROWS = 8
-SHORT_PASS_S, LONGEST_PASS_S = 0.003, 0.04
+SHORT_PASS_S, MAX_PASS_S = 0.003, 0.04
 """Seconds that a timed pass may take in the faster and in the slower dtype; beyond these, fewer rows are timed.
 
 A short pass is over before another process, at the start of a run, takes a core away.
@@ -134,10 +134,10 @@ def _affordable_rows(made: Products, passes: Mapping[str, Pass]) -> int:
     rows = FEWEST_ROWS
     while True:
         first = [_seconds(run, rows) for run in passes.values()]  # warms up for this shape
-        if max(first) > LONGEST_PASS_S:
+        if max(first) > MAX_PASS_S:
             return rows
         seconds = [_seconds(run, rows) for run in passes.values()]
-        if rows == made.rows or 2 * min(seconds) > SHORT_PASS_S or 2 * max(seconds) > LONGEST_PASS_S:
+        if rows == made.rows or 2 * min(seconds) > SHORT_PASS_S or 2 * max(seconds) > MAX_PASS_S:
             return rows
         rows = min(2 * rows, made.rows)
 

@@ -245,7 +245,7 @@ def describe_problem(setup: EngineSetup, memory: EngineMemory, device: Device) -
     return None
 
 
-MOST_UTILIZATION = 0.95
+MAX_UTILIZATION = 0.95
 """Largest ``gpu_memory_utilization`` proposed; memory that vLLM does not count must fit in the rest."""
 DEVICES_AT_MOST = 8
 """Most GPUs per engine that are proposed."""
@@ -295,7 +295,7 @@ def _pairs(case: EngineCase) -> Iterator[Change]:
 def _more_of_the_gpu(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
     setup = case.setup
     if setup.kind == "vllm" and setup.cpu_kv_bytes is None:
-        share = int(100 * MOST_UTILIZATION / setup.engines_per_device) / 100
+        share = int(100 * MAX_UTILIZATION / setup.engines_per_device) / 100
         yield (
             f"rollout.engine_args.gpu_memory_utilization={share:g}",
             replace(case, setup=replace(setup, utilization=share)),

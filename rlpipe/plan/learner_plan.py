@@ -27,9 +27,9 @@ from rlpipe.plan.learner_time import StepTime, Work
 RANKS = (2, 4, 8)
 """Numbers of ranks that are proposed."""
 LIMITS = ("device_memory_gib", "host_memory_gib")
-MOST_DOUBLED = 4
+MAX_DOUBLED = 4
 """Most times that a machine's memory is doubled."""
-MOST_PAIRS = 3
+MAX_PAIRS = 3
 """Most pairs of changes that are proposed if no single change is enough."""
 
 Options = Mapping[str, Any]
@@ -49,7 +49,7 @@ class LearnerChange:
 
 def remedies(case: LearnerCase) -> list[LearnerChange]:
     """Return the smallest change of each kind with which the learner fits; if there are none, pairs of changes."""
-    return _alone(case) or list(islice(_pairs(case), MOST_PAIRS))
+    return _alone(case) or list(islice(_pairs(case), MAX_PAIRS))
 
 
 def _alone(case: LearnerCase) -> list[LearnerChange]:
@@ -160,7 +160,7 @@ def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
 def _more_host_memory(case: LearnerCase) -> Iterator[LearnerChange]:
     """Yield the least host memory that is enough, in doublings."""
     device = case.device
-    for doubled in range(1, MOST_DOUBLED + 1):
+    for doubled in range(1, MAX_DOUBLED + 1):
         larger = replace(device, host_memory_bytes=device.host_memory_bytes * 2**doubled)
         changed = replace(case, drafts=replace(case.drafts, device=larger))
         if _fits(changed):

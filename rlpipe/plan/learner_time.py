@@ -301,7 +301,7 @@ FREE = Rates(
 """Rates at which no transfer, update or sum takes time."""
 
 
-MOST_WAYS = 1_800_000
+MAX_CANDIDATES = 1_800_000
 """Most candidates that a plan searches: divisions of the layers among modes, times numbers of persistent chunks."""
 
 
@@ -370,7 +370,7 @@ def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
     fixed = fixed_knobs(chunks.config.learner.chunked)
     for name in ("num_swapped", "num_offloaded"):
         free = sum(knob not in fixed for knob in ("num_swapped", "num_checkpointed", "num_offloaded"))
-        if math.comb(len(profile.blocks) + free, free) * (len(profile.chunks) + 1) <= MOST_WAYS:
+        if math.comb(len(profile.blocks) + free, free) * (len(profile.chunks) + 1) <= MAX_CANDIDATES:
             break
         fixed.setdefault(name, 0)
     return fixed

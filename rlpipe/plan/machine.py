@@ -13,7 +13,7 @@ from rlpipe.learner.strategies.chunked import GIB
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
 from rlpipe.plan.learner_case import LearnerCase
-from rlpipe.plan.learner_plan import MOST_DOUBLED, with_options
+from rlpipe.plan.learner_plan import MAX_DOUBLED, with_options
 from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.scoring.pools import resolve_pools
 
@@ -152,7 +152,7 @@ def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) 
 
 def _more_memory(case: MachineCase) -> Iterator[str]:
     """Yield the least host memory that is enough, in doublings; not for chunks, which would use more of it."""
-    for doubled in range(1, MOST_DOUBLED + 1):
+    for doubled in range(1, MAX_DOUBLED + 1):
         larger = replace(case.device, host_memory_bytes=case.device.host_memory_bytes * 2**doubled)
         if replace(case, device=larger).fits:
             yield f"--host-memory-gib {larger.host_memory_bytes / GIB:g}"

@@ -62,7 +62,7 @@ class StepQueue(Notifier):
         self._batches: dict[int, list[TrainBatch]] = {}
         self._newest = -1
         self._ends_before: int | None = None
-        self._life = 0
+        self._incarnation = 0
 
     @property
     def wanted(self) -> int | None:
@@ -101,7 +101,7 @@ class StepQueue(Notifier):
 
     async def begin_again(self) -> None:
         """Start over for new ranks, which may ask from any step on; waiting calls of the old ranks return None."""
-        self._life += 1
+        self._incarnation += 1
         self._wanted, self._batches, self._newest = None, {}, -1
         if self._ends_before is not None:
             self._ends_before = 0
@@ -109,10 +109,10 @@ class StepQueue(Notifier):
 
     async def batch(self, step: int, rank: int) -> TrainBatch | None:
         """Return the rank's share of the step once it is ready, or None if the run stops before it."""
-        life = self._life
+        incarnation = self._incarnation
 
         def is_over() -> bool:
-            return life != self._life or self._is_after_end(step)
+            return incarnation != self._incarnation or self._is_after_end(step)
 
         await self.wait_for(lambda: step in self._batches or is_over())
         if is_over():

@@ -276,8 +276,8 @@ def _failures_at_start(name: str, timeout_s: float) -> Iterator[None]:
     except RayTaskError as error:
         raise root_cause(error, f"actor {name} failed at its start") from None
     except (RayActorError, OutOfMemoryError) as error:
-        lives = isinstance(error, ActorUnavailableError)
-        raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}", may_live=lives) from None
+        is_alive = isinstance(error, ActorUnavailableError)
+        raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}", may_live=is_alive) from None
 
 
 def end_actors(kept: Set[str]) -> None:

@@ -223,8 +223,8 @@ class EnginePool:
                     raise EngineDied(KILLED, process_alive=False) from None
                 raise EngineDied(describe_failure(error)) from None
             except RayError as error:  # it died, Ray killed it for its memory use, or Ray can't reach it
-                lives = isinstance(error, ActorUnavailableError)
-                raise EngineDied(describe_failure(error), process_alive=lives) from None
+                is_alive = isinstance(error, ActorUnavailableError)
+                raise EngineDied(describe_failure(error), process_alive=is_alive) from None
             self._fleet.answered(name, finished=bool(receipts))
             self._dispatch_waiting()  # the engine may have been the last suspect
             finished = [self._router.finish(receipt.group_id) for receipt in receipts]

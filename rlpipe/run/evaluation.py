@@ -13,7 +13,7 @@ from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.replay.assemble import EBFT, reward_metrics
 from rlpipe.scoring.scorer import GroupScores, apply_scores
-from rlpipe.tracking.jsonl import MOST_HELD_OUT
+from rlpipe.tracking.jsonl import MAX_HELD_OUT
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 Metrics = dict[str, float]
@@ -25,7 +25,7 @@ class Evaluated:
 
     metrics: Metrics
     groups: list[RolloutGroup]
-    """Groups of the first ``MOST_HELD_OUT`` prompts, in their order, except those that could not be scored."""
+    """Groups of the first ``MAX_HELD_OUT`` prompts, in their order, except those that could not be scored."""
 
 
 class Evaluator:
@@ -114,7 +114,7 @@ class _Evaluation:
         self._groups.append(group)
         if len(self._groups) == self._num_groups and not self.result.done():
             scored = [own for own in self._groups if own.failure is None]
-            first = sorted(self._groups, key=lambda own: -own.group_id)[:MOST_HELD_OUT]
+            first = sorted(self._groups, key=lambda own: -own.group_id)[:MAX_HELD_OUT]
             groups = [own for own in first if own.failure is None]
             self.result.set_result(Evaluated(metrics=self._metrics(scored), groups=groups))
 

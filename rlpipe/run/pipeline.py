@@ -68,7 +68,7 @@ from rlpipe.tracking.jsonl import (
     EVALUATIONS_FILE,
     EVENTS_FILE,
     METRICS_FILE,
-    MOST_HELD_OUT,
+    MAX_HELD_OUT,
     CompletionsLog,
     StepLog,
     num_steps_logged,
@@ -438,7 +438,7 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
     )
     log, num_logged = partial(CompletionsLog, tokenizer=load_tokenizer(run.model)), config.tracking.log_completions
     completions = log(run.output / COMPLETIONS_FILE, num_groups=num_logged, first_step=start.step + 1)
-    num_held_out = MOST_HELD_OUT if num_logged else 0  # the version that a run begins with is evaluated again
+    num_held_out = MAX_HELD_OUT if num_logged else 0  # the version that a run begins with is evaluated again
     evaluations = log(run.output / EVALUATIONS_FILE, num_groups=num_held_out, first_step=start.step)
     health = HealthWatch(config, read_rows(run.output / METRICS_FILE))
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, evaluations, health)

@@ -9,7 +9,7 @@ from typing import Any
 
 COMPLETIONS = "completions"
 """Name of the table in every tracker."""
-LONGEST_CELL = 2000
+MAX_CELL_CHARS = 2000
 """Characters of a text in Markdown; the other forms have all of it."""
 
 
@@ -64,6 +64,6 @@ def _show(value: Any) -> str:
 
 def _plain(text: str) -> str:
     """Return a text as entities of HTML, which Markdown and HTML both show as they are."""
-    shown = text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]}…"
+    shown = text if len(text) <= MAX_CELL_CHARS else f"{text[:MAX_CELL_CHARS]}…"
     escaped = html.escape(shown).replace("\n", "<br>")
     return "".join(f"&#{ord(char)};" if char in "|*_`[]()#~\\!" else char for char in escaped)

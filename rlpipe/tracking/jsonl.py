@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 """Answers to held-out prompts, in the form of the completions; a version's rows have its number as their step."""
-MOST_HELD_OUT = 100
+MAX_HELD_OUT = 100
 """Held-out prompts whose answers are logged, the same ones at each evaluation."""
 EVENTS_FILE = "events.jsonl"
 """Events of a run that has no ledger, which keeps those of others."""

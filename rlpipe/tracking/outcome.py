@@ -18,7 +18,7 @@ from rlpipe.errors import Interrupted
 
 OUTCOME_FILE = "outcome.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
-MOST_EARLIER = 50
+MAX_EARLIER = 50
 """Earlier commands that are kept."""
 
 
@@ -43,7 +43,7 @@ class RunOutcome:
 def recorded_outcome(output: Path) -> Iterator[None]:
     """Record that a command runs, and how it ends; what can't be written, on a full disk for example, is not."""
     before = read_outcome(output)
-    earlier = [] if before is None else [*before.earlier, replace(before, earlier=[])][-MOST_EARLIER:]
+    earlier = [] if before is None else [*before.earlier, replace(before, earlier=[])][-MAX_EARLIER:]
     running = RunOutcome(
         state=RUNNING, host=socket.gethostname(), pid=os.getpid(), began_at=time.time(), earlier=earlier
     )

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 EVERY_STEP_UNTIL = 20
 LINES_AFTERWARDS = 50
-LONGEST_SILENCE_S = 10.0
+MAX_SILENCE_S = 10.0
 REFRESHES_PER_SECOND = 4
 
 
@@ -92,7 +92,7 @@ class PlainProgress:
             step - self._first_step <= EVERY_STEP_UNTIL
             or step % every == 0
             or step == self._view.total
-            or self._clock() - self._printed_at >= LONGEST_SILENCE_S
+            or self._clock() - self._printed_at >= MAX_SILENCE_S
         )
 
     def _line(self) -> str:

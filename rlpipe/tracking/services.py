@@ -13,7 +13,7 @@ from uuid import uuid4
 from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
 
 WANDB_ID_FILE, MLFLOW_ID_FILE, TRACKIO_NAME_FILE = "wandb_run_id.txt", "mlflow_run_id.txt", "trackio_run_name.txt"
-LONGEST_PARAMETER = 500
+MAX_PARAMETER_CHARS = 500
 """Characters of a parameter's value, of which MLflow takes no more."""
 PARAMETERS_AT_ONCE = 100
 
@@ -78,7 +78,7 @@ class MlflowTracker:
 
         def create() -> str:
             made: str = self._client.create_run(experiment, run_name=run_name).info.run_id
-            values = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in leaves(config)]
+            values = [Param(key, str(value)[:MAX_PARAMETER_CHARS]) for key, value in leaves(config)]
             for start in range(0, len(values), PARAMETERS_AT_ONCE):
                 self._client.log_batch(made, params=values[start : start + PARAMETERS_AT_ONCE])
             return made

@@ -142,7 +142,7 @@ class RunView:
         return "".join(SPARKS[round((reward - low) * scale)] for reward in finite)
 
 
-LONGEST_CELL = 40
+MAX_CELL_CHARS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +199,4 @@ def show_time(seconds: float | None) -> str | None:
 def show_start(text: str) -> str:
     """Return as much of a text as a cell holds, in one line."""
     line = printable(" ".join(text.split()))
-    return line if len(line) <= LONGEST_CELL else f"{line[: LONGEST_CELL - 1]}…"
+    return line if len(line) <= MAX_CELL_CHARS else f"{line[: MAX_CELL_CHARS - 1]}…"

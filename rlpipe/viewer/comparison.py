@@ -8,8 +8,8 @@ from typing import Any
 
 from rlpipe.viewer.viewed_run import HELD_OUT, ViewedRun
 
-MOST_PROMPTS = 200
-MOST_GROUPS = 200
+MAX_PROMPTS = 200
+MAX_GROUPS = 200
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -58,7 +58,7 @@ def shared_prompts(left: Side, right: Side, text: str = "") -> list[dict[str, An
             " b.number, b.reward, b.oldest, b.newest"
             f" FROM ({groups[0][0]}) AS a JOIN ({groups[1][0]}) AS b USING (key)"
             f" WHERE {condition} AND (? = '' OR instr(a.lower, ?))"
-            f" ORDER BY abs(coalesce(b.reward - a.reward, 0)) DESC, a.newest - a.oldest DESC LIMIT {MOST_PROMPTS}",
+            f" ORDER BY abs(coalesce(b.reward - a.reward, 0)) DESC, a.newest - a.oldest DESC LIMIT {MAX_PROMPTS}",
             (*groups[0][1], *groups[1][1], text.lower(), text.lower()),
         ).fetchall()
     names = ("number", "reward", "oldest", "newest")
@@ -83,7 +83,7 @@ def groups_of_prompt(side: Side, key: int) -> list[dict[str, Any]]:
         rows = connection.execute(
             f"SELECT {columns} FROM {side.table} WHERE {test}"
             " AND prompt = (SELECT prompt FROM prompts WHERE key = ?)"
-            f" ORDER BY version DESC, 1 DESC LIMIT {MOST_GROUPS}",
+            f" ORDER BY version DESC, 1 DESC LIMIT {MAX_GROUPS}",
             (*values, key),
         ).fetchall()
     return [dict(zip(("group_id", "step", "version", "reward", "state"), row, strict=True)) for row in rows]

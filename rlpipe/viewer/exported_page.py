@@ -21,10 +21,10 @@ from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.viewed_run import ViewedRun
 from rlpipe.viewer.web_app import static_files, to_json
 
-MOST_BYTES = 6 * 2**20
+MAX_BYTES = 6 * 2**20
 """Size of all groups' completions and images, after which further ones are left out."""
-MOST_POINTS, MOST_EVENTS = 1000, 1000
-MOST_TOKENS = 1000
+MAX_POINTS, MAX_EVENTS = 1000, 1000
+MAX_TOKENS = 1000
 NUM_NEWEST, NUM_EXTREME = 300, 100
 """Groups of a run in the table: the newest, and those with the highest and the lowest rewards."""
 NUM_READ, NUM_EXTREME_READ = 24, 8
@@ -39,7 +39,7 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     """Write the page; return its size in bytes, and what was left out, which the page says, too."""
     trees: list[dict[str, Any]] = []
     left_out = ["this is a copy: it does not follow a run that goes on"]
-    left = MOST_BYTES
+    left = MAX_BYTES
     for run in runs:
         run.refresh()
         tree, used, lines = _describe_run(
@@ -76,17 +76,17 @@ def _compared(runs: Sequence[ViewedRun], run: ViewedRun, *, held_out: bool) -> d
 
 def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> tuple[dict[str, Any], int, list[str]]:
     """Return what the page holds of a run, the bytes of its groups, and what was left out."""
-    series = run.series.get(run.series.names, most_points=MOST_POINTS)
+    series = run.series.get(run.series.names, most_points=MAX_POINTS)
     summary = run.summary()
     summary["ended_at"] = summary["ended_at"] or time.time()  # the page's curves end now
     tree: dict[str, Any] = {"summary": summary, "series": series, "groups": {}, "images": {}}
     tree |= {"diagnosis": run.diagnosis(), "parts": run.parts()}
     lines = []
     if any(found["stands_for"] > 1 for found in series.values()):
-        lines.append(f"curves have at most {MOST_POINTS} points, means of several steps")
+        lines.append(f"curves have at most {MAX_POINTS} points, means of several steps")
     if run.index is None:
         with suppress(DataError):
-            tree["events"], tree["marks"] = run.events(limit=MOST_EVENTS), run.marks()
+            tree["events"], tree["marks"] = run.events(limit=MAX_EVENTS), run.marks()
         return tree, 0, [*lines, "it has no ledger, which keeps the groups"]
     extremes = [GroupQuery(sort="reward", descending=descending) for descending in (True, False)]
     newest = run.groups(GroupQuery(), NUM_NEWEST)
@@ -97,7 +97,7 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
     missing = [group_id for group_id in dict.fromkeys(wanted) if group_id not in rows]
     rows |= {row["group_id"]: row for row in run.rows_of(missing)}
     used = _add_groups(tree, run, [group_id for group_id in dict.fromkeys(wanted) if group_id in rows], most_bytes)
-    events = run.events(limit=MOST_EVENTS)
+    events = run.events(limit=MAX_EVENTS)
     tree |= {
         "rows": sorted(rows.values(), key=lambda row: -row["group_id"]),
         "choices": run.choices(),
@@ -106,7 +106,7 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
     }
     if len(rows) < run.index.num_groups:
         lines.append(f"the table has {len(rows):,} of {run.index.num_groups:,} groups: new, best, worst, and compared")
-    lines.append(f"{len(tree['groups'])} groups have their completions, up to {MOST_TOKENS} tokens of each")
+    lines.append(f"{len(tree['groups'])} groups have their completions, up to {MAX_TOKENS} tokens of each")
     if events["before"] is not None:
         lines.append(f"only the newest {len(events['events'])} events")
     return tree, used, lines
@@ -117,7 +117,7 @@ def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], 
     used = 0
     for group_id in group_ids:
         try:
-            group = run.group(group_id, most_tokens=MOST_TOKENS)
+            group = run.group(group_id, most_tokens=MAX_TOKENS)
         except DataError:  # its tokens are damaged, or another viewer has read the run's evaluations anew
             continue
         images = [run.image(group_id, number) for number in range(group.get("num_images", 0))]

@@ -12,7 +12,7 @@ from rlpipe.data.row_view import TextPiece, split_row
 from rlpipe.replay.ledger.query import GroupRow, to_tree
 from rlpipe.types import EpisodeTrace, FloatArray, Rollout, RolloutGroup
 
-MOST_TOKENS = 2000
+MAX_TOKENS = 2000
 """Tokens of a sequence that are sent at first."""
 IMAGE_KINDS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 """Types of images by their first bytes; others are sent as bytes without a type."""
@@ -28,7 +28,7 @@ def describe_group(
     tokenizer: Any,
     *,
     differences: FloatArray | None = None,
-    most_tokens: int = MOST_TOKENS,
+    most_tokens: int = MAX_TOKENS,
 ) -> dict[str, Any]:
     """Return a group; without a ``tokenizer``, its tokens are shown as numbers.
 

@@ -28,7 +28,7 @@ BATCH = 2000
 """Groups that one transaction adds."""
 MAX_FUNCTIONS = 32
 """Reward functions that have a column."""
-LONGEST_START = 160
+MAX_START_CHARS = 160
 """Characters of a prompt's last message that are kept as they are, to be shown."""
 BUSY_TIMEOUT_S = 10.0
 STATUS_BITS = {status.value: 1 << index for index, status in enumerate(RolloutStatus)}
@@ -69,7 +69,7 @@ def _group_of(row: dict[str, Any]) -> Any:
 
 def shown_start(prompt: str | Sequence[dict[str, Any]]) -> str:
     """Return the start of a prompt's last message, by which it is told from others: the first is often the same."""
-    return prompt_text(prompt if isinstance(prompt, str) else prompt[-1:])[:LONGEST_START]
+    return prompt_text(prompt if isinstance(prompt, str) else prompt[-1:])[:MAX_START_CHARS]
 
 
 def prompt_key(text: str) -> int:
@@ -213,8 +213,10 @@ class _IndexUpdate:
         checkpoint, last = self._ledger.checkpoint_step, self._ledger.rows("SELECT max(step) FROM groups")[0][0]
         first_open = self._ledger.rows(f"SELECT min(group_id) FROM groups WHERE state IN {OPEN}")[0][0]
         known_step = self._get("last_step")
-        life = self._ledger.get("life")
-        start = int(self._get("first_open", 0)) if self._get("life") == life else 0  # a resumed run may release groups
+        incarnation = self._ledger.get("incarnation")
+        start = (
+            int(self._get("first_open", 0)) if self._get("incarnation") == incarnation else 0
+        )  # a resumed run may release groups
         if known_step is not None:  # groups of the last step change once more, when the run ends
             query = "SELECT min(group_id) FROM groups WHERE step >= ?"
             start = min(start, self._ledger.rows(query, known_step)[0][0] or start)
@@ -232,14 +234,18 @@ class _IndexUpdate:
             start = rows[-1][0] + 1
         else:  # goes on from here, but for what may still change
             with self._transaction():
-                self._set(first_open=start if first_open is None else min(start, first_open), last_step=last, life=life)
+                self._set(
+                    first_open=start if first_open is None else min(start, first_open),
+                    last_step=last,
+                    incarnation=incarnation,
+                )
             return
         with self._transaction():
             self._connection.execute(
                 "UPDATE entries SET state = 'TRAINED' WHERE state = 'ASSIGNED' AND step < ?", (checkpoint,)
             )
             following = self._index.num_groups if first_open is None else first_open
-            self._set(first_open=following, last_step=last, life=life)
+            self._set(first_open=following, last_step=last, incarnation=incarnation)
 
     def _reason(self, text: str | None) -> int | None:
         if text is None:

@@ -11,10 +11,10 @@ from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.viewer.group_index import STATUS_BITS, GroupIndex
 
 PAGE = 50
-MOST_COUNTED = 100_000
+MAX_COUNTED = 100_000
 """Matches beyond which groups are not counted any more."""
 FEW_PROMPTS = 1000
-MOST_CHOICES = 40
+MAX_CHOICES = 40
 SORTS = {
     "id": "group_id",
     "step": "step",
@@ -86,11 +86,11 @@ def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPa
 
 
 def count_groups(index: GroupIndex, query: GroupQuery) -> int:
-    """Return the number of groups that match, at most ``MOST_COUNTED``."""
+    """Return the number of groups that match, at most ``MAX_COUNTED``."""
     with index.reading() as connection:
         conditions, values = _conditions(index, connection, query)
         where = " AND ".join(conditions) or "1"
-        counted = f"SELECT count(*) FROM (SELECT 1 FROM entries WHERE {where} LIMIT {MOST_COUNTED})"
+        counted = f"SELECT count(*) FROM (SELECT 1 FROM entries WHERE {where} LIMIT {MAX_COUNTED})"
         return int(connection.execute(counted, values).fetchone()[0])
 
 
@@ -133,7 +133,7 @@ def find_choices(index: GroupIndex) -> dict[str, list[str]]:
         states = connection.execute("SELECT state FROM entries GROUP BY state ORDER BY count(*) DESC").fetchall()
         reasons = connection.execute(
             "SELECT text FROM reasons JOIN (SELECT reason, count(*) AS number FROM entries WHERE reason IS NOT NULL"
-            f" GROUP BY reason) USING (reason) ORDER BY number DESC LIMIT {MOST_CHOICES}"
+            f" GROUP BY reason) USING (reason) ORDER BY number DESC LIMIT {MAX_CHOICES}"
         ).fetchall()
     found = {"functions": functions, "states": states, "reasons": reasons}
     return {name: [row[0] for row in rows] for name, rows in found.items()} | {"statuses": [*STATUS_BITS]}

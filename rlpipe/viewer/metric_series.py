@@ -16,7 +16,7 @@ from rlpipe.tracking.jsonl import rows_after
 BATCH = 500
 LARGEST_STEP, LARGEST = 2**62, 1e308
 """Numbers beyond which a line was not written by a run, and has no place in an array."""
-MOST_POINTS = 3000
+MAX_POINTS = 3000
 """Points of a series that are sent; of more, means of neighbours are."""
 
 
@@ -82,7 +82,7 @@ class MetricSeries:
             series = self._series.get(name)
             return None if series is None else next((x for x in reversed(series.values) if math.isfinite(x)), None)
 
-    def get(self, names: Iterable[str], most_points: int = MOST_POINTS) -> dict[str, dict[str, Any]]:
+    def get(self, names: Iterable[str], most_points: int = MAX_POINTS) -> dict[str, dict[str, Any]]:
         """Return ``steps`` and ``values`` of those metrics that the run has, and how many steps each point stands for.
 
         Not all are equally dense: evaluations are rare.

@@ -11,11 +11,11 @@ from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.outcome import RUNNING, RunOutcome
 
-MOST_MARKS = 500
+MAX_MARKS = 500
 """Newest events, and newest deaths, from which the page chooses its marks above curves."""
 DISCARD_MARKS = 40
 """Parts of the run's time whose discarded groups have one mark for each reason."""
-MOST_REASONS = 50
+MAX_REASONS = 50
 RESUME, END, DISCARD = "resume", "end", "discard"
 """Kinds of events that are in no ledger."""
 FIELDS = ("id", "time", "kind", "subject", "message")
@@ -35,7 +35,7 @@ def ledger_events(ledger: Ledger, before: int | None, kind: str, limit: int) -> 
     kinds = ledger.rows("SELECT kind, count(*) FROM events GROUP BY kind ORDER BY 2 DESC")
     discards = ledger.rows(
         f"SELECT reason, count(*), min({_WHEN}), max({_WHEN}) FROM groups WHERE state = 'DISCARDED'"
-        f" GROUP BY reason ORDER BY 2 DESC LIMIT {MOST_REASONS}"
+        f" GROUP BY reason ORDER BY 2 DESC LIMIT {MAX_REASONS}"
     )
     return {
         "events": [dict(zip(FIELDS, row, strict=True)) for row in rows[:limit]],
@@ -66,15 +66,15 @@ def ledger_marks(ledger: Ledger) -> list[dict[str, Any]]:
         "SELECT id, time, kind, subject, message FROM events WHERE"
         " id IN (SELECT id FROM events ORDER BY id DESC LIMIT ?)"
         " OR id IN (SELECT id FROM events WHERE kind = 'death' ORDER BY id DESC LIMIT ?) ORDER BY id DESC",
-        MOST_MARKS,
-        MOST_MARKS,
+        MAX_MARKS,
+        MAX_MARKS,
     )
     return [dict(zip(FIELDS, row, strict=True)) for row in rows]
 
 
 def logged_marks(log: Path) -> list[dict[str, Any]]:
     """Return what ``ledger_marks`` does for a run without a ledger, from its log of events."""
-    found = [row for kind in ("", "death") for row in logged_events(log, None, kind, MOST_MARKS)["events"]]
+    found = [row for kind in ("", "death") for row in logged_events(log, None, kind, MAX_MARKS)["events"]]
     return [*{row["id"]: row for row in found}.values()]
 
 
@@ -86,7 +86,7 @@ def _discards(ledger: Ledger) -> Iterator[dict[str, Any]]:
         " SELECT gone.reason, count(*), max(gone.time) FROM gone, range"
         f" GROUP BY gone.reason, CAST((gone.time - first) / length * {DISCARD_MARKS} AS INT)"
         " ORDER BY 2 DESC LIMIT ?",
-        MOST_MARKS,
+        MAX_MARKS,
     )
     for number, (reason, count, moment) in enumerate(rows):
         groups = "1 group" if count == 1 else f"{count:,} groups"

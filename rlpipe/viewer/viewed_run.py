@@ -26,7 +26,7 @@ from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FIL
 from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
 from rlpipe.tracking.part_states import PARTS_FILE, read_parts
 from rlpipe.viewer import run_events
-from rlpipe.viewer.group_detail import MOST_TOKENS, describe_group, describe_logged, describe_texts
+from rlpipe.viewer.group_detail import MAX_TOKENS, describe_group, describe_logged, describe_texts
 from rlpipe.viewer.group_index import GroupIndex, shown_start
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
@@ -177,7 +177,7 @@ class ViewedRun:
         if outcome.state != RUNNING:
             return outcome.state
         if outcome.host == socket.gethostname():
-            return RUNNING if _lives(outcome) else "killed"
+            return RUNNING if _is_alive(outcome) else "killed"
         return RUNNING if time.time() - self._changed_at < QUIET_S else SILENT
 
     @property
@@ -305,7 +305,7 @@ class ViewedRun:
         """Return the values that the table's filters offer."""
         return find_choices(self.needed_index())
 
-    def group(self, group_id: int, *, most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+    def group(self, group_id: int, *, most_tokens: int = MAX_TOKENS) -> dict[str, Any]:
         """Return one group in full; raise ``DataError`` if it is not in the ledger.
 
         An id below 0 stands for an answer to a held-out prompt.
@@ -361,8 +361,8 @@ class ViewedRun:
         return group.prompt.images[number].content
 
 
-def _lives(outcome: RunOutcome) -> bool:
-    """Return whether the run's driver lives on this machine, and not a later process with its number."""
+def _is_alive(outcome: RunOutcome) -> bool:
+    """Return whether the run's driver is alive on this machine, and not a later process with its number."""
     try:
         return psutil.Process(outcome.pid).create_time() <= outcome.began_at + CLOCK_S
     except psutil.Error:

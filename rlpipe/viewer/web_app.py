@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlpipe.common.imports import describe_error
 from rlpipe.errors import InputError
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
-from rlpipe.viewer.group_detail import MOST_TOKENS, image_kind
+from rlpipe.viewer.group_detail import MAX_TOKENS, image_kind
 from rlpipe.viewer.group_query import BOUNDS, FUNCTION, PAGE, GroupQuery
 from rlpipe.viewer.viewed_run import NotInRun, ViewedRun, ViewedRuns
 
@@ -152,7 +152,7 @@ class Pages:
         return self._run(asked).groups(make_query(asked), size)
 
     def _group(self, asked: QueryParams) -> Any:
-        return self._run(asked).group(_integer(asked, "id") or 0, most_tokens=_integer(asked, "tokens") or MOST_TOKENS)
+        return self._run(asked).group(_integer(asked, "id") or 0, most_tokens=_integer(asked, "tokens") or MAX_TOKENS)
 
     def _events(self, asked: QueryParams) -> Any:
         return self._run(asked).events(before=_integer(asked, "before"), kind=asked.get("kind", ""))

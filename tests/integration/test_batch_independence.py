@@ -16,7 +16,7 @@ from rlpipe.types import GroupRequest, RolloutGroup
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.covering(0)]
 NUM_GROUPS = 8
-MOST_STEPS = 7
+MAX_STEPS = 7
 Tokens = dict[int, list[list[int]]]
 
 
@@ -49,7 +49,7 @@ def alone(engine: Engine) -> Tokens:
 @settings(max_examples=20, deadline=None)
 @given(
     order=st.permutations(range(NUM_GROUPS)),
-    pauses=st.lists(st.integers(0, MOST_STEPS), min_size=NUM_GROUPS, max_size=NUM_GROUPS),
+    pauses=st.lists(st.integers(0, MAX_STEPS), min_size=NUM_GROUPS, max_size=NUM_GROUPS),
 )
 def test_tokens_do_not_depend_on_the_batch(
     engine: Engine, alone: Tokens, order: Sequence[int], pauses: Sequence[int]

@@ -25,7 +25,7 @@ PAGES = ROOT / "docs" / "tutorial"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 FILES, SHOWN = ("python", "yaml", "json"), ("text", "console")
 SECOND_TERMINAL = "second terminal"
-LONGEST_S = 1000
+MAX_S = 1000
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Terminal:
         script = f"set -e\n{text}\nexport -p > {self.exports}"
         with self.start(script, subprocess.PIPE) as process:
             try:
-                output, _ = process.communicate(timeout=LONGEST_S)
+                output, _ = process.communicate(timeout=MAX_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGTERM)  # its run, too
                 output, _ = process.communicate(timeout=60)

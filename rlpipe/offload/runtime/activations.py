@@ -123,7 +123,7 @@ def make_streams(device: torch.device) -> Streams:
     return Streams(copies_in=make_stream(), copies_out=make_stream(), worker=worker)
 
 
-MOST_SPARE = 4 * 2**30
+MAX_SPARE = 4 * 2**30
 """Most bytes that an arena allocates beyond its need; plans leave a tenth of the host's free memory for this."""
 
 
@@ -189,7 +189,7 @@ class HostArena:
         """Make all memory available again; nothing that was taken may still be in use."""
         if self._used > self.num_bytes:
             # Pinning is slow: micro batches that are each a little longer must not pin memory every time.
-            room = self.num_bytes + min(self.num_bytes // 4, MOST_SPARE)
+            room = self.num_bytes + min(self.num_bytes // 4, MAX_SPARE)
             self.close()
             self._buffer = HostBuffer(max(self._used, room), pin=self._pin)
         self._used = 0

@@ -231,7 +231,7 @@ SETTINGS: Mapping[str, type] = {
     "place": list,
     "checkpoint_step": int,
     "digests": dict,
-    "life": int,
+    "incarnation": int,
 }
 """Types of the values in ``meta``."""
 ENVIRONMENT = {

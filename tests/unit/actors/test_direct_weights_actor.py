@@ -52,11 +52,11 @@ def manifest(version: int) -> WeightsManifest:
     return WeightsManifest(version=version, kind=WeightsKind.FULL, digest=digest, num_buckets=0, num_bytes=24)
 
 
-async def send(actor: DirectWeightsActor, version: int, life: int = 1) -> int:
+async def send(actor: DirectWeightsActor, version: int, incarnation: int = 1) -> int:
     """Offer and publish a version, as the learner does."""
-    num_processes = await actor.offer(replace(manifest(version), digest="", transfer=TRANSFER), life)
+    num_processes = await actor.offer(replace(manifest(version), digest="", transfer=TRANSFER), incarnation)
     if num_processes:
-        await actor.publish(manifest(version), [], life)
+        await actor.publish(manifest(version), [], incarnation)
     return num_processes
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_a_dead_learner_left_is_reported_and_not_waited_for(
     async def act(actor: DirectWeightsActor) -> None:
         await actor.offer(replace(manifest(5), digest="", transfer=TRANSFER), 1)
         await asyncio.sleep(0.01)
-        assert await send(actor, 4, life=2) == 1 + WORKERS
+        assert await send(actor, 4, incarnation=2) == 1 + WORKERS
         news = await served(actor)
         assert (news.version, news.engines) == (4, ("a",))
         assert (KILLED if failed else "within weights.timeout_s=0.2 seconds") in news.lost["b"].reason

@@ -19,7 +19,7 @@ from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_case import LearnerCase, TraceCache
 from rlpipe.plan.learner_memory import CUDA_CONTEXT_BYTES, HOST_BYTES, DeviceBytes, HostBytes, meta_policy, nf4_bytes
-from rlpipe.plan.learner_plan import MOST_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
+from rlpipe.plan.learner_plan import MAX_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
 from rlpipe.plan.learner_time import chunked_time, plain_time, read_work
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.sections import read_loop
@@ -301,7 +301,7 @@ def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
     model, device = "Qwen/Qwen3-14B", DEVICES["rtx3090-24g"]
     found = plan(model, "model=full", device=device)
     assert not found.fits
-    assert len(found.changes) == MOST_PAIRS
+    assert len(found.changes) == MAX_PAIRS
     chunked = "learner.offload=chunked model.gradient_checkpointing=false learner.chunked.state_dtype=bfloat16"
     assert [change.change for change in found.changes[:2]] == [
         f"{chunked} model.adapter.kind=lora",

@@ -116,7 +116,7 @@ def test_groups_that_a_resumed_run_releases_are_read_again(tmp_path: Path) -> No
     going = ViewerRun(tmp_path / "run").train(2)
     run = viewed(tmp_path / "run")
     assert ids(run, state="ASSIGNED", bounds=(("step", 0, 0),)) == [2, 1, 0]
-    going.ledger.set(life=1)
+    going.ledger.set(incarnation=1)
     going.ledger.release(0, "the run begins again")
     run.refresh()
     assert ids(run, reason="the run begins again") == [6, 5, 4, 2, 1, 0]

@@ -354,7 +354,7 @@ def test_the_chart_library_is_the_release_that_it_names() -> None:
 def test_marks_have_deaths_that_are_older_than_the_newest_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpipe.viewer.run_events.MOST_MARKS", 3)
+    monkeypatch.setattr("rlpipe.viewer.run_events.MAX_MARKS", 3)
     kinds = ["death", "death", "health", "recovery", "death", "death", "recovery"]
     written = ViewerRun(tmp_path / "run").train(1)
     log = StepLog(tmp_path / "log" / EVENTS_FILE, 0)
