@@ -77,7 +77,7 @@ class DatasetActor(StepServer):
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[LedgerEvent] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._seen = -1
         self._ahead: asyncio.Task[None] | None = None
         """Packs the step after the newest one that a rank has."""
@@ -182,8 +182,8 @@ class DatasetActor(StepServer):
 
     def _report_once(self, message: str) -> None:
         """Report a message to the driver's user, who does not see this process's log; each message only once."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._reported:
+            self._reported.add(message)
             self._keep_event("data", "rows", message)
 
     async def held_out(self, rank: int) -> list[MiniBatch]:

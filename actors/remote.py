@@ -25,10 +25,10 @@ class ObjectsLost(RunError):
 KILLED = "its process died or was killed"
 MAX_DETAIL = 200
 """Limit on the characters of Ray's description of a death."""
-STOOD_STILL_S = 1.0
-"""Seconds by which a wait ends late if the process stood still, as after Ctrl-Z or in a debugger."""
+SUSPENDED_S = 1.0
+"""Seconds by which a wait ends late if the process was suspended, as after Ctrl-Z or in a debugger."""
 CATCH_UP_S = 5.0
-"""Seconds that a process which stood still has to read the answers that came meanwhile."""
+"""Seconds that a process has after it was suspended to read the answers that came meanwhile."""
 
 
 def run_event_loop(main: Coroutine[Any, Any, Result]) -> Result:
@@ -60,14 +60,14 @@ async def wait_within(timeout_s: float, call: Awaitable[Result]) -> Result:
     """Return a call's answer; raise ``TimeoutError`` if there is none after ``timeout_s``, and cancel the call.
 
     An answer that is there counts, however late the event loop comes to it. ``asyncio.timeout`` would discard it: once
-    a process that stood still goes on, the timer is due as well, and wins.
+    a suspended process continues, the timer is due as well, and wins.
     """
     answer = asyncio.ensure_future(call)
     try:
         while not answer.done():
             deadline = time.monotonic() + timeout_s
             await asyncio.wait((answer,), timeout=timeout_s)
-            if not answer.done() and time.monotonic() < deadline + STOOD_STILL_S:
+            if not answer.done() and time.monotonic() < deadline + SUSPENDED_S:
                 raise TimeoutError
             timeout_s = CATCH_UP_S
         return answer.result()

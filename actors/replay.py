@@ -129,7 +129,7 @@ class ReplayActor(StepServer):
         self._setup = setup
         self._opened: ReplayStore | None = None
         self._features = FeatureQueue(num_ranks=setup.learner.num_ranks)
-        self._hook = HookFeed(setup.hook, self._tell_of_hook) if setup.hook is not None else None
+        self._hook = HookFeed(setup.hook, self._report_hook) if setup.hook is not None else None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._reopen()
 
@@ -212,7 +212,7 @@ class ReplayActor(StepServer):
     async def describe(self) -> dict[str, Any]:
         return {**self._store.describe(), **await super().describe()}
 
-    def _tell_of_hook(self, message: str) -> None:
+    def _report_hook(self, message: str) -> None:
         self._keep_event("hook", "hook", message)
 
     def _count_incarnation(self) -> int:

@@ -31,7 +31,7 @@ class _Turn:
     request: GroupRequest
     deadline: Deadline
     is_stopped: bool = False
-    """Whether the deadline stands still, because the engine has died or is silent."""
+    """Whether the deadline is paused, because the engine has died or is silent."""
     answer: asyncio.Future[Rollout] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -72,7 +72,7 @@ class TurnClient:
     async def sample(self, request: GroupRequest, deadline: Deadline) -> Rollout:
         """Return one answer; raise ``EngineFailed`` if the engine can't sample the request.
 
-        If it is cancelled, the engine stops to sample it. The deadline stands still from the death or the silence of an
+        If it is cancelled, the engine stops to sample it. The deadline is paused from the death or the silence of an
         engine until the group is assigned to another, or the engine answers again.
         """
         number, self._next_id = self._next_id, self._next_id + 1

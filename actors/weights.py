@@ -118,7 +118,7 @@ class WeightsActor(Notifier):
                 failure = await self._load(name, manifest, buckets)
                 if failure is None:
                     self._enrolled.add(name)
-                    self._regain(name)
+                    self._count_returned_engine(name)
                     return manifest.version
                 if failure.cause is not Cause.LEARNER:
                     break
@@ -126,7 +126,7 @@ class WeightsActor(Notifier):
         await self.notify()  # the failure may end the run
         return failure
 
-    def _regain(self, name: str) -> None:
+    def _count_returned_engine(self, name: str) -> None:
         """Count an engine that came back among those that serve the version, in case nobody has been told yet."""
         served = self._served
         if served is not None and name in served.lost:

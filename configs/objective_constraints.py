@@ -339,5 +339,5 @@ def check_unused(config: Config) -> Iterator[str]:
         is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
         if is_unused and (name, value) not in usual.items():
             online = algorithm.kind == "rl" and name.startswith(f"{PREFERENCE}.")
-            mend = "remove it, or set algorithm=online_dpo" if online else "remove it"
-            yield f"{name}: has no effect with algorithm.kind={algorithm.kind}; {mend}"
+            fix = "remove it, or set algorithm=online_dpo" if online else "remove it"
+            yield f"{name}: has no effect with algorithm.kind={algorithm.kind}; {fix}"

@@ -144,11 +144,11 @@ def nearest_name(wrong: str) -> str | None:
     """
     parent, _, word = wrong.rpartition(".")
     names = [_fill_entries(name, wrong.split(".")) for name in all_names()]
-    twins = [name for name in names if name.rpartition(".")[2] == word]
+    same_word = [name for name in names if name.rpartition(".")[2] == word]
     siblings = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent]
     similar = difflib.get_close_matches(word, siblings, n=1, cutoff=0.6)
-    if twins:
-        return difflib.get_close_matches(wrong, twins, n=1, cutoff=0)[0]
+    if same_word:
+        return difflib.get_close_matches(wrong, same_word, n=1, cutoff=0)[0]
     if similar:
         return f"{parent}.{similar[0]}" if parent else similar[0]
     others = [name for name in names if not wrong.startswith(f"{name}.")]

@@ -27,9 +27,9 @@ COLUMNS = {
     "path": "path",
 }
 """Options of ``data`` by the names of a data set's entries; an empty one chooses nothing but is understood."""
-OF_PREFERENCES = ("field_prompt", "field_chosen", "field_rejected", "field_completion", "field_label")
+PREFERENCE_COLUMNS = ("field_prompt", "field_chosen", "field_rejected", "field_completion", "field_label")
 """Entries that a type of the user's own may have in its place, such as ``type.field_label``."""
-COLUMNS |= {f"type.{name}": COLUMNS[name] for name in OF_PREFERENCES}
+COLUMNS |= {f"type.{name}": COLUMNS[name] for name in PREFERENCE_COLUMNS}
 UNDERSTOOD = {
     **dict.fromkeys(("message_field_role", "message_property_mappings.role"), ("role", "from")),
     **dict.fromkeys(("message_field_content", "message_property_mappings.content"), ("content", "value")),

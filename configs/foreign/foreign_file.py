@@ -49,7 +49,7 @@ OPENRLHF_MARKS = {
     "sft": ("multiturn", "pretrain_mode"),
 }
 """Names in a YAML file of OpenRLHF, without their sections, by the method that has them."""
-OF_PAIRS = ("beta", "precompute_ref_log_probs", "label_smoothing", "chosen_key", "rejected_key", "nll_loss_coef")
+PAIR_SETTINGS = ("beta", "precompute_ref_log_probs", "label_smoothing", "chosen_key", "rejected_key", "nll_loss_coef")
 """Names that DPO has, and other methods, too."""
 LOSS_TYPES = {"rl": TRL_LOSSES, "sft": ("nll", "chunked_nll", "dft"), "kto": ("kto",), "dpo": PREFERENCE_LOSSES}
 """Values of TRL's ``loss_type`` by the method that has them."""
@@ -59,7 +59,7 @@ GUESSES = {
     "sft": "taken for SFT: no option tells the method; --method names another",
 }
 """Notes on methods that a file does not tell with certainty."""
-OF_GRPO = ("scale_rewards", "importance_sampling_level", "loss_type")
+GRPO_SETTINGS = ("scale_rewards", "importance_sampling_level", "loss_type")
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key ``<<``, which takes the entries of other mappings."""
 TWICE = "it is given again below; the last one counts"
@@ -134,6 +134,6 @@ def _method_of(system: str, values: Mapping[str, Any]) -> tuple[str, bool]:
         first = str(types[0] if isinstance(types, list) and types else types)
         known = next((method for method, losses in LOSS_TYPES.items() if first in losses), None)
     if known is None:
-        return "dpo" if names & set(OF_PAIRS) else "sft", False
-    is_shared = known == "dpo" or (system == "trl" and known == "rl" and not names & set(OF_GRPO))
+        return "dpo" if names & set(PAIR_SETTINGS) else "sft", False
+    is_shared = known == "dpo" or (system == "trl" and known == "rl" and not names & set(GRPO_SETTINGS))
     return known, not is_shared

@@ -20,11 +20,11 @@ from rlpipe.configs.foreign.setting_rules import (
     engine_argument,
     named,
     only_if,
-    said,
     sampled,
     switched,
+    unsupported,
 )
-from rlpipe.configs.foreign.system_defaults import NO_LIMIT, OF_PEFT
+from rlpipe.configs.foreign.system_defaults import NO_LIMIT, PEFT_DEFAULT
 from rlpipe.configs.foreign.training_table import EPOCHS
 
 LENGTH = (
@@ -103,7 +103,7 @@ def chat_template(values: ForeignValues, value: Any) -> Made:
 @about(TARGETS)
 def target_modules(values: ForeignValues, value: Any) -> Made:
     """Translate names of modules, also with commas between them; a text of one that is a pattern stays one."""
-    if value == OF_PEFT:
+    if value == PEFT_DEFAULT:
         return "PEFT chooses them by the model's architecture; all linear layers are adapted here"
     if value in ("all", "all-linear", ["all"], ["all-linear"]):
         return {TARGETS: "all-linear"}
@@ -322,7 +322,7 @@ MODEL = (
     # adapter
     SettingRow(part("model"), "use_peft adapter LoraConfig get_peft_model BitsAndBytesConfig task_type lora_task_type"),
     SettingRow(quantized, "load_in_4bit", openrlhf="load_in_4bit"),
-    SettingRow(said("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
+    SettingRow(unsupported("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
     SettingRow(
         Rule("model", lambda values, value: UsedBy("model") if value == "nf4" else "a 4-bit base is in NF4"),
         "bnb_4bit_quant_type",
@@ -367,7 +367,7 @@ DATA = (
     SettingRow(Rule("data.chat", lambda values, value: {"data.chat": is_on(value)}), openrlhf="apply_chat_template"),
     SettingRow("data.chat_template_kwargs", "chat_template_kwargs.*", "data.apply_chat_template_kwargs.*"),
     SettingRow("a data.transform may add the text around a prompt", openrlhf="input_template"),
-    SettingRow(said("each of the assistant's turns is trained"), openrlhf="multiturn"),
+    SettingRow(unsupported("each of the assistant's turns is trained"), openrlhf="multiturn"),
     # columns
     SettingRow(text_column, "dataset_text_field"),
     SettingRow(column("data.prompt_column", "prompt"), verl="data.prompt_key"),

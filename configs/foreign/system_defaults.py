@@ -11,10 +11,10 @@ LENGTHS = {"max_prompt_length": NO_LIMIT, "max_completion_length": 256}
 PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
 TRL_SAMPLING = {**LENGTHS, **PREFERENCES}
 GRPO = {"num_generations": 8, "loss_type": "dapo"}
-OF_PEFT = "those of PEFT"
-OF_AXOLOTL = "0.03, at most 100 steps"
-LORA_OF_COMMANDS = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": OF_PEFT}
-LORA_OF_PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": OF_PEFT}
+PEFT_DEFAULT = "those of PEFT"
+AXOLOTL_DEFAULT = "0.03, at most 100 steps"
+COMMAND_LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": PEFT_DEFAULT}
+PEFT_LORA = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": PEFT_DEFAULT}
 LORA_OF_UNSLOTH = {
     **dict.fromkeys(("r", "lora_alpha"), 16),
     "lora_dropout": 0.0,
@@ -22,13 +22,13 @@ LORA_OF_UNSLOTH = {
     "use_gradient_checkpointing": "unsloth",
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
-OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False}
+TRANSFORMERS_DEFAULTS = {"learning_rate": 5e-5, "gradient_checkpointing": False}
 """Defaults of ``TrainingArguments``, which replace those of TRL's own configs."""
 AXOLOTL = {
     "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "lr_scheduler": "cosine",
-    "warmup_ratio": OF_AXOLOTL,
+    "warmup_ratio": AXOLOTL_DEFAULT,
 }
 OPENRLHF = {
     "train_batch_size": 128,
@@ -121,9 +121,9 @@ def default_values(system: str, method: str, given: Collection[str]) -> dict[str
     if (system, method) == ("verl", "sft") and "model.partial_pretrain" in given:
         found |= VERL_FSDP_SFT
     if system == "trl":
-        makers = {"get_peft_model": LORA_OF_UNSLOTH, "LoraConfig": LORA_OF_PEFT, "use_peft": LORA_OF_COMMANDS}
+        makers = {"get_peft_model": LORA_OF_UNSLOTH, "LoraConfig": PEFT_LORA, "use_peft": COMMAND_LORA}
         found |= next((defaults for maker, defaults in makers.items() if maker in given), {})
-        found |= OF_TRANSFORMERS if "TrainingArguments" in given else {}
+        found |= TRANSFORMERS_DEFAULTS if "TrainingArguments" in given else {}
     if system in ("trl", "axolotl") and "use_vllm" in given and method in ("rl", "rloo"):
         found["vllm_importance_sampling_mode"] = "sequence_mask"
     found |= {alpha: 16 for rank, alpha in ALPHA_OF_RANK.items() if rank in given}

@@ -16,12 +16,12 @@ from rlpipe.configs.foreign.setting_rules import (
     counted,
     named,
     positive,
-    said,
     sampled,
     switched,
     text,
+    unsupported,
 )
-from rlpipe.configs.foreign.system_defaults import OF_AXOLOTL
+from rlpipe.configs.foreign.system_defaults import AXOLOTL_DEFAULT
 
 STEPS = "a run is counted in steps: set algorithm.num_steps to epochs * rows / algorithm.groups_per_step"
 STEPS_COUNT = "the number of steps is set, and counts instead, as it does there"
@@ -127,7 +127,7 @@ def _has_no_warmup(values: ForeignValues) -> bool:
 
 @about("learner.schedule.warmup_steps")
 def warmup_ratio(values: ForeignValues, value: Any) -> Made:
-    is_default = value == OF_AXOLOTL
+    is_default = value == AXOLOTL_DEFAULT
     if _has_no_warmup(values):
         return OFF if is_default else NO_WARMUP
     if values.number(*STEPS_OF_WARMUP) is not None:
@@ -319,7 +319,7 @@ TRAINING = (
         "nothing is uploaded: rlpipe export writes a folder for transformers, PEFT and vLLM", "push_to_hub hub_*"
     ),
     SettingRow(counted("data.held_out.every_steps", is_never=True), "eval_steps", "trainer.test_freq", "eval_steps"),
-    SettingRow(said("held-out rows are evaluated at the start"), verl="trainer.val_before_train"),
+    SettingRow(unsupported("held-out rows are evaluated at the start"), verl="trainer.val_before_train"),
     SettingRow("evaluations take the likeliest tokens, with one answer to a prompt", verl="rollout.val_kwargs.*"),
     SettingRow(GREEDY, openrlhf="eval_temperature eval_n_samples_per_prompt eval.*"),
     # tracking

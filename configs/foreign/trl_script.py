@@ -141,11 +141,11 @@ class PythonScript:
 
     def _sources_of(self, trainers: Sequence[ast.Call], argument: str, source: str) -> set[int]:
         """Return the calls of a function from whose results an argument of the trainers is made."""
-        return self._calls_behind(
+        return self._calls_within(
             [node for call in trainers for name, node in _arguments(call) if name == argument], source
         )
 
-    def _calls_behind(self, nodes: list[ast.expr], source: str) -> set[int]:
+    def _calls_within(self, nodes: list[ast.expr], source: str) -> set[int]:
         """Return the calls of a function that expressions, or what is assigned to their names, contain."""
         found: set[int] = set()
         seen: set[str] = set()
@@ -171,7 +171,7 @@ class PythonScript:
                 holder = node.func.value if isinstance(node.func, ast.Attribute) else None
                 is_function = isinstance(holder, ast.Name) and holder.id not in self._assigned
                 made_of = node.args if is_function or holder is None else [holder]
-                if loaded := [part for part in made_of if self._calls_behind([part], DATA)]:
+                if loaded := [part for part in made_of if self._calls_within([part], DATA)]:
                     found[_text(node)] = None
                     rows += loaded
             elif isinstance(node, ast.Subscript):

@@ -173,7 +173,7 @@ def _log1mexp(logs: Tensor) -> Tensor:
     return torch.where(near, log_near, torch.log1p(-torch.exp(below)))
 
 
-OF_MEANS = ("ipo", "orpo", "simpo")
+MEAN_LOSSES = ("ipo", "orpo", "simpo")
 """Losses that compare means over tokens; so do their implicit rewards."""
 
 
@@ -189,7 +189,7 @@ def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
         metrics.add_total("preference/cross_entropy", cross_entropy)
         loss = loss + config.cross_entropy_coef * cross_entropy
     metrics.add_total("loss", loss)
-    rewards = config.beta * (scores.means if config.loss in OF_MEANS else scores.sums).detach()  # [P, 2]
+    rewards = config.beta * (scores.means if config.loss in MEAN_LOSSES else scores.sums).detach()  # [P, 2]
     add_pair_rewards(metrics, rewards)
     metrics.add_mean("logps/chosen", inputs.logprobs[:, 0])
     metrics.add_mean("logps/rejected", inputs.logprobs[:, 1])

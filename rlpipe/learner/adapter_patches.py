@@ -3,7 +3,7 @@
 The base is empty (without values) and only the adapter has values, so that a model of any size fits. A patch puts the
 given weight into the adapted module, has PEFT merge it, and removes it again.
 
-An empty twin of the model provides the modules to merge in. The base's tensors are gathered one at a time, each merged
+An empty copy of the model provides the modules to merge in. The base's tensors are gathered one at a time, each merged
 with the adapter's tensors for that parameter, so that no rank ever holds the whole model.
 """
 
@@ -196,7 +196,7 @@ class MergedParameter:
 
     patch: Patch
     parts: Mapping[str, nn.Parameter]
-    """Adapter parameters that change it, placeholders in the twin, by their names in the policy."""
+    """Adapter parameters that change it, placeholders in the empty model, by their names in the policy."""
 
     def merge(self, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """Return ``weight`` merged with the adapter's ``parts``; may change ``weight`` in place."""
@@ -218,17 +218,17 @@ class LiveMerge:
     def __init__(self, model: PeftModel, sharding: Sharding) -> None:
         self._model, self._sharding = model, sharding
         self._base = cast(PreTrainedModel, model.get_base_model())
-        self._twin = empty_model(self._base.config, type(self._base))
+        self._empty_model = empty_model(self._base.config, type(self._base))
         meta_tensors = {
-            id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._twin).items()
+            id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._empty_model).items()
         }
-        modules = {id(module): name for name, module in self._twin.named_modules()}
+        modules = {id(module): name for name, module in self._empty_model.named_modules()}
         try:
             config = check_mergeable(model.peft_config[ADAPTER])
         except ValueError as error:
             raise ModelError(f"model.adapter.merge: engines can't use this adapter: {error}") from None
         with torch.random.fork_rng(devices=[]):  # the values it draws are not used
-            adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
+            adapted = PeftModel(self._empty_model, replace(config, init_lora_weights=False), ADAPTER)
         self._meta_tensors = {
             live: meta_tensors[id(tensor)]
             for live, tensor in adapted.state_dict(keep_vars=True).items()
@@ -242,7 +242,7 @@ class LiveMerge:
         }
         for parameter in self._merged.values():
             parameter.empty()
-        if tied := changed_tie(self._twin, self._merged):
+        if tied := changed_tie(self._empty_model, self._merged):
             raise ModelError(
                 f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
                 "separately: leave it out of model.adapter, or use a model with tie_word_embeddings=false"

@@ -147,7 +147,7 @@ def put_tensors(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str)
         result: Any = set_peft_model_state_dict(adapted, dict(tensors), ADAPTER)
         missing = [name for name in result.missing_keys if "lora_" in name and f".{ADAPTER}" in name]
         for what, names in (
-            ("the base has no place for these tensors", result.unexpected_keys),
+            ("the base has no parameters for these tensors", result.unexpected_keys),
             ("these tensors are missing", missing),
         ):
             if names:

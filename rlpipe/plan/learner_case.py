@@ -67,9 +67,9 @@ def trace_policy(
         module.announce = trace.read
         return workload.loss_of(module, row, config.learner.logprob_chunk_tokens)
 
-    stands_for = _placeholders(policy)
-    kept = sorted({*stands_for.values()})
-    indices = {unit: index for index, unit in enumerate(stands_for)}
+    representative = _placeholders(policy)
+    kept = sorted({*representative.values()})
+    indices = {unit: index for index, unit in enumerate(representative)}
     try:
         with _only_layers(module.causal_model, [indices[unit] for unit in kept]), traceable_experts(module):
             trace = trace_on(device, module, policy.units, loss_of, compute_dtype=compute_dtype)
@@ -78,7 +78,7 @@ def trace_policy(
             f"model.path={config.model.path}: a plan can't trace {type(module.causal_model).__name__} without "
             f"real tensors, so the learner is not planned ({describe_error(error)})"
         ) from None
-    trace.stages = unfold(trace.stages, stands_for)
+    trace.stages = unfold(trace.stages, representative)
     if policy.nf4:
         sizes = policy.nf4_sizes
         trace.stages = [

@@ -70,7 +70,7 @@ def read_memory_budget(config: Config, device: Device, setup: EngineSetup | None
     """
     check_device(config, device)
     learner, num_ranks = config.learner, config.learner.num_ranks
-    engines = 0 if setup is None else engines_beside(config)
+    engines = 0 if setup is None else engines_per_rank_gpu(config)
     taken = 0 if setup is None else int(engines * _engine_share(setup) * device.memory_bytes)
     host = int(SHARE_USED * device.host_memory_bytes) // min(num_ranks, DEVICES_PER_MACHINE)
     if device.kind == "cpu":
@@ -97,7 +97,7 @@ def check_device(config: Config, device: Device) -> None:
         raise ConfigError(f"learner.num_gpus={num_gpus:g}: {device.name} has no GPU; give the GPU's --device, or set 0")
 
 
-def engines_beside(config: Config) -> int:
+def engines_per_rank_gpu(config: Config) -> int:
     """Return the number of engines that fit on a rank's GPU, if both ask for parts of GPUs."""
     part, own = config.rollout.num_gpus, config.learner.num_gpus
     if config.algorithm.kind != "rl" or not 0 < part < 1 or not 0 < own < 1:

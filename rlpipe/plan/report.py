@@ -71,9 +71,9 @@ def resolve_dtype(config: Config, device: Device) -> Config:
 
 def make_sections(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
     """Yield the sections in the order in which they are shown, one for each kind of actor."""
-    asked, config = config, resolve_dtype(config, device)
+    requested, config = config, resolve_dtype(config, device)
     yield device_section(device, [config.model.dtype])
-    yield model_section(config, described, asked_dtype=asked.model.dtype)
+    yield model_section(config, described, requested_dtype=requested.model.dtype)
     if config.algorithm.kind == "ebft_strided":
         yield unplanned_section(config.algorithm.kind)
     elif config.algorithm.kind != "rl":
@@ -81,20 +81,20 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
         yield learner_section(plan_case(case), device)
         yield machine_section(plan_machine(case, None, [], device), device)
     else:
-        yield from _make_sections_of_rl(config, asked, described, device)
+        yield from _make_sections_of_rl(config, requested, described, device)
 
 
 def _make_sections_of_rl(
-    config: Config, asked: Config, described: PreTrainedConfig, device: Device
+    config: Config, requested: Config, described: PreTrainedConfig, device: Device
 ) -> Iterator[Section]:
-    """Yield the sections of an RL run; scorers get the dtypes as asked for, because they settle ``auto`` themselves."""
+    """Yield the sections of an RL run; scorers get the dtypes as requested, because they settle ``auto`` themselves."""
     engine = plan_engine(config, described, device)
     yield engine_section(engine, device)
     case = LearnerCase(config=config, drafts=TraceCache(described, device), engines=engine.setup)
     learner = plan_case(case)
     yield learner_section(learner, device)
     engines = engine_kind(config, engine)
-    scorers = plan_scorers(asked, described, device, [engines, rank_kind(config, case.memory, case.room, device)])
+    scorers = plan_scorers(requested, described, device, [engines, rank_kind(config, case.memory, case.room, device)])
     if scorers:
         yield scorers_section(scorers, device)
     planned = [scorer for scorer in scorers if isinstance(scorer, ScorerPlan)]
@@ -103,14 +103,14 @@ def _make_sections_of_rl(
         yield loop_section(loop)
 
 
-def model_section(config: Config, described: PreTrainedConfig, *, asked_dtype: str) -> Section:
+def model_section(config: Config, described: PreTrainedConfig, *, requested_dtype: str) -> Section:
     shape = read_shape(described, config.model)
     active = f", {count(shape.num_active + shape.num_looked_up)} active" if shape.num_experts > 1 else ""
     rows = [
         ("parameters", f"{count(shape.num_parameters)}{active}"),
         ("layers", f"{shape.num_layers:,} of width {shape.hidden_size:,}"),
         ("vocabulary", f"{shape.vocab_size:,}"),
-        ("type", config.model.dtype + (" (model.dtype=auto)" if asked_dtype == AUTO else "")),
+        ("type", config.model.dtype + (" (model.dtype=auto)" if requested_dtype == AUTO else "")),
     ]
     data = {**asdict(shape), "dtype": config.model.dtype}
     return Section(name="model", title=f"model {config.model.path}", rows=rows, data=data)

@@ -391,11 +391,11 @@ def read_loop(
         training_s=learner.time.seconds,
         tokens=learner.work.step_tokens,
         takes_turns=config.replay.max_staleness == 0 or learner.room.engines > 0,
-        scores_after=not config.replay.streaming or any(_is_beside_engines(config, scorer) for scorer in scorers),
+        scores_after=not config.replay.streaming or any(_shares_gpu_with_engines(config, scorer) for scorer in scorers),
     )
 
 
-def _is_beside_engines(config: Config, scorer: ScorerPlan) -> bool:
+def _shares_gpu_with_engines(config: Config, scorer: ScorerPlan) -> bool:
     """Return whether engine and scorer may share a GPU, or are both on the CPU."""
     parts = (config.rollout.num_gpus, scorer.setup.num_gpus)
     return parts == (0, 0) or (all(0 < part < 1 for part in parts) and sum(parts) <= 1 + 1e-9)

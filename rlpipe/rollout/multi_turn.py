@@ -84,7 +84,7 @@ class _Conversation:
         """Add the first turn of all siblings."""
         self.group = group
         self._num_turns = [1] * len(group)
-        self._due = [index for index in range(len(group)) if self._goes_on(index)]
+        self._due = [index for index in range(len(group)) if self._has_next_turn(index)]
 
     def go_on(self, index: int, part: RolloutGroup) -> None:
         """Add a further turn of one sibling."""
@@ -96,7 +96,7 @@ class _Conversation:
         (answer,) = part.rollouts
         self.group.rollouts[index] = _joined(self.group.rollouts[index], answer)
         self._num_turns[index] += 1
-        if self._goes_on(index):
+        if self._has_next_turn(index):
             self._due.append(index)
 
     def take_requests(self) -> list[tuple[int, GroupRequest]]:
@@ -110,7 +110,7 @@ class _Conversation:
     def is_over(self) -> bool:
         return not self._num_waiting
 
-    def _goes_on(self, index: int) -> bool:
+    def _has_next_turn(self, index: int) -> bool:
         completed = self.group.rollouts[index].status is RolloutStatus.COMPLETED
         return completed and self._num_turns[index] <= len(self._request.prompt.turns)
 

@@ -59,7 +59,7 @@ class Need:
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
 
     @property
-    def asked(self) -> dict[str, float]:
+    def requested(self) -> dict[str, float]:
         """Amounts of the resources that are not 0, by Ray's names."""
         return {name: amount for name, amount in self.all_resources.items() if amount}
 
@@ -79,7 +79,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
             wanted = sum(need.num_cpus for need in needs)
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
             os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
-            # Otherwise Ray shows all GPUs to processes that asked for none, and a run on CPUs would fill the first.
+            # Otherwise Ray shows all GPUs to processes that requested for none, and a run on CPUs would fill the first.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         try:
             with preloading.used_by_ray(), private_services() if address is None else nullcontext():
@@ -104,7 +104,7 @@ def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
     """Raise ``ConfigError`` if the cluster has too little of a resource, naming the processes that need it."""
     total: Counter[str] = Counter()
     for need in needs:
-        total.update(need.asked)
+        total.update(need.requested)
     for resource, wanted in total.items():
         has = available.get(resource, 0.0)
         if wanted > has + 1e-9:
@@ -123,11 +123,11 @@ class Reservation:
     """
 
     def __init__(self, needs: Sequence[Need], timeout_s: float) -> None:
-        self._bundles = {need.name: need.asked for need in needs if need.asked}
+        self._bundles = {need.name: need.requested for need in needs if need.requested}
         self._index = {name: index for index, name in enumerate(self._bundles)}
         self._group = placement_group(list(self._bundles.values())) if self._bundles else None
         if self._group is not None and not self._group.wait(timeout_s):
-            timeout = no_room(self._bundles, timeout_s)
+            timeout = insufficient_resources(self._bundles, timeout_s)
             self.release()
             raise timeout
 
@@ -157,10 +157,10 @@ def release_placement_groups(ids: Set[str]) -> None:
         remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))
 
 
-def no_room(asked: Mapping[str, Mapping[str, float]], timeout_s: float) -> WaitTimeout:
-    """Return the error for processes that were not placed in time; ``asked`` is what each of them requests."""
+def insufficient_resources(requested: Mapping[str, Mapping[str, float]], timeout_s: float) -> WaitTimeout:
+    """Return the error for processes that were not placed in time; ``requested`` is what each of them requests."""
     return WaitTimeout(
-        f"the cluster did not have {asked} free within cluster.schedule_timeout_s={timeout_s:g} seconds: it has "
+        f"the cluster did not have {requested} free within cluster.schedule_timeout_s={timeout_s:g} seconds: it has "
         f"{_readable(ray.cluster_resources())}, of which {_readable(ray.available_resources())} are free; "
         "end other work, or request less"
     )

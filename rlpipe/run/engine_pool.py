@@ -164,7 +164,7 @@ class EnginePool:
                 began = time.monotonic()
                 await asyncio.sleep(pause_s)
                 if time.monotonic() - began >= pause_s + self._cluster.suspect_after_s:
-                    continue  # this process stood still, and is yet to read what engines answered
+                    continue  # this process was suspended, and is yet to read what engines answered
                 for name in self._fleet.check():
                     reason = f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
                     self._give_up_on(name, EngineDied(reason))
@@ -251,7 +251,7 @@ class EnginePool:
         """Pass finished groups on; ``finished`` are their requests, None for what another engine has finished."""
         requests = {index: request for index, request in enumerate(finished) if request is not None}
         if num_dropped := len(finished) - len(requests):  # a living engine that was given up still samples its groups
-            self._notice(name, f"{num_dropped} groups from {name} are dropped: others were asked for them meanwhile")
+            self._notice(name, f"{num_dropped} groups from {name} are dropped: other engines sample them by now")
         if not requests:
             return
         try:

@@ -20,7 +20,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.preload import preloading
 from rlpipe.run import workers
-from rlpipe.run.cluster import no_room, placement_groups, release_placement_groups
+from rlpipe.run.cluster import insufficient_resources, placement_groups, release_placement_groups
 from rlpipe.tracking.phases import PHASES
 
 Started = Callable[[ActorHandle], None]
@@ -84,8 +84,8 @@ def _learner_error(failure: WorkerGroupError) -> RlpipeError:
 
 def _controller_error(config: Config, failure: ControllerError) -> RlpipeError:
     if isinstance(failure.controller_failure, WorkerGroupStartupTimeoutError):
-        asked = {need.name: need.asked for need in workers.learner_needs(config)}
-        return no_room(asked, config.cluster.schedule_timeout_s)
+        requested = {need.name: need.requested for need in workers.learner_needs(config)}
+        return insufficient_resources(requested, config.cluster.schedule_timeout_s)
     return LearnerFailed(f"the learner group failed: {failure}")
 
 

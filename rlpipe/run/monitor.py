@@ -153,7 +153,7 @@ async def watch_hosts(say: Callable[[str], None], again: str) -> None:
             began = time.monotonic()
             await asyncio.gather(asyncio.sleep(PROBE_S), *(_probe(watch, *entry) for entry in watch.hosts.items()))
             if time.monotonic() - began >= SILENT_AFTER_S:
-                continue  # this process stood still, so that it has heard nobody
+                continue  # this process was suspended, so that it has heard nobody
             watch.check()
             if watch.head_silent_s >= limit_s:
                 break

@@ -37,7 +37,7 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
     """
     asked = run.config.model.dtype
     measured = (begun or AUTO) if asked == AUTO else asked
-    alike = {(need.products, *sorted(need.asked.items())): need for need in needs}
+    alike = {(need.products, *sorted(need.requested.items())): need for need in needs}
     lines: list[str] = []
     dtype = asked
     if asked != WIDE:
@@ -129,5 +129,7 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
 def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the ids of Ray's living nodes that meet a process's needs, or of all living nodes if none does alone."""
     alive = [node for node in nodes if node["Alive"]]
-    able = [node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.asked.items())]
+    able = [
+        node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.requested.items())
+    ]
     return [node["NodeID"] for node in able or alive]

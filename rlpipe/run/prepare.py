@@ -63,7 +63,7 @@ class Run:
     callables: Mapping[str, RewardLike]
     """Rewards that the caller passed as objects, by name."""
     output: Path
-    asked_dtype: str
+    requested_dtype: str
     """``model.dtype`` as the user wrote it; in ``config`` and ``model``, ``auto`` may have been replaced by a type."""
 
 
@@ -84,7 +84,7 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
         rewards=run_rewards,
         callables=callables,
         output=Path(config.output).absolute(),
-        asked_dtype=config.model.dtype,
+        requested_dtype=config.model.dtype,
     )
 
 
@@ -247,8 +247,8 @@ def check_adapter_targets(run: Run) -> None:
     if num_experts > 1:
         raise ConfigError(
             f"model.adapter.target_modules: all-linear includes the router and the {num_experts} experts of "
-            f"model.path={run.model.path}, which engines can't serve beside their base; set model.adapter.merge=true, "
-            "or name modules such as [q_proj,k_proj,v_proj,o_proj]"
+            f"model.path={run.model.path}, which engines can't serve on top of their base; set "
+            "model.adapter.merge=true, or name modules such as [q_proj,k_proj,v_proj,o_proj]"
         )
 
 

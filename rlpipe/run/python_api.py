@@ -30,7 +30,7 @@ class Table(Protocol):
     def to_parquet(self, path: str) -> object: ...
 
 
-OF_TRL = {
+TRL_ARGUMENTS = {
     "reward_funcs": "rewards",
     "train_dataset": "dataset",
     "eval_dataset": "the option data.held_out.path, or data.held_out.size",
@@ -86,8 +86,8 @@ def train(
 
     A run that has ended is left as it is. Raises ``InputError`` if the input is wrong, ``RunError`` if the run fails.
     """
-    if foreign := next((name for name in options if name in OF_TRL), None):
-        raise ConfigError(f"{foreign}: rlpipe.train has no such argument; it is {OF_TRL[foreign]} here")
+    if foreign := next((name for name in options if name in TRL_ARGUMENTS), None):
+        raise ConfigError(f"{foreign}: rlpipe.train has no such argument; it is {TRL_ARGUMENTS[foreign]} here")
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     dataset = os.fspath(dataset) if isinstance(dataset, os.PathLike) else dataset
     also = {"model": model, "dataset": dataset, "num_epochs": num_epochs}

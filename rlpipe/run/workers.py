@@ -219,7 +219,7 @@ def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engine
 
     if next(iter(members.values())).path == FEATURE_PATH:
         # It holds its own copy of the model, perhaps on another kind of device than the policy.
-        model = replace(run.model, dtype=run.asked_dtype)
+        model = replace(run.model, dtype=run.requested_dtype)
         return partial(make_features, model, run.config.algorithm.ebft.features)
     return partial(
         make_scorer, dict(members), _callables_of(run, members), run.model, run.config.algorithm.num_steps, engines
@@ -258,9 +258,9 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
             )
             for name, need in needs.items()
         }
-        asked = Engines(actors=engines, chat_template_kwargs=config.data.chat_template_kwargs)
-        served = stack.enter_context(open_served_pools(run, asked, cluster_is_own))
-        pools: list[ScoringPool] = [*start_pools(run, reservation, asked), *served]
+        engine_handles = Engines(actors=engines, chat_template_kwargs=config.data.chat_template_kwargs)
+        served = stack.enter_context(open_served_pools(run, engine_handles, cluster_is_own))
+        pools: list[ScoringPool] = [*start_pools(run, reservation, engine_handles), *served]
         if learner_rewards := split_learner(run.rewards):
             assert replay is not None, "without a learner, the features are those of a copy"
             pools.append(LearnerPool(learner_rewards, replay, cluster))

@@ -39,7 +39,7 @@ TEST_MODULES = (
 """Modules that a test may use without an import of its own, because programs often import them."""
 
 
-CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
+HIDDEN_TYPES = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
 """Types of objects that a test never passes to a program, because the whole test can be reached from them."""
 CLOSED_NAMES = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
 """Beginnings of attributes from which the whole test can be reached."""
@@ -207,7 +207,7 @@ class RemoteProgram:
         """Return the JSON of an argument that is not plain: an object of the program, or one of the test."""
         if isinstance(value, RemoteObject):
             return {"object": object.__getattribute__(value, "_index")}
-        if isinstance(value, CLOSED):
+        if isinstance(value, HIDDEN_TYPES):
             raise TypeError(f"a test can't pass a {type(value).__name__} to a program")
         index = next((number for number, known in enumerate(self._locals) if known is value), len(self._locals))
         if index == len(self._locals):

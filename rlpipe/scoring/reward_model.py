@@ -34,7 +34,7 @@ from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import RolloutGroup
 
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-HOW: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
 """Functions that combine the values of the steps into one."""
 
 
@@ -181,8 +181,8 @@ class StepReward(ClassifierReward):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if combine not in HOW:
-            raise ValueError(f"combine {combine!r} is not one of {', '.join(HOW)}")
+        if combine not in REDUCTIONS:
+            raise ValueError(f"combine {combine!r} is not one of {', '.join(REDUCTIONS)}")
         if not separator:
             raise ValueError("separator is empty; set the text between the steps of a completion")
         self._separator, self._mark, self._label, self._combine = separator, step_token or separator, label, combine
@@ -194,7 +194,7 @@ class StepReward(ClassifierReward):
         values: list[float | None] = [None] * len(answers)
         for index, found in zip(scored, logits, strict=True):
             steps = found[cut[index][1]].softmax(1)[:, self._label]
-            values[index] = float(HOW[self._combine](steps))
+            values[index] = float(REDUCTIONS[self._combine](steps))
         return values
 
     def _cut(self, group: RolloutGroup, text: str) -> tuple[list[int], list[int]]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[..., Any]
 
-SIGHT = frozenset({"completions", "completion_ids", "rollouts"})
+COMPLETION_ARGUMENTS = frozenset({"completions", "completion_ids", "rollouts"})
 """Parameters through which a function sees the policy's completions."""
-PROVIDED = SIGHT | {"prompts", "trainer_state", "log_extra", "log_metric"}
+PROVIDED = COMPLETION_ARGUMENTS | {"prompts", "trainer_state", "log_extra", "log_metric"}
 """Parameters that every call can fill; all others are data-set columns or the config's kwargs."""
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL does not pass to reward functions, because other arguments of the call carry them."""
@@ -161,7 +161,7 @@ def _check_class(reward: type, kwargs: Mapping[str, Any], source: str) -> None:
 
 def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: str) -> None:
     signature = read_signature(reward, source)
-    if not signature.takes_all and not signature.named & SIGHT:
+    if not signature.takes_all and not signature.named & COMPLETION_ARGUMENTS:
         raise RewardImportError(
             f"reward {source} can't see what the policy wrote: its parameters are ({_listed(signature.named)}); "
             "add 'completions'"

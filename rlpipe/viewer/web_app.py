@@ -123,55 +123,55 @@ class Pages:
     def answers(self) -> dict[str, Callable[[QueryParams], Any]]:
         """Return the functions that answer, by the names that follow ``api/``."""
         return {
-            "runs": lambda asked: [run.summary() for run in self._runs],
+            "runs": lambda query: [run.summary() for run in self._runs],
             "series": self._series,
-            "names": lambda asked: self._run(asked).series.names,
-            "diagnosis": lambda asked: self._run(asked).diagnosis(),
+            "names": lambda query: self._run(query).series.names,
+            "diagnosis": lambda query: self._run(query).diagnosis(),
             "groups": self._groups,
-            "count": lambda asked: self._run(asked).count(make_query(asked)),
-            "choices": lambda asked: self._run(asked).choices(),
+            "count": lambda query: self._run(query).count(make_query(query)),
+            "choices": lambda query: self._run(query).choices(),
             "group": self._group,
             "events": self._events,
-            "marks": lambda asked: self._run(asked).marks(),
-            "parts": lambda asked: self._run(asked).parts(),
-            "prompts": lambda asked: shared_prompts(*self._sides(asked), asked.get("text", "")),
+            "marks": lambda query: self._run(query).marks(),
+            "parts": lambda query: self._run(query).parts(),
+            "prompts": lambda query: shared_prompts(*self._sides(query), query.get("text", "")),
             "answers": self._answers,
         }
 
-    def _run(self, asked: QueryParams, name: str = "run") -> ViewedRun:
-        number = _integer(asked, name) or 0
+    def _run(self, query: QueryParams, name: str = "run") -> ViewedRun:
+        number = _integer(query, name) or 0
         if not 0 <= number < len(self._runs):
             raise NotInRun(f"there is no run {number}")
         return self._runs[number]
 
-    def _series(self, asked: QueryParams) -> Any:
-        return self._run(asked).series.get(asked.getlist("name"))
+    def _series(self, query: QueryParams) -> Any:
+        return self._run(query).series.get(query.getlist("name"))
 
-    def _groups(self, asked: QueryParams) -> Any:
-        size = min(_integer(asked, "size") or PAGE, LARGEST_PAGE)
-        return self._run(asked).groups(make_query(asked), size)
+    def _groups(self, query: QueryParams) -> Any:
+        size = min(_integer(query, "size") or PAGE, LARGEST_PAGE)
+        return self._run(query).groups(make_query(query), size)
 
-    def _group(self, asked: QueryParams) -> Any:
-        return self._run(asked).group(_integer(asked, "id") or 0, most_tokens=_integer(asked, "tokens") or MAX_TOKENS)
+    def _group(self, query: QueryParams) -> Any:
+        return self._run(query).group(_integer(query, "id") or 0, most_tokens=_integer(query, "tokens") or MAX_TOKENS)
 
-    def _events(self, asked: QueryParams) -> Any:
-        return self._run(asked).events(before=_integer(asked, "before"), kind=asked.get("kind", ""))
+    def _events(self, query: QueryParams) -> Any:
+        return self._run(query).events(before=_integer(query, "before"), kind=query.get("kind", ""))
 
-    def _sides(self, asked: QueryParams) -> tuple[Side, Side]:
+    def _sides(self, query: QueryParams) -> tuple[Side, Side]:
         left, right = (
             Side(
-                run=self._run(asked, name),
-                least=_integer(asked, f"{name}_min"),
-                most=_integer(asked, f"{name}_max"),
-                held_out=asked.get("prompts") == "held_out",
+                run=self._run(query, name),
+                least=_integer(query, f"{name}_min"),
+                most=_integer(query, f"{name}_max"),
+                held_out=query.get("prompts") == "held_out",
             )
             for name in ("left", "right")
         )
         return left, right
 
-    def _answers(self, asked: QueryParams) -> Any:
-        key = _integer(asked, "key") or 0
-        left, right = self._sides(asked)
+    def _answers(self, query: QueryParams) -> Any:
+        key = _integer(query, "key") or 0
+        left, right = self._sides(query)
         return {"left": groups_of_prompt(left, key), "right": groups_of_prompt(right, key)}
 
     def file(self, request: Request) -> Response:
@@ -182,11 +182,11 @@ class Pages:
         return Response(content, media_type=KINDS[path.rpartition(".")[2]])
 
     def image(self, request: Request) -> Response:
-        asked = request.query_params
-        return _guarded(lambda: self._image(asked))
+        query = request.query_params
+        return _guarded(lambda: self._image(query))
 
-    def _image(self, asked: QueryParams) -> Response:
-        content = self._run(asked).image(_integer(asked, "id") or 0, _integer(asked, "number") or 0)
+    def _image(self, query: QueryParams) -> Response:
+        content = self._run(query).image(_integer(query, "id") or 0, _integer(query, "number") or 0)
         return Response(content, media_type=image_kind(content))
 
 
@@ -200,8 +200,8 @@ def _guarded(answer: Callable[[], Response]) -> Response:
         return PlainTextResponse(f"{error}\n", 400)
 
 
-def _integer(asked: QueryParams, name: str) -> int | None:
-    text = asked.get(name, "")
+def _integer(query: QueryParams, name: str) -> int | None:
+    text = query.get(name, "")
     try:
         value = int(text) if text else None
     except ValueError:
@@ -211,34 +211,34 @@ def _integer(asked: QueryParams, name: str) -> int | None:
     return value
 
 
-def _number(asked: QueryParams, name: str) -> float | None:
-    text = asked.get(name, "")
+def _number(query: QueryParams, name: str) -> float | None:
+    text = query.get(name, "")
     try:
         return float(text) if text else None
     except ValueError:
         raise InputError(f"{name}={text[:40]!r} is not a number") from None
 
 
-def make_query(asked: QueryParams) -> GroupQuery:
+def make_query(query: QueryParams) -> GroupQuery:
     """Return the selection of groups that a request asks for; raise ``InputError`` if it makes no sense."""
     named = [(name, name) for name in BOUNDS]
-    if function := asked.get("function", ""):
+    if function := query.get("function", ""):
         named.append((f"{FUNCTION}{function}", "function"))
-    bounds = [(name, _number(asked, f"{short}_min"), _number(asked, f"{short}_max")) for name, short in named]
-    key, _, group_id = asked.get("after", "").partition("|")
+    bounds = [(name, _number(query, f"{short}_min"), _number(query, f"{short}_max")) for name, short in named]
+    key, _, group_id = query.get("after", "").partition("|")
     try:
         after = (float(key), int(group_id)) if key else None
     except ValueError:
         raise InputError(f"after={key[:40]!r} is not the start of a page") from None
     return GroupQuery(
-        sort=asked.get("sort", "id"),
-        descending=asked.get("order", "desc") != "asc",
+        sort=query.get("sort", "id"),
+        descending=query.get("order", "desc") != "asc",
         after=after,
         bounds=tuple(bound for bound in bounds if bound[1:] != (None, None)),
-        state=asked.get("state", ""),
-        status=asked.get("status", ""),
-        reason=asked.get("reason", ""),
-        text=asked.get("text", ""),
+        state=query.get("state", ""),
+        status=query.get("status", ""),
+        reason=query.get("reason", ""),
+        text=query.get("text", ""),
     )
 
 
@@ -248,8 +248,8 @@ def make_app(runs: Sequence[ViewedRun], token: str) -> ASGIApp:
 
     def route(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
         def respond(request: Request) -> Response:
-            asked = request.query_params
-            return _guarded(lambda: Response(to_json(answer(asked)), media_type="application/json"))
+            query = request.query_params
+            return _guarded(lambda: Response(to_json(answer(query)), media_type="application/json"))
 
         return respond
 

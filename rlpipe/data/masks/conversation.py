@@ -136,7 +136,7 @@ class ConversationMask:
         assert encoded.offsets is not None
         prompted = self._prompted(template)
         header = OPENED_REASONING.sub("", prompted)
-        written = [(_behind_prompt(prompted, header, text, start, stop), stop) for start, stop in blocks]
+        written = [(_after_prompt(prompted, header, text, start, stop), stop) for start, stop in blocks]
         mask = tokens_with(fill(written, len(text)), encoded.offsets)
         end_id = self._template.tokenizer.eos_token_id
         if end_id is not None:
@@ -212,7 +212,7 @@ def _find_prompt(template: ChatTemplate) -> str:
     return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
 
 
-def _behind_prompt(prompt: str, header: str, text: str, start: int, stop: int) -> int:
+def _after_prompt(prompt: str, header: str, text: str, start: int, stop: int) -> int:
     """Return where a block's text goes on after the part of the generation prompt that it begins with, if it does."""
     for before in range(1, len(prompt)):  # the characters of the prompt that stand before the block
         if text.startswith(prompt[before:], start, stop) and text.endswith(prompt[:before], 0, start):

@@ -72,7 +72,7 @@ def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[Chat
                 own = _own_image(part)
                 found.append(read_image(next(waiting, None) if own is None else own, folder, len(found) + 1))
     if left := len(list(waiting)):
-        raise UnusableRow(f"it has {len(given)} images, but its messages have no place for {left} of them")
+        raise UnusableRow(f"it has {len(given)} images, but its messages have no placeholders for {left} of them")
     return [_bare(message) for message in spread], found
 
 

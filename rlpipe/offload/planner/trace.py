@@ -332,14 +332,15 @@ def choose_blocks(kinds: Sequence[Hashable]) -> dict[int, int]:
     return {index: index if index in ends else inner[kind] for index, kind in enumerate(kinds)}
 
 
-def unfold(stages: Sequence[Stage], stands_for: Mapping[int, int]) -> list[Stage]:
+def unfold(stages: Sequence[Stage], representative: Mapping[int, int]) -> list[Stage]:
     """Return the stages of all blocks, in order, from those of the traced blocks.
 
-    ``stands_for`` maps each block's unit to the traced unit whose stage is like its own; the first and the last block
-    are among the traced ones. A block's group has its own stage and those up to the next block. The live bytes of a
-    stage grow by what the blocks inserted before it keep. Raises ``ValueError`` if a block was not traced exactly once.
+    ``representative`` maps each block's unit to the traced unit whose stage is like its own; the first and the last
+    block are among the traced ones. A block's group has its own stage and those up to the next block. The live bytes of
+    a stage grow by what the blocks inserted before it keep. Raises ``ValueError`` if a block was not traced exactly
+    once.
     """
-    traced = set(stands_for.values())
+    traced = set(representative.values())
     starts = [index for index, stage in enumerate(stages) if stage.unit in traced]
     if sorted(stages[index].unit or 0 for index in starts) != sorted(traced):
         raise ValueError("a block was not traced exactly once")
@@ -347,7 +348,7 @@ def unfold(stages: Sequence[Stage], stands_for: Mapping[int, int]) -> list[Stage
         stages[start].unit: stages[start:end] for start, end in zip(starts, [*starts[1:], len(stages)], strict=True)
     }
     found = [*stages[: starts[0]]] if starts else [*stages]
-    for unit, model in stands_for.items():
+    for unit, model in representative.items():
         group = groups[model]
         moved = (found[-1].after if found else 0) - (stages[_before(stages, group)].after if found else 0)
         found += [_moved(stage, moved, {model: unit}) for stage in group]

@@ -66,7 +66,7 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
         assert start.checkpoint is not None, "without a checkpoint, there is no other ledger"
         aside = _replace(path, start.checkpoint / NAME)
         moved = "" if aside is None else f"; it is now {aside}, and"
-        messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} takes its place")
+        messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} replaces it")
     ledger = Ledger(path, keep_steps=keep_steps)
     owner = None if start.output is None else {"output": str(start.output), "id": output_id(start.output)}
     if reason is not None:

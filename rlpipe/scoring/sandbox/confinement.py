@@ -32,7 +32,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEVICE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 ALL_NETWORK, ALL_SCOPES = 0b11, 0b11
 """TCP bind and connect; abstract sockets and signals outside of the confined processes."""
 BITS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
@@ -159,7 +159,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     except OSError:  # it is missing, or out of reach anyway
         return
     try:
-        kinds = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & OF_FILES
+        kinds = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & FILE_RIGHTS
         rule = _PathBeneath(kinds, descriptor)
         check(
             libc().syscall(

@@ -83,7 +83,7 @@ class Sandbox:
                 answer = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
             self.close()
-            raise SandboxFailed("the server of its sandbox died; another takes its place") from None
+            raise SandboxFailed("the server of its sandbox died, and was replaced") from None
         except BaseException:  # the rest of this exchange would be taken for the next call's
             self.close()
             raise

@@ -57,8 +57,8 @@ def test_what_is_cancelled_ends_though_its_answer_comes_at_that_moment(
 def test_an_answer_counts_though_this_process_stood_still_past_the_limit(
     monkeypatch: pytest.MonkeyPatch, after_s: float
 ) -> None:
-    """Check an answer that came while the process stood still, and one that comes shortly after."""
-    monkeypatch.setattr(remote, "STOOD_STILL_S", 0.05)
+    """Check an answer that came while the process was suspended, and one that comes shortly after."""
+    monkeypatch.setattr(remote, "SUSPENDED_S", 0.05)
 
     async def run() -> str:
         loop = asyncio.get_running_loop()

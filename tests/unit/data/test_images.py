@@ -140,7 +140,7 @@ def test_without_images_a_mark_is_a_text() -> None:
         (
             turns([LOOK, text("a")]),
             [plain(RED), plain(BLUE)],
-            "it has 2 images, but its messages have no place for 1 of them",
+            "it has 2 images, but its messages have no placeholders for 1 of them",
         ),
         (
             turns([{"type": "video", "video": "a.mp4"}]),

@@ -43,7 +43,12 @@ def run_of(*overrides: str) -> Run:
         need_files=False,
     )
     return Run(
-        config=config, model=config.model, rewards={}, callables={}, output=Path("out"), asked_dtype=config.model.dtype
+        config=config,
+        model=config.model,
+        rewards={},
+        callables={},
+        output=Path("out"),
+        requested_dtype=config.model.dtype,
     )
 
 

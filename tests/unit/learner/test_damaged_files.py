@@ -316,7 +316,7 @@ def test_an_adapter_over_another_base_is_refused_without_its_record(originals: P
         (values(WEIGHTS_FILE, KEY, lambda _: None), rf"these tensors are missing: .*{KEY}"),
         (values(WEIGHTS_FILE, UP, lambda old: old / 0), rf"{UP}.* not finite"),
         (values(WEIGHTS_FILE, UP, shorten), rf"size mismatch for .*{UP}"),
-        (json_values("adapter_config.json", target_modules=["q_proj"]), r"no place for these tensors: .*k_proj"),
+        (json_values("adapter_config.json", target_modules=["q_proj"]), r"no parameters for these tensors: .*k_proj"),
     ],
 )
 def test_a_learner_does_not_start_from_a_damaged_adapter(

@@ -204,7 +204,7 @@ def test_tensors_that_are_left_over_or_missing_are_named(tmp_path: Path) -> None
     first = min(tensors)
     tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = tensors.pop(first)
     save_file(tensors, file)
-    with pytest.raises(ModelError, match=r"the base has no place for these tensors: .*layers\.9\.mlp\.up_proj"):
+    with pytest.raises(ModelError, match=r"the base has no parameters for these tensors: .*layers\.9\.mlp\.up_proj"):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     del tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"]
     save_file(tensors, file)

@@ -102,7 +102,7 @@ def test_a_missing_ledger_comes_from_the_checkpoint(path: Path, tmp_path: Path) 
     ledger.close()
     shutil.rmtree(path.parent)
     restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
-    assert f"the one in {old} takes its place" in message
+    assert f"the one in {old} replaces it" in message
     assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
     assert [g.group_id for g in restored.load([2])] == [2]
 

@@ -183,7 +183,7 @@ def test_groups_that_a_living_engine_finishes_though_it_was_given_up_are_dropped
         await scene.until(lambda: len(scene.said) == 4)
 
     scene = play(lambda: Scene("a", "b"), act)
-    dropped = {f"1 groups from {name} are dropped: others were asked for them meanwhile" for name in ("a", "b")}
+    dropped = {f"1 groups from {name} are dropped: other engines sample them by now" for name in ("a", "b")}
     assert set(scene.said[2:]) == dropped
 
 
