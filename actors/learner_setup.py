@@ -27,7 +27,7 @@ class LearnerSetup:
     workload: Workload
     sampling: SamplingConfig
     served_dtype: str | None
-    """``rollout.dtype``."""
+    """Dtype that engines compute in: ``rollout.dtype``."""
     weights: WeightsConfig
     checkpoint: CheckpointConfig
     output: Path

@@ -127,7 +127,7 @@ class WeightsActor(Notifier):
         return failure
 
     def _count_returned_engine(self, name: str) -> None:
-        """Count an engine that came back among those that serve the version, in case nobody has been told yet."""
+        """Count an engine that came back among those that serve the version, unless its loss was reported already."""
         served = self._served
         if served is not None and name in served.lost:
             lost = {other: failure for other, failure in served.lost.items() if other != name}

@@ -357,7 +357,7 @@ class TrainBatch:
     rewards: StepRewards | None = None
     """Rewards of all ranks' rollouts, if the learner computes the advantages."""
     group_ranges: Mapping[int, range] = field(default_factory=dict)
-    """By group, the indices of its loss tokens among all of the step, in the order of ``StepRewards``."""
+    """Indices of each group's loss tokens among all of the step, in the order of ``StepRewards``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the replay buffer knows (rewards, lengths, staleness); equal on all ranks."""
     resume: dict[str, Any] = field(default_factory=dict)

@@ -27,7 +27,7 @@ Condition = Callable[[ForeignValues], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a setting becomes options, and the option to set where that is not possible."""
+    """The translation of a setting into options, and the option to set where that is not possible."""
 
     option: str
     make: Maker
@@ -43,7 +43,7 @@ class SettingRow(NamedTuple):
     """
 
     rule: Rule | str
-    """How they become options; a text is an option that has the same value, or the reason why there is none."""
+    """Rule that makes the options; a text is an option that has the same value, or the reason why there is none."""
     hf: str = ""
     """Names in TRL and axolotl, whose trainers are those of transformers."""
     verl: str = ""
@@ -123,7 +123,7 @@ def enabling(option: str, number: str, default: float) -> Rule:
 
 
 def with_setting(rule: Rule, *names: str, option: str = "") -> Rule:
-    """Return the rule of a setting that another one, of one of these names, needs for its options."""
+    """Return a rule that translates the value of another setting, which has one of these names."""
 
     def make(values: ForeignValues, value: Any) -> Made:
         made = rule.make(values, values.get(*names))

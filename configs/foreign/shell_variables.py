@@ -25,7 +25,7 @@ BRACED = re.compile(
     r"(?P<name>[A-Za-z_]\w*|[@*])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<test>:?[-=?+])(?P<word>.*))?", re.DOTALL
 )
 BREAK, WORD = "\0", "\1"
-"""Where a word ends, and where there is one even if it is empty."""
+"""Positions at which a word ends, and at which there is one even if it is empty."""
 OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

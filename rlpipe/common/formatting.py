@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 JOINERS = "\u200c\u200d"
-"""Characters without a width that scripts and emoji need inside words."""
+"""Zero-width characters that some scripts and emoji need inside words."""
 URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "<hidden>"
 

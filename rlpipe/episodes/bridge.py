@@ -19,9 +19,9 @@ import numpy as np
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.derivation import ASSISTANT
 from rlpipe.data.masks.rules import find_boundaries
+from rlpipe.data.render.messages import REASONING_KEYS
 from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.episodes.graph import REASONING_KEYS
 from rlpipe.episodes.tools import whole_characters
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray

@@ -36,7 +36,7 @@ STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cach
 
 
 class ResponseFormat(NamedTuple):
-    """How an answer is written, as the body of a response to a request, and as the events of a stream."""
+    """Writers of an answer: as the body of a response to a request, and as the events of a stream."""
 
     body: Callable[[ChatAnswer, Mapping[str, Any]], dict[str, Any]]
     events: Callable[[ChatAnswer, Mapping[str, Any]], Iterable[str]]

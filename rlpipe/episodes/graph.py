@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlpipe.data.render.messages import REASONING_KEYS
 from rlpipe.types import NO_TURN, NO_VERSION, BoolArray, ChatMessages, FloatArray, IntArray
 
 Message = Mapping[str, Any]
-REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -185,9 +185,9 @@ class Branching(StrEnum):
     REWRITTEN = "rewritten"
     """An earlier message says something else."""
     COMPACTED = "compacted"
-    """It begins as a known conversation does, and leaves out or sums up what followed."""
+    """The conversation begins as a known one does, and leaves out or sums up what followed."""
     SUBAGENT = "subagent"
-    """It begins in another way than any known conversation."""
+    """The conversation begins in another way than any known one."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

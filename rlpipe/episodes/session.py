@@ -142,7 +142,7 @@ class Deadline:
         return self._limit.expired()
 
     def stop(self) -> None:
-        """Let no time pass until ``go_on`` was called as often."""
+        """Pause the deadline until ``go_on`` was called as often."""
         self._num_stops += 1
         when = self._limit.when()
         if self._is_running and not self.has_passed and self._left_s is None and when is not None:

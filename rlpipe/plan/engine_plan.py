@@ -27,6 +27,7 @@ from rlpipe.plan.engine_memory import (
     weights_bytes,
 )
 from rlpipe.plan.model_shape import ModelShape, read_shape
+from rlpipe.scoring.pools import FEATURE_PATH, resolve_pools
 
 VLLM_PASS_S = 0.002
 """Seconds per pass for scheduling, sampling and launch with recorded graphs, beyond the GPU's work; an assumption."""
@@ -39,9 +40,9 @@ class Pass:
     """Seconds of one forward pass, by part."""
 
     weights_s: float
-    """Reading the weights."""
+    """Seconds to read the weights."""
     kv_s: float
-    """Reading the KV cache."""
+    """Seconds to read the KV cache."""
     compute_s: float
     exchange_s: float
     """Exchange between the devices that share the engine."""
@@ -190,11 +191,10 @@ def read_sharing(config: Config, setup: EngineSetup, device: Device) -> Sharing 
 def _gpu_users(config: Config) -> Iterator[tuple[str, float]]:
     """Yield the actors other than engines, with the GPUs that one process of each asks for."""
     yield "the learner's ranks", config.learner.num_gpus
-    for name, reward in config.scoring.rewards.items():
-        yield f"the reward {name}", reward.num_gpus
-    features = config.algorithm.ebft.features
-    if config.algorithm.ebft.reward and features.weights == "own":
-        yield "the feature network", features.num_gpus
+    for pool in resolve_pools(config).values():
+        computes_features = any(reward.path == FEATURE_PATH for reward in pool.members.values())
+        name = "the feature network" if computes_features else f"the reward {', '.join(pool.members)}"
+        yield name, pool.num_gpus
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -45,7 +45,7 @@ class StepReport:
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics on held-out rows, by version, where the learner evaluates (SFT, strided EBFT)."""
     differences: Mapping[int, HalfArray] = field(default_factory=dict)
-    """By group, the learner's log-probs of its loss tokens before the step minus the engine's."""
+    """Difference of the learner's log-probs before the step and the engine's, of each group's loss tokens."""
 
 
 class StepQueue(Notifier):

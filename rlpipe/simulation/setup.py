@@ -212,7 +212,7 @@ class Measured:
     """Measured seconds by part, in the order of groups and steps; empty if the run has measured nothing yet."""
 
     on_engines: list[Spans]
-    """For each engine: when it received its groups, and when they were generated."""
+    """Times at which each engine received its groups, and at which they were generated."""
     score: list[float]
     """Seconds of scoring each group, summed over the pools."""
     train: list[float]

@@ -24,7 +24,7 @@ MAX_EARLIER = 50
 
 @dataclass(kw_only=True, frozen=True)
 class RunOutcome:
-    """How a command ended; its state stays ``running`` if its process was killed."""
+    """The end of a command; its state stays ``running`` if its process was killed."""
 
     state: str
     host: str
@@ -36,7 +36,7 @@ class RunOutcome:
     """Name of the exception's class."""
     message: str | None = None
     earlier: Sequence[RunOutcome] = field(default_factory=list)
-    """How the commands before it ended, the newest last; each has no earlier ones itself."""
+    """Outcomes of the commands before it, the newest last; each has no earlier ones itself."""
 
 
 @contextmanager

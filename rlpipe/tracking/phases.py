@@ -47,7 +47,7 @@ class Phases:
         self._clock = clock
         self._lock = threading.RLock()
         self._active: dict[str, tuple[float, Start | None]] = {}
-        """When each active phase began, and in which run."""
+        """Start time and run of each active phase."""
         self._start: Start | None = None
         self._is_pending = False
         """Whether ``show`` was called for a run that has not begun yet."""

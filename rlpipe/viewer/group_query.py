@@ -58,7 +58,7 @@ class GroupQuery:
 class GroupPage:
     group_ids: list[int]
     after: tuple[float, int] | None
-    """Where the next page begins; None after the last one."""
+    """Start of the next page; None after the last one."""
 
 
 def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPage:

@@ -1,4 +1,4 @@
-"""Where runs are: the folders that are viewed, their names, and the files of their indices."""
+"""The folders of the runs that are viewed, their names, and the files of their indices."""
 
 from __future__ import annotations
 

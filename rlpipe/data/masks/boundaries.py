@@ -183,7 +183,7 @@ class _Markers:
             for start in (boundary.start, *boundary.other_starts):
                 by_start.setdefault(start, []).append(boundary)
         self.starts: dict[int, tuple[int, list[RoleBoundary], bool]] = {}
-        """By position, the start marker's length, the boundaries that it belongs to, and whether one interrupts."""
+        """Start markers by position: their length, the boundaries that they belong to, and whether one interrupts."""
         for start in sorted(by_start, key=len):  # longer ones replace shorter ones
             alike = [boundary for boundary in by_start[start] if boundary.role == by_start[start][-1].role]
             found = len(start), alike, any(boundary.interrupts for boundary in alike)

@@ -257,4 +257,4 @@ class Chunked:
         self._group.barrier()
 
     def _owner(self, tensor: Tensor) -> OffloadedModel:
-        return next((model for model in self._offloaded if model.place_of(tensor)), self._offloaded[0])
+        return next((model for model in self._offloaded if model.chunk_of(tensor)), self._offloaded[0])

@@ -311,13 +311,13 @@ class ChunkTimes:
     """Seconds of each chunk in a pass of one micro batch, by where it is, ``[K, C]``."""
 
     forward_stays: Floats
-    """It is persistent."""
+    """Seconds of a persistent chunk."""
     forward_kept: Floats
-    """The last backward pass has left it on the device; a trained one has changed since, and is loaded."""
+    """Seconds of a chunk that the last backward pass left on the device; a trained one has changed, and is loaded."""
     forward_loads: Floats
     backward_stays: Floats
     backward_cached: Floats
-    """The forward pass has left it on the device."""
+    """Seconds of a chunk that the forward pass left on the device."""
     backward_loads: Floats
 
 

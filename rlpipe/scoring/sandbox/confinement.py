@@ -43,9 +43,9 @@ READABLE = (
     *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group"),
     *("/etc/nsswitch.conf", "/etc/mime.types", "/dev/zero", "/dev/random", "/dev/urandom"),
 )
-"""Places that a program may read besides Python's own."""
+"""Paths that a program may read besides Python's own."""
 BWRAP_NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
-"""Not that of the network, whose set-up needs a socket that the filter refuses, as it does any other network."""
+"""Namespaces of a program; the network has none, because its set-up needs a socket, which the filter refuses."""
 BWRAP_TIMEOUT_S = 10.0
 
 

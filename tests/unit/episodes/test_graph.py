@@ -186,6 +186,7 @@ TALK = [{"role": "system", "content": "s"}, user("q"), called(), result("r"), sa
         (called(content="I look."), called(content=None)),
         (said("so", reasoning_content="why"), said("so")),
         (said("so", reasoning_content="why"), said("so", reasoning="why")),
+        (said("so", reasoning_content="why"), said("so", thinking="why")),
         (said("so"), said("so", tool_calls=[], refusal=None, annotations=[])),
         (said("so"), {"role": "assistant", "content": [{"type": "text", "text": "so"}]}),
         (said("so", tool_calls=[]), said("so", tool_calls=None)),
