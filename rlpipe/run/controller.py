@@ -1,10 +1,10 @@
 """The controller of an RL run: admits prompts, follows versions and steps, and stops a run that no longer progresses.
 
-     prompts ──> [admit] ──> engine pool ──> scoring pools ──> replay actor ──> learner group
-     (cursor)       ^        (rollout actors)  (rewards)       (ledger)         (Ray Train)
-                    |             ^                                |                 |
-                    |             | every version, digest checked  | updates         |
-                    +── version ──+────────── weights actor <──────+── publish ──────+
+     prompts ──> [admit] ──> rollout actors ──> scoring pools ──> replay actor ──> learner group
+     (cursor)       ^         (engines)          (rewards)         (ledger)         (Ray Train)
+                    |             ^                                   |                 |
+                    |             | every version, digest checked     | reports         |
+                    +── version ──+────────── weights actor <─────────+── publish ──────+
 
 A group passes through these files, in this order:
 
@@ -12,10 +12,12 @@ A group passes through these files, in this order:
 2. ``run/engine_pool.py`` sends the request to the engine with the least work, and again if that engine dies.
 3. ``rollout/engine_thread.py`` runs the engine in its actor and collects finished groups.
 4. ``rollout/vllm/vllm_engine.py`` (or ``rollout/hf_engine.py``) samples the tokens and their log-probs.
-5. ``run/scoring_pools.py`` sends finished groups to scorers, in which ``scoring/scorer.py`` calls the rewards.
-6. ``replay/store.py`` records the group in the ledger, buffers it, and assembles the batches of a step.
-7. ``actors/learner.py`` takes its rank's batch of the step and publishes the new weights.
-8. ``learner/step.py`` trains the step.
+5. ``run/scoring_pools.py`` sends finished groups to scoring processes.
+6. ``scoring/scorer.py`` calls the rewards in one of them.
+7. ``replay/store.py`` records the group in the ledger, buffers it, and has the batches of a step assembled.
+8. ``learner/step.py`` trains the step on one rank's batch.
+
+The Ray actors around 3, 6, 7 and 8 are in ``actors/``; ``actors/learner.py`` also publishes the new weights.
 
 Synchronous (``max_staleness=0``) and asynchronous training differ only in the capacity that ``Admission`` grants.
 After the last step, the groups of one more step are generated but not trained: engines and learner then hold the same
