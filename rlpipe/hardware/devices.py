@@ -239,6 +239,13 @@ DEVICES = {device.name: device for device in _TABLE}
 """Devices by name, those with the most memory first."""
 
 
+def larger_devices(device: Device) -> list[Device]:
+    """Return the GPUs of the table with clearly more memory than a GPU, the smallest first; none for a CPU."""
+    if device.kind != "cuda":
+        return []
+    return [other for other in reversed(DEVICES.values()) if other.memory_bytes > 1.1 * device.memory_bytes]
+
+
 def find_device(name: str | None = None) -> Device:
     """Return the device of this name from the table or the stored measurements.
 

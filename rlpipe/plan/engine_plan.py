@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.devices import larger_devices
 from rlpipe.plan.engine_memory import (
     ELEMENT_BYTES,
     EngineMemory,
@@ -27,6 +27,7 @@ from rlpipe.plan.engine_memory import (
     weights_bytes,
 )
 from rlpipe.plan.model_shape import ModelShape, read_shape
+from rlpipe.plan.remedy import Remedy
 from rlpipe.scoring.pools import FEATURE_PATH, resolve_pools
 
 VLLM_PASS_S = 0.002
@@ -253,23 +254,14 @@ COMPLETION_STEP = 64
 """Tokens; proposed completion lengths are multiples of it."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Change:
-    """A config change, and its effect."""
-
-    change: str
-    seconds: float
-    """Seconds to sample a step's groups with the change."""
-
-
-def remedies(case: EngineCase) -> list[Change]:
+def remedies(case: EngineCase) -> list[Remedy]:
     """Return the single changes with which the engine fits; if there are none, the pairs of changes."""
     alone = [_describe(text, changed) for _, text, changed in _smaller(case)]
     return alone or list(_pairs(case))
 
 
-def _describe(text: str, case: EngineCase) -> Change:
-    return Change(change=text, seconds=case.speed.seconds)
+def _describe(text: str, case: EngineCase) -> Remedy:
+    return Remedy(change=text, seconds=case.speed.seconds)
 
 
 def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
@@ -281,7 +273,7 @@ def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
                 break
 
 
-def _pairs(case: EngineCase) -> Iterator[Change]:
+def _pairs(case: EngineCase) -> Iterator[Remedy]:
     """Yield for each two kinds the smallest change of one that fits with the smallest of the other."""
     found: list[set[str]] = []
     for kind, changes in _KINDS.items():
@@ -347,10 +339,8 @@ def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 def _larger_device(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
     """Yield the larger devices of the table, the smallest first."""
-    if case.device.kind == "cuda":
-        for device in reversed(DEVICES.values()):
-            if device.memory_bytes > 1.1 * case.device.memory_bytes:
-                yield f"--device {device.name}", replace(case, device=device)
+    for device in larger_devices(case.device):
+        yield f"--device {device.name}", replace(case, device=device)
 
 
 _KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
@@ -363,9 +353,9 @@ _KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
 """Changes by kind, the smallest of each kind first."""
 
 
-def accelerations(case: EngineCase, speed: EngineSpeed) -> list[Change]:
+def accelerations(case: EngineCase, speed: EngineSpeed) -> list[Remedy]:
     """Return the changes that sample a step's groups in less time, those that take more GPUs last."""
-    tried = [Change(change=text, seconds=changed.speed.seconds) for text, changed in _faster(case, speed)]
+    tried = [Remedy(change=text, seconds=changed.speed.seconds) for text, changed in _faster(case, speed)]
     return [entry for entry in tried if entry.seconds < 0.99 * speed.seconds]
 
 
@@ -398,7 +388,7 @@ class EnginePlan:
     """Why the engine does not fit; None if it does."""
     speed: EngineSpeed | None
     """Speed; None if the engine does not fit."""
-    changes: Sequence[Change]
+    changes: Sequence[Remedy]
     """Changes with which it fits if it does not; otherwise changes that make it faster."""
 
     @property

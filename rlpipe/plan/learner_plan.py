@@ -14,7 +14,7 @@ from rlpipe.configs.constraints import contradictions
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.devices import larger_devices
 from rlpipe.learner.strategies.chunked import GIB, UNPLANNED_TOWER
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.decision import Knobs
@@ -23,6 +23,7 @@ from rlpipe.plan.engine_memory import EngineSetup
 from rlpipe.plan.learner_case import LearnerCase, TraceCache
 from rlpipe.plan.learner_memory import LearnerMemory, MemoryBudget
 from rlpipe.plan.learner_time import StepTime, Work
+from rlpipe.plan.remedy import Remedy
 
 RANKS = (2, 4, 8)
 """Numbers of ranks that are proposed."""
@@ -36,28 +37,17 @@ Options = Mapping[str, Any]
 """Values by dotted option name, as on the command line."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LearnerChange:
-    """A config change, and its effect."""
-
-    change: str
-    seconds: float
-    """Seconds of a step with the change."""
-    device_bytes: int
-    """Device bytes of a rank with the change."""
-
-
-def remedies(case: LearnerCase) -> list[LearnerChange]:
+def remedies(case: LearnerCase) -> list[Remedy]:
     """Return the smallest change of each kind with which the learner fits; if there are none, pairs of changes."""
     return _alone(case) or list(islice(_pairs(case), MAX_PAIRS))
 
 
-def _alone(case: LearnerCase) -> list[LearnerChange]:
+def _alone(case: LearnerCase) -> list[Remedy]:
     found = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
     return [*found, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
 
 
-def _pairs(case: LearnerCase) -> Iterator[LearnerChange]:
+def _pairs(case: LearnerCase) -> Iterator[Remedy]:
     """Yield pairs of changes with which the learner fits; not all, because planning one takes up to seconds.
 
     Each pair has the change that saves most (chunked offload, or else more ranks) and the smallest sufficient change of
@@ -80,8 +70,8 @@ def _pairs(case: LearnerCase) -> Iterator[LearnerChange]:
 
 
 def _with_hardware(
-    case: LearnerCase, options: Options, larger: Callable[[LearnerCase], Iterator[LearnerChange]]
-) -> Iterator[LearnerChange]:
+    case: LearnerCase, options: Options, larger: Callable[[LearnerCase], Iterator[Remedy]]
+) -> Iterator[Remedy]:
     changed = _change(case, options)
     if changed is not None:
         for found in larger(changed[1]):
@@ -147,7 +137,7 @@ def _more_ranks(case: LearnerCase) -> list[Options]:
     return [{**sharded, "learner.num_ranks": count} for count in RANKS if count > case.config.learner.num_ranks]
 
 
-def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
+def _other_ranks(case: LearnerCase) -> Iterator[Remedy]:
     """Yield the first number of ranks that fits: more; or fewer, because the ranks of a machine share its memory."""
     fewer = [{"learner.num_ranks": count} for count in range(case.config.learner.num_ranks - 1, 0, -1)]
     for options in (*_more_ranks(case), *fewer):
@@ -157,7 +147,7 @@ def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
             return
 
 
-def _more_host_memory(case: LearnerCase) -> Iterator[LearnerChange]:
+def _more_host_memory(case: LearnerCase) -> Iterator[Remedy]:
     """Yield the least host memory that is enough, in doublings."""
     device = case.device
     for doubled in range(1, MAX_DOUBLED + 1):
@@ -178,7 +168,7 @@ def _shorter(config: Config) -> Iterator[int]:
         yield tokens
 
 
-def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | None:
+def _first_that_fits(case: LearnerCase, kind: list[Options]) -> Remedy | None:
     """Return the first change of a kind that fits; only tried if the last one, which takes least memory, fits."""
     tried = [changed for options in kind if (changed := _change(case, options)) is not None]
     if not tried or not _fits(tried[-1][1]):
@@ -202,17 +192,14 @@ def _fits(case: LearnerCase) -> bool:
         return False
 
 
-def _describe(text: str, case: LearnerCase) -> LearnerChange:
+def _describe(text: str, case: LearnerCase) -> Remedy:
     assert case.memory is not None, "what fits has a memory"
-    return LearnerChange(change=text, seconds=case.time.seconds, device_bytes=case.memory.device.total)
+    return Remedy(change=text, seconds=case.time.seconds, num_bytes=case.memory.device.total)
 
 
-def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
+def _larger_device(case: LearnerCase) -> Iterator[Remedy]:
     """Yield the smallest device of the table that is large enough."""
-    if case.device.kind != "cuda":
-        return
-    larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
-    for device in reversed(larger):
+    for device in larger_devices(case.device):
         changed = replace(case, drafts=replace(case.drafts, device=device))
         if _fits(changed):
             yield _describe(f"--device {device.name}", changed)
@@ -245,7 +232,7 @@ class LearnerPlan:
     work: Work
     time: StepTime | None
     """Time of a step; None if a rank does not fit."""
-    changes: Sequence[LearnerChange]
+    changes: Sequence[Remedy]
     """Changes with which it fits; empty if it fits."""
     notes: Sequence[str] = ()
     """Remarks for the user."""

@@ -13,11 +13,12 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.devices import larger_devices
 from rlpipe.learner.workload import reads_features, sequence_tokens
 from rlpipe.offload.api import SHARE_USED
 from rlpipe.plan.actors import ActorKind, Placed, fill
 from rlpipe.plan.learner_memory import CPU_HOST_BYTES, CUDA_CONTEXT_BYTES, HOST_BYTES
+from rlpipe.plan.remedy import Remedy
 from rlpipe.plan.scorer_model import ScorerModel, ScorerSetup, has_model, meta_scorer, read_scorer_setups
 from rlpipe.scoring.pools import RewardPool, resolve_pools
 
@@ -129,21 +130,10 @@ def describe_neighbours(neighbours: Sequence[Placed]) -> str:
     return f" next to {shown}" if shown else ""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ScorerChange:
-    """A config change, and its effect."""
-
-    change: str
-    seconds: float | None
-    """Seconds of a step with the change."""
-    num_bytes: int
-    """Bytes of a process with the change, on the device that it computes on."""
-
-
-def remedies(case: ScorerCase) -> list[ScorerChange]:
+def remedies(case: ScorerCase) -> list[Remedy]:
     """Return the single changes with which the scorer fits."""
     return [
-        ScorerChange(change=text, seconds=changed.seconds, num_bytes=changed.memory.total)
+        Remedy(change=text, seconds=changed.seconds, num_bytes=changed.memory.total)
         for text, changed in (*_smaller_batch(case), *_own_gpu(case), *_larger_device(case))
         if changed.problem is None
     ]
@@ -171,9 +161,9 @@ def _larger_device(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
     """Yield the smallest device that is large enough; nothing with neighbours, whose memory there is not known."""
     if case.neighbours or not case.is_on_gpu:
         return
-    for device in reversed(DEVICES.values()):
+    for device in larger_devices(case.device):
         changed = replace(case, device=device)
-        if device.memory_bytes > 1.1 * case.device.memory_bytes and changed.problem is None:
+        if changed.problem is None:
             yield f"--device {device.name}", changed
             return
 
@@ -198,7 +188,7 @@ class ScorerPlan:
     seconds: float | None
     """Seconds for a step's sequences on all processes; None if it does not fit, or computes on a host beside GPUs."""
     note: str | None
-    changes: Sequence[ScorerChange]
+    changes: Sequence[Remedy]
     """Changes with which it fits; empty if it fits."""
 
     @property

@@ -96,7 +96,7 @@ def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
 
 def engine_section(plan: EnginePlan, device: Device) -> Section:
     """Return the section; ``data`` has the plan's fields and the values derived from them."""
-    data = {"fits": plan.fits, **asdict(plan)}
+    data = {"fits": plan.fits, **asdict(plan), "changes": [remedy.as_json() for remedy in plan.changes]}
     if plan.speed is not None:
         data["speed"] |= {"seconds": plan.speed.seconds, "bottleneck": plan.speed.decode.bottleneck}
         data["speed"]["decode"]["seconds"] = plan.speed.decode.seconds
@@ -112,7 +112,7 @@ def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
         yield "shares its GPU", _describe_sharing(plan.sharing)
     if plan.speed is not None:
         yield from _speed_rows(plan, plan.speed)
-    changes = [f"{entry.change} ({entry.seconds:.1f} s per step)" for entry in plan.changes]
+    changes = [remedy.describe() for remedy in plan.changes]
     nothing = "no known change, or pair of changes, is enough; use a smaller model, or shorter prompts"
     yield from _change_rows(plan.fits, changes, nothing, "faster with" if plan.fits else "fits with")
 
@@ -183,7 +183,7 @@ def unplanned_section(kind: str) -> Section:
 def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
     work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
     found = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
-    found |= {"room": asdict(plan.room), "changes": [asdict(change) for change in plan.changes]}
+    found |= {"room": asdict(plan.room), "changes": [remedy.as_json("device_bytes") for remedy in plan.changes]}
     if plan.memory is not None:
         found["memory"] = asdict(plan.memory)
         for name, part in (("device", plan.memory.device), ("host", plan.memory.host)):
@@ -214,7 +214,7 @@ def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]
         yield from _time_rows(plan, plan.time)
     for note in plan.notes:
         yield "note", note
-    changes = [f"{entry.change} ({entry.seconds:.1f} s per step, {gib(entry.device_bytes)})" for entry in plan.changes]
+    changes = [remedy.describe() for remedy in plan.changes]
     nothing = "no known change, or pair of changes, is enough; use a smaller model, or shorter sequences"
     yield from _change_rows(plan.fits, changes, nothing)
 
@@ -275,7 +275,7 @@ def _scorer_data(plan: ScorerPlan | UnplannedScorer) -> dict[str, Any]:
         "host_bytes": plan.actor.host_bytes,
         "room_bytes": plan.room_bytes,
         "seconds": plan.seconds,
-        "changes": [asdict(change) for change in plan.changes],
+        "changes": [remedy.as_json("num_bytes") for remedy in plan.changes],
     }
 
 
@@ -307,10 +307,7 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
         yield "  time", "not known: the scorer computes on the host's CPU"
     if plan.note is not None:
         yield "  note", plan.note
-    times = ["" if entry.seconds is None else f"{entry.seconds:.1f} s per step, " for entry in plan.changes]
-    changes = [
-        f"{entry.change} ({time}{gib(entry.num_bytes)})" for entry, time in zip(plan.changes, times, strict=True)
-    ]
+    changes = [remedy.describe() for remedy in plan.changes]
     nothing = "no single known change is enough; use a smaller model, or shorter sequences"
     yield from _change_rows(plan.fits, changes, nothing, "  fits with")
 

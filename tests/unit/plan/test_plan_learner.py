@@ -292,7 +292,7 @@ def test_changes_fit_when_they_are_made() -> None:
         text = " ".join(f"{name}={str(value).lower()}" for name, value in options.items())
         assert again.problem is None
         assert again.memory is not None
-        assert changes[text].device_bytes == again.memory.device.total
+        assert changes[text].num_bytes == again.memory.device.total
         assert changes[text].seconds == again.time.seconds
 
 
@@ -315,7 +315,7 @@ def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
     for again, change in zip(fitting, found.changes, strict=False):
         assert again.fits
         assert again.memory is not None
-        assert again.memory.device.total == change.device_bytes
+        assert again.memory.device.total == change.num_bytes
     assert not plan(model, "model=full", *chunked.split(), device=device).fits
 
 
