@@ -54,6 +54,12 @@ OF_ROLLOUTS = (
     "replay",
 )
 """Options, and sections of them, that only rollouts, or blocks of raw text, have a use for."""
+UNUSED = {
+    **dict.fromkeys(OF_ROWS, OF_ROLLOUTS),
+    "sft": (*OF_ROLLOUTS, "algorithm.reference"),
+    "ebft_strided": ("algorithm.combine", "algorithm.replay", "replay"),
+}
+"""Options, and sections of them, that a kind of algorithm ignores."""
 
 
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -326,15 +332,14 @@ def _check_preference_rows(config: Config) -> Iterator[str]:
 
 
 def check_unused(config: Config) -> Iterator[str]:
-    """Yield the changed options that an algorithm ignores: of rollouts on rows, and of the other kinds of rows.
+    """Yield the changed options that an algorithm ignores: of rollouts without any, and of the other kinds of rows.
 
     Those of engines and rewards are not among them, because ``rlpipe eval`` reads them.
     """
     algorithm, usual = config.algorithm, dict(leaves(to_tree(Config())))
-    of_rollouts = OF_ROLLOUTS if algorithm.kind in OF_ROWS else ()
     samples_pairs = algorithm.kind == "rl" and algorithm.loss.name == PAIRS
     used = "preference" if samples_pairs else algorithm.kind
-    unused = (*of_rollouts, *(f"algorithm.{other}" for other in OF_ROWS if other != used))
+    unused = (*UNUSED.get(algorithm.kind, ()), *(f"algorithm.{other}" for other in OF_ROWS if other != used))
     for name, value in leaves(to_tree(config)):
         is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
         if is_unused and (name, value) not in usual.items():

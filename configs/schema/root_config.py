@@ -121,6 +121,7 @@ class ClusterConfig(Freezable):
     preload: bool = option(
         True, "Fork the processes of a local cluster from preloaded ones, for a faster start (Linux)."
     )
+    dashboard: bool = option(True, "Start Ray's dashboard with a local cluster.")
     log_to_driver: bool = option(False, "Also print the actors' output in this terminal.")
     schedule_timeout_s: float = option(
         30.0, "Seconds to wait for resources of an actor before the run ends.", above=0, maximum=MAX_SECONDS

@@ -77,6 +77,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
         if address is None:
             wanted = sum(need.num_cpus for need in needs)
+            options["include_dashboard"] = None if cluster.dashboard else False  # True would fail with a minimal Ray
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
             os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
             # Otherwise Ray shows all GPUs to processes that requested for none, and a run on CPUs would fill the first.

@@ -48,6 +48,7 @@ def run_options(policy: Path, prompts: Path, output: Path, *overrides: str) -> l
         "tracking.tensorboard=false",
         "tracking.ray_metrics=false",
         "tracking.progress=plain",
+        "cluster.dashboard=false",
         "cluster.schedule_timeout_s=300",
         f"output={output}",
         *overrides,

@@ -72,6 +72,13 @@ def test_presets_are_valid(name: str) -> None:
         (["algorithm.preference.beta=0.5", REWARD], "algorithm.preference.beta: has no effect with algorithm.kind=rl"),
         (["algorithm.reward_model.center_coef=1", REWARD], "reward_model.center_coef: has no effect with"),
         (["algorithm=sft", "algorithm.preference.beta=0.5"], "preference.beta: has no effect with algorithm.kind=sft"),
+        (["algorithm=sft", "algorithm.loss.entropy_coef=0.1"], "loss.entropy_coef: has no effect with"),
+        (["algorithm=sft", "algorithm.reference.sync_steps=3"], "reference.sync_steps: has no effect with"),
+        (["algorithm=sft", "replay.max_staleness=2"], "replay.max_staleness: has no effect with algorithm.kind=sft"),
+        (
+            ["algorithm=ebft_strided", "data.text_column=text", "algorithm.combine=normalize_then_sum"],
+            "algorithm.combine: has no effect with algorithm.kind=ebft_strided",
+        ),
         ([*ONLINE, "algorithm.reward_model.center_coef=1"], "reward_model.center_coef: has no effect with"),
         (
             ["algorithm=ebft_strided", "data.text_column=text", "algorithm.loss.name=dpo"],
