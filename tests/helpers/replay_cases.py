@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,12 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import NO_VERSION, Prompt, Rollout, RolloutGroup
 
 REWARD = "right"
+RUN_CONFIG: dict[str, Any] = {
+    "algorithm": {"num_steps": 100, "groups_per_step": 2},
+    "learner": {"schedule": {"name": "constant"}},
+    "replay": {"max_staleness": 2},
+    "seed": 0,
+}
 
 
 def group(

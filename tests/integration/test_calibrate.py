@@ -1,7 +1,6 @@
 """A full run of ``rlpipe plan --calibrate`` on the machine of the tests."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +8,11 @@ import torch
 from rlpipe import cli
 from rlpipe.hardware.devices import load_stored, own_name, path_of, stored_names
 
-pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="its GPU would be measured")]
+pytestmark = [
+    pytest.mark.usefixtures("empty_cache"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its GPU would be measured"),
+]
 ON_CPU = ("experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "rollout.num_gpus=0", "learner.num_gpus=0")
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.mark.slow

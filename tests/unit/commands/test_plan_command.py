@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +16,10 @@ from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_plan import plan_learner
 from rlpipe.plan.model_shape import describe_offline
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 EXPERIMENT = "experiment=gsm8k_qwen3_8b_lora"
 RUN = ("plan", EXPERIMENT, "--device", "h100-80g")
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -1,6 +1,5 @@
 """Tests that rows of preferences, in the formats of common data sets, become pairs and labelled completions."""
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pair_cases import PAIR, PLACE, TOKENIZER, write_rows
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
@@ -21,14 +21,10 @@ from rlpipe.data.render_rows import _Sequences, prepare_rows
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
 from rlpipe.data.row_renderer import RenderedRow
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import PlacedImage, Rollout
 
-PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")
-TOKENIZER = make_tokenizer()
 USER = {"role": "user", "content": "2+2?"}
 FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "five"}
-PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "five"}
 
 
 def pair_of(row: dict[str, Any], *, max_tokens: int = 200, takes_pairs: bool = True, **options: Any) -> Rollout:
@@ -215,19 +211,10 @@ def test_a_label_that_is_no_truth_value_is_skipped() -> None:
         pair_of({"prompt": "2+2?", "completion": "4", "label": "good"}, takes_pairs=False)
 
 
-ROWS = [{"prompt": f"{number}?", "chosen": str(number), "rejected": "no" * (1 + number % 5)} for number in range(24)]
-
-
 def open_pairs(folder: Path, **options: Any) -> tuple[list[Rollout], list[Rollout]]:
     data = DataConfig(source="jsonl", path=write_rows(folder), held_out=HeldOutConfig(size=4), **options)
     source, held_out = open_sft_rows(data, TOKENIZER, seed=1, max_tokens=200, preference=PreferenceConfig())
     return source.take(20), held_out
-
-
-def write_rows(folder: Path) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
 
 
 def test_held_out_pairs_are_not_trained(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_pairs import PAIR, PLACE, TOKENIZER, write_rows
+from pair_cases import PAIR, PLACE, TOKENIZER, write_rows
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig

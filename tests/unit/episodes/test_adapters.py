@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from framework_servers import HELPERS, FrameworkServer, framework_server
-from test_groups import play
+from player_cases import play
 
 import rlpipe
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig

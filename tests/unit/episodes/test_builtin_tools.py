@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_groups import play
+from player_cases import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.builtin_tools import ServerProcess, _list_tools

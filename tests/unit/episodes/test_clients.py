@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_groups import play
+from player_cases import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind

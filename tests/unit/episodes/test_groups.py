@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,85 +15,28 @@ import numpy as np
 import openai
 import psutil
 import pytest
-from episode_cases import CALL, Guess, ScriptedTurns
-from template_cases import made_tokenizer, shipped_templates
+from episode_cases import CALL, Guess
+from player_cases import DATA, KIND, TEMPLATES, agent_kind, play
+from template_cases import made_tokenizer
 from transformers import AutoTokenizer
 
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
+from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import EndpointAccess, read_reward
-from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, check_bridge, turn_ends
+from rlpipe.episodes.bridge import USER_MESSAGE, Bridge, turn_ends
 from rlpipe.episodes.builtin_tools import McpServer
 from rlpipe.episodes.groups import GroupPlayer, open_player, refused_messages
 from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
-from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
+from rlpipe.episodes.parsing import PARSERS, open_parser, parse_text
 from rlpipe.episodes.session import SampledTurn, read_turn
 from rlpipe.episodes.tools import FunctionTool, Step
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.types import NO_TURN, GroupRequest, Prompt, RolloutGroup, RolloutStatus
-
-TEMPLATES = dict(shipped_templates())
-DATA = DataConfig(source="jsonl")
-KIND = EpisodeKind(make=Guess, tools=[], has_reward=True)
-
-
-def play(
-    *said: Sequence[str],
-    kind: EpisodeKind = KIND,
-    name: str = "trl/qwen2_5",
-    row: dict[str, Any] | None = None,
-    prompt: Any = (),
-    **options: Any,
-) -> tuple[RolloutGroup, ScriptedTurns]:
-    player, turns = player_of(said, kind=kind, name=name, **options)
-    request = request_of({"number": 20} if row is None else row, prompt=list(prompt), group_size=len(said))
-
-    async def run() -> RolloutGroup:
-        await player.start()
-        return await player.play(request)
-
-    return asyncio.run(run()), turns
-
-
-def player_of(
-    said: Sequence[Sequence[str]],
-    *,
-    kind: EpisodeKind,
-    name: str = "trl/qwen2_5",
-    max_model_len: int = 4000,
-    run_stop: Sequence[str] = (),
-    sample: ScriptedTurns | None = None,
-    stop_token_ids: Sequence[int] = (),
-    **options: Any,
-) -> tuple[GroupPlayer, ScriptedTurns]:
-    template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
-    bridge = Bridge(template, turn_ends(template, DATA))
-    bridge.refused = check_bridge(bridge).refused
-    turns = sample or ScriptedTurns(template, said)
-    player = GroupPlayer(
-        kind,
-        EnvironmentConfig(**{"max_turns": 5, "timeout_s": 20.0, **options}),
-        bridge=bridge,
-        parser=parse_hermes,
-        max_model_len=max_model_len,
-        sampling=SamplingConfig(stop=[*run_stop]),
-        sample=turns,
-        stop_token_ids=stop_token_ids,
-    )
-    return player, turns
-
-
-def request_of(row: dict[str, Any], *, group_size: int, prompt: Sequence[Any] = ()) -> GroupRequest:
-    asked = Prompt(prompt_id=4, epoch=0, token_ids=np.zeros(0, np.int32), prompt=list(prompt), task=row)
-    return GroupRequest(
-        group_id=7, prompt=asked, group_size=group_size, max_tokens=200, temperature=0.7, seed=0, min_version=3
-    )
+from rlpipe.types import NO_TURN, RolloutStatus
 
 
 def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:
@@ -157,10 +99,6 @@ def solve(row: dict[str, Any], episode: EndpointAccess) -> float:
         if text == str(row["number"]):
             return 1.0
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "no"}]
-
-
-def agent_kind(agent: Any) -> EpisodeKind:
-    return import_kind(EnvironmentConfig(agent=agent))
 
 
 @pytest.mark.parametrize("as_command", [True, False])

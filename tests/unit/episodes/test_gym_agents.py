@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gym_servers import TOOL, GymServers
-from test_groups import player_of, request_of
+from player_cases import player_of, request_of
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import AgentFailed, read_agents

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 from episode_cases import ScriptedTurns
+from player_cases import TEMPLATES, agent_kind, player_of, request_of
 from template_cases import made_tokenizer
-from test_groups import TEMPLATES, agent_kind, player_of, request_of
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate

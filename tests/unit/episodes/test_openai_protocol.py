@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from gateway_cases import CALL, LOOK, Scene, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_gateway import CALL, LOOK, Scene, play
 
 from rlpipe.episodes.agent_session import ChatQuestion, RequestRefused
 from rlpipe.episodes.openai_protocol import as_chat_request

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from framework_servers import FrameworkServer, framework_server
-from test_groups import play
+from player_cases import play
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes import verifiers_agent

@@ -16,6 +16,8 @@ from rlpipe.hardware.dtype_speed import Products, cpu_types, kept_rates, product
 from rlpipe.models.model_files import read_widths
 from rlpipe.plan.dtype_work import engine_products, learner_products, planned_dtype
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 MADE = products(rows=16, widths=(32, 64), num_threads=1)
 SLOWER, TIE, FASTER = (
     {"float32": 200e9, "bfloat16": 150e9},
@@ -35,12 +37,6 @@ class Machine:
     def _time(self, made: Products, dtype: str) -> dict[str, float]:
         self.times_timed += 1
         return {name: self.rates[name] for name in ("float32", dtype)}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize(("rates", "expected"), [(SLOWER, "float32"), (TIE, "float32"), (FASTER, "bfloat16")])
@@ -89,8 +85,8 @@ def test_a_machine_whose_instructions_are_switched_off_is_another(monkeypatch: p
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"a": {"b": 2}}'])
-def test_a_damaged_file_is_written_anew(monkeypatch: pytest.MonkeyPatch, own_cache: Path, content: str) -> None:
-    file = own_cache / "rlpipe" / "machines" / "products" / f"{own_name('cpu')}.json"
+def test_a_damaged_file_is_written_anew(monkeypatch: pytest.MonkeyPatch, empty_cache: Path, content: str) -> None:
+    file = empty_cache / "rlpipe" / "machines" / "products" / f"{own_name('cpu')}.json"
     file.parent.mkdir(parents=True)
     file.write_text(content)
     machine = Machine(monkeypatch, FASTER)
@@ -99,8 +95,8 @@ def test_a_damaged_file_is_written_anew(monkeypatch: pytest.MonkeyPatch, own_cac
     assert json.loads(file.read_text())
 
 
-def test_where_nothing_can_be_kept_it_is_timed_each_time(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    (own_cache / "rlpipe").write_text("a file")
+def test_where_nothing_can_be_kept_it_is_timed_each_time(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    (empty_cache / "rlpipe").write_text("a file")
     machine = Machine(monkeypatch, FASTER)
     assert cpu_types(MADE).auto == cpu_types(MADE).auto == "bfloat16"
     assert machine.times_timed == 2

@@ -11,10 +11,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Curve, Link
 from rlpipe.hardware.devices import DEVICES, find_device, load_stored, machines_folder, own_name, store, stored_names
 
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 CURVE = Curve(num_bytes=(2.0**15, 2.0**19, 2.0**26), seconds=(1e-5, 2e-5, 4e-4))

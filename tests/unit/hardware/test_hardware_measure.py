@@ -16,13 +16,10 @@ from rlpipe.hardware.cgroup import host_memory_bytes
 from rlpipe.hardware.device import ADDINGS, Device, Link
 from rlpipe.hardware.devices import load_stored, machines_folder, own_name, path_of, store, stored_names
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 CPU = torch.device("cpu")
 SMALL = 0.01
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -25,16 +25,12 @@ from rlpipe.models.model_files import (
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.plan.model_shape import describe_offline
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 gguf = pytest.importorskip("gguf")
 
 WIDTH, INNER, HEADS, KEY_HEADS, LAYERS = 64, 96, 4, 2, 2
 TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def write_gguf(file: Path, *, architecture: str = "llama", seed: int = 0, without: str = "") -> dict[str, np.ndarray]:

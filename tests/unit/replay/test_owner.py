@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_cases import admit, bring, open_store
-from test_restore import CONFIG
+from replay_cases import RUN_CONFIG, admit, bring, open_store
 
 from rlpipe.errors import ConfigError, LedgerError
 from rlpipe.replay.ledger.database import NAME
@@ -19,7 +18,7 @@ def begin(output: Path, path: Path, **settings: Any) -> Ledger:
     """Begin a run as the driver does: mark its output, then open the ledger."""
     output.mkdir(exist_ok=True)
     mark_output(output)
-    ledger, _ = open_ledger(path, RunStart(**{"config": CONFIG, "output": output, **settings}), keep_steps=10)
+    ledger, _ = open_ledger(path, RunStart(**{"config": RUN_CONFIG, "output": output, **settings}), keep_steps=10)
     return ledger
 
 

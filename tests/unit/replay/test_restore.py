@@ -10,23 +10,16 @@ from typing import Any
 
 import pytest
 from disk_cases import largest_file
-from replay_cases import admit, bring, open_store
+from replay_cases import RUN_CONFIG, admit, bring, open_store
 
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 
-CONFIG: dict[str, Any] = {
-    "algorithm": {"num_steps": 100, "groups_per_step": 2},
-    "learner": {"schedule": {"name": "constant"}},
-    "replay": {"max_staleness": 2},
-    "seed": 0,
-}
-
 
 def begin(path: Path, **settings: Any) -> tuple[Ledger, list[str]]:
-    return open_ledger(path, RunStart(**{"config": CONFIG, **settings}), keep_steps=10)
+    return open_ledger(path, RunStart(**{"config": RUN_CONFIG, **settings}), keep_steps=10)
 
 
 def checkpoint(folder: Path, ledger: Ledger, step: int) -> Path:
@@ -60,7 +53,7 @@ def test_a_new_run_gets_a_ledger_of_its_own(path: Path, tmp_path: Path) -> None:
     one, _ = begin(path)
     other, _ = begin(tmp_path / "other" / NAME)
     assert one.get("run_id") != other.get("run_id")
-    assert one.get("config") == CONFIG
+    assert one.get("config") == RUN_CONFIG
 
 
 def test_rows_that_were_added_since_the_run_began_are_noticed(path: Path) -> None:
@@ -166,7 +159,7 @@ def test_looking_changes_nothing(path: Path) -> None:
     ledger, _ = begin(path)
     ledger.close()
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
-    assert why_unusable(path, RunStart(config=CONFIG)) is None
+    assert why_unusable(path, RunStart(config=RUN_CONFIG)) is None
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
 
@@ -242,7 +235,7 @@ def test_a_ledger_that_knows_a_lost_checkpoint_is_refused(path: Path) -> None:
 
 def test_other_options_are_refused_with_the_list(path: Path) -> None:
     started(path)
-    other = {**CONFIG, "seed": 4}
+    other = {**RUN_CONFIG, "seed": 4}
     with pytest.raises(ConfigError, match=r"with other options \(seed: 0 -> 4\): restore them, set resume_changes=all"):
         begin(path, config=other)
     ledger, _ = begin(path, config=other, changes_allowed=True)
@@ -251,10 +244,10 @@ def test_other_options_are_refused_with_the_list(path: Path) -> None:
 
 def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
     started(path)
-    other = {**CONFIG, "seed": 4}
+    other = {**RUN_CONFIG, "seed": 4}
     begin(path, config=other, changes_allowed=True)
     ledger, _ = begin(path, config=other, num_rows=7)
-    assert ledger.get("earlier_configs") == [{"steps": 1, "config": CONFIG}], "step 0 is trained again as it was"
+    assert ledger.get("earlier_configs") == [{"steps": 1, "config": RUN_CONFIG}], "step 0 is trained again as it was"
     assert ledger.get("num_rows") == 7
 
 
@@ -270,7 +263,7 @@ def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
     path: Path, section: str, option: str, value: int, reason: str
 ) -> None:
     started(path)
-    other = {**CONFIG, section: {**CONFIG[section], option: value}}
+    other = {**RUN_CONFIG, section: {**RUN_CONFIG[section], option: value}}
     ledger, _ = begin(path, config=other, changes_allowed=True)
     assert ledger.counts() == {GroupState.DISCARDED: 3}
     assert ledger.rows("SELECT DISTINCT reason FROM groups") == [(reason,)]

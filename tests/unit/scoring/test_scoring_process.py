@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /pro
 DEATHS_S = 20.0
 SCORER = """
 import sys
-from test_scorer import CharacterTokenizer, RewardConfig, Scorer, make_group
+from scorer_cases import CharacterTokenizer, make_group
 from rlpipe.scoring.processes import start_reaper
 from rlpipe.scoring.processes import MemoryLimit
 

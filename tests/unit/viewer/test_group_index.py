@@ -17,10 +17,7 @@ from rlpipe.viewer.group_query import GroupQuery, count_groups, find_choices, fi
 from rlpipe.viewer.run_folders import distinct_names, find_runs
 from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def viewed(folder: Path) -> ViewedRun:

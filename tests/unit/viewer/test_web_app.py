@@ -32,12 +32,9 @@ from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
 from rlpipe.viewer.web_app import Refresher, make_app, static_files, to_json
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 TOKEN = "secret-token"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def client_of(*folders: Path) -> TestClient:
