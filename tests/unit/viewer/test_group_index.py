@@ -135,13 +135,23 @@ def test_a_ledger_that_a_copy_replaces_is_indexed_anew(tmp_path: Path) -> None:
 def test_a_run_in_the_place_of_a_removed_one_is_indexed_anew(tmp_path: Path) -> None:
     """Check a file that got the number of the removed one, as file systems give it again."""
     finished_run(tmp_path / "first", num_steps=1, reward_of={0: 5.0})
-    finished_run(tmp_path / "second", num_steps=1)
+    finished_run(tmp_path / "second", num_steps=1, planted=", again")  # in reasons and in the names of functions
     first, second = viewed(tmp_path / "first"), viewed(tmp_path / "second")
     assert first.index is not None
-    for run, large in ((first, [0]), (second, [])):
+    for run, large, added in ((first, [0], ""), (second, [], ", again"), (first, [0], "")):
         with run.ledger() as ledger:
             first.index.update(ledger, (1, 2, ledger.get("run_id")))
-        assert ids(first, bounds=(("reward", 2, None),)) == large
+        assert (
+            ids(first, bounds=(("reward", 2, None),))
+            == ids(first, bounds=((f"reward:right{added}", 2, None),))
+            == large
+        )
+        choices = find_choices(first.index)
+        assert (choices["functions"], choices["reasons"]) == (
+            [f"right{added}", "short"],
+            [f"no reward variance{added}"],
+        )
+        assert [*first.index.means([1])[1]["functions"]] == [f"right{added}", "short"]
 
 
 def test_a_damaged_index_is_made_anew(tmp_path: Path) -> None:
