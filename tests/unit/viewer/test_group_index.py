@@ -61,7 +61,7 @@ def test_groups_are_selected_by_every_property(run: ViewedRun) -> None:
 
 def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
     assert run.index is not None
-    for sort in ("id", "reward", "length", "version", "reward:short", "staleness", "state", "status"):
+    for sort in ("id", "reward", "length", "version", "reward:short", "staleness", "state", "status", "reason"):
         for descending in (True, False):
             found: list[int] = []
             after = None
@@ -79,6 +79,17 @@ def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
     by_reward = ids(run, sort="reward", descending=False)
     assert by_reward[0] == 1
     assert ids(run, sort="reward:short", descending=False)[-6:] == [3, 7, 11, 15, 19, 23]  # without a value
+
+
+def test_groups_are_sorted_by_the_reason_of_discard(tmp_path: Path) -> None:
+    going = ViewerRun(tmp_path / "run")
+    for reason in ("", ", again", ""):
+        going.planted = reason
+        going.train(1)
+    run = viewed(tmp_path / "run")
+    assert ids(run, sort="reason")[:3] == [7, 11, 3]
+    assert ids(run, sort="reason", descending=False)[:3] == [3, 11, 7]
+    assert ids(run, sort="reason", descending=False)[3:] == [0, 1, 2, 4, 5, 6, 8, 9, 10], "those without a reason"
 
 
 def test_choices_are_what_the_run_has(run: ViewedRun) -> None:
