@@ -133,6 +133,7 @@ async function poll() {
     if (failures === 2) document.body.prepend(make("p", { class: "notice bad", id: "gone", role: "alert" }, "rlpipe view has ended, or can't be reached: what is shown may be old"));
     return;
   }
+  stale ||= failures > 0;  // what was asked for meanwhile has not come
   failures = 0;
   document.getElementById("gone")?.remove();
   const before = context.runs;

@@ -23,7 +23,7 @@ export async function groupView(body, context) {
   const select = choose("colouring", COLOURINGS, how(), (event) => { keep(COLOURING, event.target.value); draw(); });
   let tokens;
 
-  // A group that is not there is no end of the way to others; it may be admitted later.
+  // Without the group, the toolbar still leads to others; the group may be admitted later.
   async function read() {
     try {
       group = await context.ask("group", { id, tokens });
