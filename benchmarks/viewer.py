@@ -3,7 +3,8 @@
 A run is written as it would be after ``--groups`` groups of ``--group-size`` rollouts, all of whose records and tokens
 are kept. A fresh process serves it without an index, and a headless Chromium opens it: ``first_view_s`` is from the
 request to the drawn curves, ``first_groups_s`` the same for the table. Once the index is complete, ``filter_s`` is the
-slowest filter's median, from the key that is pressed to the redrawn table. Run: ``python -m benchmarks.viewer``.
+slowest filter's median, from the key that is pressed to the redrawn table. Run: ``python -m benchmarks.viewer``. With
+1,000,000 rollouts or more, the exit code is 1 if the first view takes over a second, or a filter over 0.3 s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -72,6 +73,9 @@ FILTERS: dict[str, dict[str, str]] = {
         "length_min": "180",
     },
 }
+FULL_SIZE = 1_000_000
+"""Rollouts for which the limits hold."""
+LIMITS_S = {"first_view_s": 1.0, "filter_s": 0.3}
 SORTS = ("reward", "reward:format", "length", "id")
 DRAWN = ".charts[data-points]:not([data-points='0'])"
 TIMED = """async ([values]) => {
@@ -221,7 +225,14 @@ def measure(page: Page, address: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def exceeded(rollouts: int, result: Mapping[str, Any]) -> list[str]:
+    """Return a line for each limit that a result exceeds; none for a run of fewer rollouts than the limits hold for."""
+    if rollouts < FULL_SIZE:
+        return []
+    return [f"{name} is {result[name]:.2f}, over {limit}" for name, limit in LIMITS_S.items() if result[name] > limit]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=125_000)
     parser.add_argument("--group-size", type=int, default=8)
@@ -250,17 +261,12 @@ def main() -> None:
             server.terminate()
             server.wait()
         index_bytes = sum(file.stat().st_size for file in Path(scratch, "cache").rglob("*.sqlite"))
-    print(
-        json.dumps(
-            {
-                "rollouts": arguments.groups * arguments.group_size,
-                "start_s": start_s,
-                **result,
-                "index_mb": index_bytes / 1e6,
-            }
-        )
-    )
+    rollouts = arguments.groups * arguments.group_size
+    print(json.dumps({"rollouts": rollouts, "start_s": start_s, **result, "index_mb": index_bytes / 1e6}))
+    problems = exceeded(rollouts, result)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from rlpipe.hardware.cgroup import GROUPS
 from rlpipe.learner.checkpoint_files import damaged, list_checkpoints
 from rlpipe.replay.ledger.query import find_ledger, reading
 from rlpipe.tracking.health import HealthFinding, HealthWatch
-from rlpipe.tracking.jsonl import METRICS_FILE, read_rows
+from rlpipe.tracking.jsonl import EVENTS_FILE, METRICS_FILE, read_rows
 from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
 
 AGAIN = "the same command continues from the newest checkpoint"
@@ -138,32 +138,41 @@ def _describe_checkpoints(run: Path) -> Iterator[Observation]:
 
 
 def _describe_ledger(run: Path) -> Iterator[Observation]:
-    """Describe the events of the ledger, and the groups that failed."""
+    """Describe the events of the ledger, or of the log of a run without one, and the groups that failed."""
     try:
         path = find_ledger(run)
     except DataError as error:
+        yield from _describe_events(
+            [(row["kind"], row["subject"], row["message"]) for row in read_rows(run / EVENTS_FILE)]
+        )
         yield skipped("ledger", str(error))
         return
     with reading(path) as ledger:
-        events = [event for event in ledger.events() if event.kind != "health"]
-        recoveries = [event for event in events if event.kind == "recovery"]
-        losses = Counter((event.kind, event.subject) for event in events if event.kind != "recovery")
+        events = [(event.kind, event.subject, event.message) for event in ledger.events()]
         failed = ledger.failures()
         num_groups = ledger.rows("SELECT count(*) FROM groups WHERE state != 'ADMITTED'")[0][0]
-    # Deaths come before what the run got over at once, as a failed write of a checkpoint.
-    ordered = sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")
-    for (kind, subject), number in ordered[:MAX_SUBJECTS]:
-        last = next(event.message for event in reversed(events) if (event.kind, event.subject) == (kind, subject))
-        lacked = any(word in last for word in OUT_OF_MEMORY)
-        fix = "rlpipe plan shows the memory that the run needs" if lacked else ""
-        yield warning("events", f"{subject}, {number} x: {last}", fix)
-    if recoveries:
-        yield ok("events", f"{len(recoveries)} recoveries, the last one: {recoveries[-1].message}")
+    yield from _describe_events(events)
     if num_groups and sum(number for _, number in failed) > MANY_FAILED * num_groups:
         reason, number = failed[0]
         yield problem("groups", f"{number} of {num_groups} groups failed with: {reason}", FIXES["RewardFailed"])
     else:
         yield ok("ledger", f"{num_groups} groups, {sum(number for _, number in failed)} of them failed")
+
+
+def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observation]:
+    """Describe events, each a kind, a subject and a message, in the order in which they happened."""
+    recoveries = [message for kind, _, message in events if kind == "recovery"]
+    losses = Counter((kind, subject) for kind, subject, _ in events if kind not in ("health", "recovery"))
+    last = {(kind, subject): message for kind, subject, message in events}
+    # Deaths come before what the run got over at once, as a failed write of a checkpoint.
+    ordered = sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")
+    for (kind, subject), number in ordered[:MOST_SUBJECTS]:
+        message = last[kind, subject]
+        lacked = any(word in message for word in OUT_OF_MEMORY)
+        fix = "rlpipe plan shows the memory that the run needs" if lacked else ""
+        yield warning("events", f"{subject}, {number} x: {message}", fix)
+    if recoveries:
+        yield ok("events", f"{len(recoveries)} recoveries, the last one: {recoveries[-1]}")
 
 
 def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Observation]:

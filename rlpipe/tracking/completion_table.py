@@ -9,13 +9,18 @@ from typing import Any
 
 COMPLETIONS = "completions"
 """Name of the table in every tracker."""
+BEFORE, AFTER = ("step", "prompt", "completion", "reward"), ("advantage", "tokens", "status")
+"""Columns of every table, before and after those of the reward functions."""
 MAX_CELL_CHARS = 2000
 """Characters of a text in Markdown; the other forms have all of it."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class CompletionTable:
-    """Rows of ``completions.jsonl`` of one step, in columns that all of them have."""
+    """Rows of ``completions.jsonl`` of one step, in columns that all of them have.
+
+    A reward function has a column of its name; if another column has that name, ``rewards/`` comes before it.
+    """
 
     step: int
     columns: Sequence[str]
@@ -24,7 +29,7 @@ class CompletionTable:
     @classmethod
     def of(cls, step: int, rows: Sequence[Mapping[str, Any]]) -> CompletionTable:
         rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"] or {}))
-        columns = ["step", "prompt", "completion", "reward", *rewards, "advantage", "tokens", "status"]
+        columns = [*BEFORE, *_reward_columns(rewards), *AFTER]
         cells = [
             [
                 step,
@@ -49,6 +54,17 @@ class CompletionTable:
         lines = [[_plain(name) for name in self.columns], ["---"] * len(self.columns)]
         lines += [[_plain(_show(value)) for value in row] for row in self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _reward_columns(names: Sequence[str]) -> list[str]:
+    columns, used = [], {*BEFORE, *AFTER, *names}
+    for name in names:
+        column = name
+        while column in BEFORE + AFTER or (column != name and column in used):
+            column = f"rewards/{column}"
+        used.add(column)
+        columns.append(column)
+    return columns
 
 
 def _text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:

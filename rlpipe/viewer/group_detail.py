@@ -73,15 +73,26 @@ def _describe_message(message: Mapping[str, Any]) -> dict[str, Any]:
         "text": content_text(message.get("content")),
         **({"name": str(message["name"])} if message.get("name") else {}),
         **({"reasoning": str(reasoning)} if reasoning else {}),
-        **({"calls": [*map(_describe_call, message["tool_calls"])]} if message.get("tool_calls") else {}),
+        **({"calls": [*map(_describe_call, _listed(message["tool_calls"]))]} if message.get("tool_calls") else {}),
         **({"call_id": str(message["tool_call_id"])} if message.get("tool_call_id") else {}),
     }
 
 
+def _listed(calls: Any) -> list[Any]:
+    return calls if isinstance(calls, list) else [calls]
+
+
 def _describe_call(call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else {"name": "", "arguments": call}
-    arguments = function.get("arguments")
-    return {"id": str(call.get("id", "")), "name": str(function.get("name", "")), "arguments": arguments}
+    """Return the id, name and arguments of a tool call; a call in another form counts as arguments, whole."""
+    named = call if isinstance(call, Mapping) else {}
+    function = named if named.get("function") is None else named["function"]
+    if not (isinstance(function, Mapping) and {"name", "arguments"} & function.keys()):
+        function = {"arguments": call}
+    return {
+        "id": str(named.get("id") or ""),
+        "name": str(function.get("name") or ""),
+        "arguments": function.get("arguments"),
+    }
 
 
 def _describe_rollout(

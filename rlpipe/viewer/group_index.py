@@ -201,11 +201,13 @@ class _IndexUpdate:
             yield
 
     def _begin(self, identity: str) -> None:
-        """Forget the groups of another ledger, or of one that a copy has replaced."""
+        """Forget the groups of another ledger, or of one that a copy has replaced, and its reward functions."""
         with self._transaction():
-            self._connection.execute("DELETE FROM entries")
-            self._connection.execute("DELETE FROM held_out")
-            self._connection.execute("DELETE FROM meta")
+            for table in ("entries", "prompts", "reasons", "held_out", "meta"):
+                self._connection.execute(f"DELETE FROM {table}")
+            for (number,) in self._connection.execute("SELECT number FROM functions").fetchall():
+                self._connection.execute(f"ALTER TABLE entries DROP COLUMN function_{number}")
+            self._connection.execute("DELETE FROM functions")
             self._set(identity=identity)
 
     def _copy_columns(self) -> None:

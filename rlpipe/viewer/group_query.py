@@ -25,6 +25,7 @@ SORTS = {
     "staleness": "staleness",
     "version": "version",
     "status": "statuses",
+    "reason": "reason",
     "state": f"CASE state {' '.join(f'WHEN {state.value!r} THEN {at}' for at, state in enumerate(GroupState))} END",
 }
 """Columns of the index by the names that the page sorts by; a reward function is another, ``reward:NAME``."""
@@ -64,7 +65,8 @@ class GroupPage:
 def find_page(index: GroupIndex, query: GroupQuery, size: int = PAGE) -> GroupPage:
     """Return a page of the groups that match; those without a value to sort by come last.
 
-    States are in the order in which a group has them, and groups with equal statuses stand together.
+    States are in the order in which a group has them, and groups with equal statuses, or with the same reason of
+    discard, are next to each other.
 
     Raises ``InputError`` if the run has no such reward function, property, status or state.
     """

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,8 @@ CLOCK_S = 2.0
 """Seconds by which the start of a process may seem later than what it wrote."""
 DIAGNOSIS_S = 20.0
 """Shortest time between two diagnoses of a run that goes on."""
+TOKENIZER_S = 10.0
+"""Seconds after which a tokenizer that can't be loaded is tried again."""
 
 
 class NotInRun(DataError):
@@ -70,6 +71,8 @@ class ViewedRun:
         """Why the run could not be read at the last look."""
         self._changed_at = 0.0
         self._known_algorithm: Mapping[str, Any] | None = None
+        self._tokenizer: tuple[Any, str, float] = (None, "", 0.0)
+        """Tokenizer or None, why it can't be loaded, and when that was tried last; 0 if never."""
         self._diagnosing = threading.Lock()
         self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), 0.0, [])
 
@@ -323,7 +326,7 @@ class ViewedRun:
             tree = describe_logged(row, logged) if logged else describe_group(row, None, None)
             note = row.why_no_tokens + (f"; its texts are from {COMPLETIONS_FILE}" if logged else "")
             return {**tree, "why_no_tokens": note}
-        tokenizer, problem = self._tokenizer
+        tokenizer, problem = self._find_tokenizer()
         return {
             **describe_group(row, group, tokenizer, differences=differences, most_tokens=most_tokens),
             "tokenizer_problem": problem,
@@ -340,9 +343,14 @@ class ViewedRun:
         values = {"group_id": -number, "state": HELD_OUT, "version": found[0], "reward": found[1], "why_no_tokens": ""}
         return {**values, **describe_texts([json.loads(found[2])])}
 
-    @cached_property
-    def _tokenizer(self) -> tuple[Any, str]:
-        """The tokenizer, or None and the reason why it can't be loaded."""
+    def _find_tokenizer(self) -> tuple[Any, str]:
+        """Return the tokenizer, or None and why it can't be loaded, which is tried again after ``TOKENIZER_S``."""
+        tokenizer, _, tried_at = self._tokenizer
+        if tokenizer is None and (not tried_at or time.monotonic() - tried_at > TOKENIZER_S):
+            self._tokenizer = (*self._open_tokenizer(), time.monotonic())
+        return self._tokenizer[:2]
+
+    def _open_tokenizer(self) -> tuple[Any, str]:
         try:
             with self.ledger() as ledger:
                 model = stored_model(ledger)

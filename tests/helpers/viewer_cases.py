@@ -71,6 +71,8 @@ class ViewerRun:
     """Text that every prompt, completion, reward name, event and tool result gets."""
     system_prompt: str = ""
     """First message of every prompt, if not empty."""
+    history: bool = False
+    """Whether prompts have a tool call, what it returned, and a reasoning before their last message."""
     episodes: bool = False
     images: bool = False
     reward_of: dict[int, float] = field(default_factory=dict)
@@ -186,7 +188,11 @@ class ViewerRun:
         text = f"What is {row} + {row}?{self.planted}"
         ids = np.array(TOKENIZER.encode(text).ids, np.int32)
         images = (PlacedImage(start=1, num_tokens=2, content=picture()),) if self.images else ()
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages: list[dict[str, Any]] = []
+        if self.system_prompt:
+            messages.append({"role": "system", "content": self.system_prompt})
+        if self.history:
+            messages += self._history()
         messages.append({"role": "user", "content": text})
         prompt = Prompt(
             prompt_id=row, epoch=group_id // 12, token_ids=ids, prompt=messages, task={}, images=images,
@@ -230,6 +236,14 @@ class ViewerRun:
             {"role": "assistant", "content": text},
         ]
         return EpisodeTrace(messages=messages, reward=0.25, turn_rewards=[0.5, 1.0], end=f"done{self.planted}")
+
+    def _history(self) -> list[dict[str, Any]]:
+        call = {"id": "h1", "function": {"name": "lookup", "arguments": f'{{"word": "{self.planted}"}}'}}
+        return [
+            {"role": "assistant", "reasoning": f"a table may help{self.planted}", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "h1", "content": f"a table of sums{self.planted}"},
+            {"role": "user", "name": f"Ada{self.planted}", "content": "Thank you."},
+        ]
 
     def _score(self, group: RolloutGroup) -> None:
         for rollout in group:

@@ -94,7 +94,10 @@ def test_trackio_has_metrics_and_completions(tmp_path: Path, monkeypatch: pytest
     assert len(names) == 2
     logged = [(step, json.loads(metrics)) for step, metrics in rows]
     assert [(step, metrics["reward"]) for step, metrics in logged if "reward" in metrics] == [(1, 0.5), (2, 1.0)]
-    assert [step for step, metrics in logged if "completions" in metrics] == [1, 2]
+    tables = {step: metrics["completions"]["_value"] for step, metrics in logged if "completions" in metrics}
+    assert list(tables) == [1, 2]
+    assert [*tables[1][0]][:4] == ["step", "prompt", "completion", "reward"]
+    assert [(row["step"], row["completion"]) for row in tables[2]] == [(2, "4"), (2, "<script>alert(1)</script>")]
 
 
 @pytest.mark.slow

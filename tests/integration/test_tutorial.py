@@ -110,6 +110,7 @@ def test_first_run(terminal: Terminal) -> None:
     assert len(trained_steps(terminal.folder / "outputs" / "first")) == 100
     assert "rollout 0: reward" in terminal.output
     assert (terminal.folder / "merged" / "model.safetensors").is_file()
+    assert (terminal.folder / "first.html").is_file()
 
 
 def test_own_reward(terminal: Terminal) -> None:
@@ -127,6 +128,7 @@ def test_own_environment(terminal: Terminal) -> None:
     steps = trained_steps(terminal.folder / "outputs" / "escape")
     assert mean_reward(steps[-5:]) > mean_reward(steps[:5]) + 0.1
     assert "⟦" in terminal.output
+    assert "group 235  " in terminal.output
 
 
 def mean_reward(steps: list[dict]) -> float:
@@ -141,6 +143,7 @@ def test_cluster(terminal: Terminal) -> None:
         terminal.follow(page[at + 1 :])
     assert len(trained_steps(terminal.folder / "outputs" / "digits")) == 20
     assert read_jsonl(terminal.folder / "outputs" / "digits" / "completions.jsonl")
+    assert (terminal.folder / "digits.html").is_file()
 
 
 def with_free_ports(page: list[Block]) -> list[Block]:

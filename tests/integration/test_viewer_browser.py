@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from browser_cases import CONTRASTS, ROOT, UNNAMED, open_browser, opened, served, show
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from viewer_cases import ATTACK, ViewerRun, finished_run
 
 from rlpipe.viewer.exported_page import write_page
@@ -177,6 +177,11 @@ def test_groups_are_filtered_sorted_and_paged(browser: Browser, address: str) ->
         for first in ("159", "0"):  # discarded ones first, then trained ones
             page.get_by_role("button", name="State", exact=True).click()
             expect(rows.first).to_have_attribute("data-group", first)
+        for _ in range(2):
+            page.get_by_role("button", name="Reason", exact=True).click()
+            expect(rows.first.locator(".reason")).to_have_text("no reward variance")  # those without one come last
+        page.locator("select[name=reason]").select_option("no reward variance")
+        expect(status).to_have_text("40 of 160 groups")
         page.locator("input[name=reward_min]").fill("many")
         expect(page.locator("table.groups")).to_contain_text("reward_min='many' is not a number")
 
@@ -291,6 +296,61 @@ def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: s
         expect(page.locator("h2")).to_have_text("Group 2")
 
 
+def test_the_first_and_the_last_group_lead_only_to_groups_that_are_there(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        before, after = (page.get_by_role("link", name=f"{name} group") for name in ("Previous", "Next"))
+        show(page, "group?id=0")
+        expect(before).to_have_attribute("aria-disabled", "true")
+        after.click()
+        expect(page.locator("h2")).to_have_text("Group 1")
+        before.click()
+        expect(page.locator("h2")).to_have_text("Group 0")
+        show(page, "group?id=159")
+        expect(after).to_have_attribute("aria-disabled", "true")
+        before.click()
+        expect(page.locator("h2")).to_have_text("Group 158")
+
+
+def test_a_prompt_is_shown_with_its_tool_calls(browser: Browser, tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=1, history=True)
+    with served([tmp_path / "run"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+        show(page, "group?id=1")
+        prompt = page.get_by_role("region", name="Prompt")
+        expect(prompt).to_contain_text("a table may help")
+        expect(prompt).to_contain_text("user Ada")
+        call = prompt.locator("details.call")
+        expect(call).to_have_count(1)
+        expect(call).to_contain_text("lookup")
+        expect(call.locator(".result")).to_contain_text("a table of sums")
+        call.locator("summary").click()
+        expect(call.locator(".result")).to_be_hidden()
+        expect(prompt.locator(".message")).to_have_count(3)
+        assert page.evaluate(CONTRASTS) == []
+
+
+def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, address: str) -> None:
+    refuse = (
+        "Object.defineProperty(window, '{}', {{ get() {{ throw new DOMException('refused', 'SecurityError'); }} }});"
+    )
+    with opened(browser, address) as page:
+        page.add_init_script("".join(refuse.format(name) for name in ("sessionStorage", "localStorage")))
+        page.reload()
+        page.wait_for_selector("main[data-view=overview]")
+        page.get_by_label("Smoothing").fill("0.9")
+        wait_for_index(page)
+        page.locator("select[name=state]").select_option("TRAINED")
+        expect(page.locator("p[role=status]").first).to_have_text("120 of 160 groups")
+        page.locator("table.groups tbody tr").first.click()
+        page.get_by_label("Colour tokens by").select_option(label="loss mask")
+        page.locator(".rollout summary", has_text="tokens").first.click()
+        expect(page.locator(".tint.trained").first).to_be_visible()
+        page.get_by_role("link", name="← Groups").click()
+        expect(page.locator("p[role=status]").first).to_have_text("120 of 160 groups")
+        show(page, "overview")
+        expect(page.get_by_label("Smoothing")).to_have_value("0.9")
+
+
 def test_parts_show_what_the_controller_saw(browser: Browser, address: str) -> None:
     with opened(browser, address) as page:
         page.get_by_role("link", name="Parts").click()
@@ -322,6 +382,45 @@ def test_two_runs_and_two_versions_are_compared(browser: Browser, address: str) 
         number = right.locator("option").first.get_attribute("value")
         right.select_option(number)
         expect(page.locator(".side[data-side=right]")).to_contain_text(f"says group {number}")
+
+
+def test_an_older_comparison_never_replaces_a_newer_one(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        show(page, "compare")
+        rows = page.locator("table.prompts tbody tr")
+        expect(rows.nth(1)).to_be_visible()
+        held: list[Route] = []
+        page.route("**/api/prompts*", lambda route: route.continue_() if held else held.append(route))
+        search = page.get_by_label("Search prompts")
+        search.fill("5 + 5")
+        page.keyboard.press("Tab")  # asks for them
+        search.fill("2 + 2")
+        page.keyboard.press("Enter")
+        expect(rows).to_have_count(1)
+        expect(rows).to_contain_text("What is 2 + 2?")
+        with page.expect_response(lambda answer: "text=5" in answer.url):
+            held[0].continue_()
+        page.wait_for_timeout(200)
+        expect(rows).to_contain_text("What is 2 + 2?")
+
+
+def test_answers_that_can_not_be_read_are_reported(browser: Browser, address: str) -> None:
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        show(page, "compare")
+        rows = page.locator("table.prompts tbody tr")
+        expect(page.locator(".side[data-side=right] .rollout").first).to_be_visible()
+        page.route("**/api/answers*", lambda route: route.fulfill(status=400, body="a planted problem"))
+        rows.nth(1).click()
+        expect(page.locator(".pair")).to_have_text("a planted problem")
+        page.unroute("**/api/answers*")
+        page.route("**/api/group?*", lambda route: route.fulfill(status=400, body="another problem"))
+        rows.nth(0).click()
+        expect(page.locator(".side[data-side=left]")).to_contain_text("another problem")
+        page.unroute("**/api/group?*")
+        rows.nth(1).click()
+        expect(page.locator(".side[data-side=right] .rollout").first).to_be_visible()
 
 
 def test_answers_to_held_out_prompts_are_compared_before_those_of_training(
@@ -455,7 +554,7 @@ def test_a_page_whose_server_has_ended_says_so(browser: Browser, folder: Path) -
 
 def test_no_text_of_a_model_becomes_a_program(browser: Browser, tmp_path: Path) -> None:
     planted = tmp_path / "<img src=x onerror=window.hacked=1>"
-    finished_run(planted, planted=ATTACK, episodes=True)
+    finished_run(planted, planted=ATTACK, episodes=True, history=True)
     exported = tmp_path / "run.html"
     with served([planted], cache=tmp_path / "cache") as address, opened(browser, address) as page:
         look_for_attacks(page)
@@ -537,8 +636,16 @@ def test_an_exported_page_works_alone(browser: Browser, tmp_path: Path) -> None:
             page.get_by_role("button", name="State", exact=True).click()
             discarded = page.locator("table.groups tbody tr").first.get_by_text("discarded")
             expect(discarded).to_have_count(is_discarded)
-        page.evaluate("location.hash = '#/group?id=200'")
+        page.get_by_role("button", name="Reason", exact=True).click()
+        expect(page.locator("table.groups tbody tr").first.locator(".reason")).to_have_text("no reward variance")
+        show(page, "group?id=200")
         expect(page.locator("main")).to_contain_text("group 200 was left out of this file")
+        page.get_by_role("link", name="Next group").click()  # the next one that is in the file
+        expect(page.get_by_role("region", name="Prompt")).to_be_visible()
+        show(page, "group?id=479")
+        expect(page.get_by_role("link", name="Next group")).to_have_attribute("aria-disabled", "true")
+        page.get_by_role("link", name="← Groups").click()
+        expect(page.locator("table.groups tbody tr").first).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

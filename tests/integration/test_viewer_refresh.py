@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser_cases import open_browser, opened, served, show
 from playwright.sync_api import Browser, Page, expect
-from viewer_cases import ViewerRun, finished_run
+from viewer_cases import ViewerRun, config_of, finished_run
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,70 @@ def test_events_that_are_read_stay(run: ViewerRun, page: Page) -> None:
     run.ledger.note("recovery", "rollout-1", "and another")
     expect(rows).to_have_count(523)
     expect(page.locator("tr.chosen")).to_contain_text("came back")
+
+
+def test_parts_of_a_run_that_goes_on_lead_to_its_groups(run: ViewerRun, page: Page) -> None:
+    run.train(4)
+    run.record_parts()
+    train(run, page)
+    page.get_by_role("link", name="Parts").click()
+    engine = page.get_by_role("region", name="Engines", exact=True).locator("tbody tr")
+    expect(engine).to_contain_text("rollout-0healthy4")
+    run.record_parts()
+    train(run, page)
+    expect(engine).to_contain_text("rollout-0healthy5")
+    page.get_by_role("link", name="6 discarded").click()
+    expect(page.locator("p[role=status]").first).to_have_text("6 of 24 groups")
+    train(run, page)
+    expect(page.locator("p[role=status]").first).to_have_text("7 of 28 groups")
+
+
+def test_answers_that_are_compared_stay_while_the_run_goes_on(run: ViewerRun, page: Page) -> None:
+    run.train(4)
+    train(run, page)
+    page.get_by_role("link", name="Compare").click()
+    page.locator("table.prompts tbody tr").filter(has_text="What is 1 + 1?").click()
+    chosen = page.locator("table.prompts tr.chosen")
+    expect(chosen).to_contain_text("0–3 (2 groups)")
+    left, right = (page.locator(f".side[data-side={side}]") for side in ("left", "right"))
+    expect(left.locator(".rollout").first).to_contain_text("says group 1.")
+    expect(right.locator(".rollout").first).to_contain_text("says group 13.")
+    left.locator("select").select_option("13")
+    expect(left.locator(".rollout").first).to_contain_text("says group 13.")
+    train(run, page)
+    train(run, page)
+    expect(chosen).to_contain_text("0–6 (3 groups)")
+    expect(left.locator(".rollout").first).to_contain_text("says group 13.")
+
+
+def test_views_of_a_run_that_starts_appear_with_its_ledger(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "starting"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(json.dumps(config_of(folder, 100)))
+    with served([folder], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+        page.get_by_role("link", name="Groups").click()
+        expect(page.locator("main[data-view='groups failed']")).to_contain_text("has no ledger.sqlite")
+        run = ViewerRun(folder, num_steps=100).train(1)
+        expect(page.locator("table.groups tbody tr")).to_have_count(4, timeout=20_000)
+        page.locator("table.groups tbody tr").first.click()
+        after = page.get_by_role("link", name="Next group")
+        expect(after).to_have_attribute("aria-disabled", "true")
+        run.train(1)
+        expect(after).not_to_have_attribute("aria-disabled", "true", timeout=20_000)
+
+
+def test_a_refresh_that_fails_is_reported_and_tried_again(run: ViewerRun, page: Page) -> None:
+    train(run, page)
+    show(page, "events")
+    page.route("**/api/marks*", lambda route: route.fulfill(status=400, body="a planted problem"))
+    train(run, page)
+    expect(page.locator("#old")).to_have_text("what is shown may be old: a planted problem")
+    for _ in range(3):
+        with page.expect_response("**/api/marks*"):
+            pass
+    expect(page.locator("#gone")).to_have_count(0)
+    page.unroute("**/api/marks*")
+    expect(page.locator("#old")).to_have_count(0)
 
 
 @pytest.mark.slow

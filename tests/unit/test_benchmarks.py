@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks import counting_task, lora_sync, overlap, vs_trl
+from benchmarks import counting_task, lora_sync, overlap, viewer, vs_trl
 from benchmarks.ideal_schedule import PROMPT
 from rlpipe.configs.compose import compose_tree
 from rlpipe.configs.schema.root_config import Config
@@ -178,3 +178,10 @@ def test_a_warm_up_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatc
     vs_trl.warm_up(vs_trl.SHORT)
     vs_trl.warm_up(vs_trl.SHORT)
     assert seen == ["rlpipe.quickstart:make_policy"]
+
+
+def test_the_viewers_limits_hold_for_a_million_rollouts() -> None:
+    fast, slow = {"first_view_s": 0.9, "filter_s": 0.3}, {"first_view_s": 1.2, "filter_s": 0.31}
+    assert viewer.exceeded(1_000_000, fast) == []
+    assert viewer.exceeded(1_000_000, slow) == ["first_view_s is 1.20, over 1.0", "filter_s is 0.31, over 0.3"]
+    assert viewer.exceeded(999_992, slow) == [], "a smaller run measures something else"

@@ -19,6 +19,8 @@ const MOST_OVERLAID = 8;
 const context = { runs: [], run: 0, shown: [0], query: {}, view: "overview", go, link, ask: (name, query = {}) => ask(name, { run: context.run, ...query }) };
 let current = null;
 let generation = 0;
+let drawing = false;
+let problem = null;  // why the view could not be drawn
 
 function readAddress() {
   const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -79,27 +81,38 @@ function progress(run) {
 }
 
 async function show() {
-  const own = ++generation;
   context.cameFrom = context.view;
   readAddress();
   hideTooltip();
   drawHeader();
   current?.close?.();
+  current = problem = null;
+  await draw();
+}
+
+async function draw() {
+  const own = ++generation;
+  drawing = true;
   const main = document.getElementById("main");
   const body = make("div", { class: `view ${context.view}` });
   try {
     const made = await VIEWS[context.view](body, context);
     if (own !== generation) { made?.close?.(); return; }
-    current = made;
+    [current, problem] = [made, null];
     fill(main, exported && exportNotice(), body);
     await current?.shown?.();
     if (own !== generation) return;
     main.dataset.view = context.view;
   } catch (error) {
     if (own !== generation) return;
+    current?.close?.();
     current = null;
-    fill(main, exported && exportNotice(), notice(error.message, "bad"));
+    if (error.message === problem) return;  // a screen reader would say it again
+    problem = error.message;
+    fill(main, exported && exportNotice(), notice(problem, "bad"));
     main.dataset.view = `${context.view} failed`;
+  } finally {
+    if (own === generation) drawing = false;
   }
 }
 
@@ -112,24 +125,45 @@ let failures = 0;
 let stale = false;  // what changed while the page was hidden is drawn when it is seen again
 
 async function poll() {
+  let runs;
   try {
-    const runs = await ask("runs");
-    failures = 0;
-    const before = context.runs;
-    context.runs = runs;
-    if (runs.length !== before.length) readAddress();  // a run has begun in a folder that is viewed
-    const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state || run.problem !== before[place]?.problem);
-    stale ||= changed;
-    if (stale && !document.hidden) {
-      stale = false;
-      if (!document.activeElement?.closest("#top select")) drawHeader();
-      await current?.update?.();
-    }
-    document.getElementById("gone")?.remove();
+    runs = await ask("runs");
   } catch {
     failures += 1;
     if (failures === 2) document.body.prepend(make("p", { class: "notice bad", id: "gone", role: "alert" }, "rlpipe view has ended, or can't be reached: what is shown may be old"));
+    return;
   }
+  stale ||= failures > 0;  // what was asked for meanwhile has not come
+  failures = 0;
+  document.getElementById("gone")?.remove();
+  const before = context.runs;
+  context.runs = runs;
+  if (runs.length !== before.length) readAddress();  // a run has begun in a folder that is viewed
+  const changed = runs.some((run, place) => run.revision !== before[place]?.revision || run.num_indexed !== before[place]?.num_indexed || run.state !== before[place]?.state || run.problem !== before[place]?.problem);
+  stale ||= changed;
+  if (!stale || document.hidden) return;
+  if (!document.activeElement?.closest("#top select")) drawHeader();
+  if (drawing) return;
+  stale = false;
+  await refresh();
+}
+
+// Draws what has changed, or the whole view if that could not be drawn before, as that of a run without a ledger yet.
+async function refresh() {
+  if (problem !== null) { await draw(); return; }
+  const own = generation;
+  let message = null;
+  try {
+    await current?.update?.();
+  } catch (error) {
+    stale = true;  // it is tried again
+    message = `what is shown may be old: ${error.message}`;
+  }
+  if (own !== generation) return;
+  const shown = document.getElementById("old");
+  if (shown?.textContent === message) return;
+  shown?.remove();
+  if (message) document.getElementById("main").prepend(make("p", { class: "notice bad", id: "old", role: "alert" }, message));
 }
 
 document.addEventListener("keydown", (event) => {

@@ -14,6 +14,7 @@ export async function compareView(body, context) {
   let prompts = [];
   const isAsked = ["text", "key", "prompts"].some((name) => context.query[name]);
   const query = { left: String(context.run), right: String(other), prompts: hasHeldOut && !isAsked ? "held_out" : "training", ...context.query };
+  let loads = 0;
   let asked = 0;
   const list = make("div", { class: "card table" });
   const pair = make("div", { class: "pair" });
@@ -55,18 +56,28 @@ export async function compareView(body, context) {
     return Object.fromEntries(["text", "prompts", ...SIDES.flatMap((side) => [side, `${side}_min`, `${side}_max`])].map((name) => [name, query[name]]));
   }
 
+  // Enter in a field both changes and submits the form: of two answers that are under way, the later one counts.
   async function load() {
+    const own = ++loads;
+    asked += 1;
     fill(pair);
     try {
-      prompts = await ask("prompts", parameters());
-      if (!prompts.length && hasHeldOut && !isAsked && query.prompts === "held_out") {
+      let found = await ask("prompts", parameters());
+      if (own !== loads) return;
+      if (!found.length && hasHeldOut && !isAsked && query.prompts === "held_out") {
         query.prompts = body.querySelector("select[name=prompts]").value = "training"; // one evaluation so far, or other prompts
-        prompts = await ask("prompts", parameters());
+        found = await ask("prompts", parameters());
+        if (own !== loads) return;
       }
+      prompts = found;
       drawList();
       const key = query.key ?? prompts[0]?.key;
       if (key !== undefined) await showPair(key);
-    } catch (error) { fill(list, notice(error.message, "bad")); }
+    } catch (error) {
+      if (own !== loads) return;
+      prompts = null;
+      fill(list, notice(error.message, "bad"));
+    }
   }
 
   function drawList() {
@@ -87,9 +98,16 @@ export async function compareView(body, context) {
   // The list follows a run that goes on; the answers stay until others are chosen, as somebody may be reading them.
   async function update() {
     offerRuns();
-    const found = await ask("prompts", parameters());
-    if (JSON.stringify(found) === JSON.stringify(prompts)) return;
-    const isFirst = !prompts.length;
+    const own = loads;
+    let found;
+    try {
+      found = await ask("prompts", parameters());
+    } catch (error) {
+      if (prompts) throw error;
+      return;  // it is shown already
+    }
+    if (own !== loads || JSON.stringify(found) === JSON.stringify(prompts)) return;
+    const isFirst = !prompts?.length;
     prompts = found;
     drawList();
     if (isFirst && prompts.length) await showPair(query.key ?? prompts[0].key);
@@ -105,7 +123,13 @@ export async function compareView(body, context) {
     query.key = key;
     remember();
     markChosen();
-    const answers = await ask("answers", { ...parameters(), key });
+    let answers;
+    try {
+      answers = await ask("answers", { ...parameters(), key });
+    } catch (error) {
+      if (own === asked) fill(pair, notice(error.message, "bad"));
+      return;
+    }
     if (own !== asked) return;
     const chosen = { left: answers.left[answers.left.length - 1], right: answers.right[0] };
     if (query.left !== query.right) [chosen.left] = answers.left;
@@ -119,7 +143,15 @@ export async function compareView(body, context) {
     const run = Number(query[side]) || 0;
     const select = choose(`${side}-group`, groups.map((group) => [String(group.group_id), title(group)]), String(chosen.group_id),
       (event) => showSide(column, side, groups, groups.find((group) => String(group.group_id) === event.target.value)));
-    const group = await ask("group", { run, id: chosen.group_id });
+    column.dataset.group = chosen.group_id;
+    let group;
+    try {
+      group = await ask("group", { run, id: chosen.group_id });
+    } catch (error) {
+      if (column.dataset.group === String(chosen.group_id)) fill(column, labelled("written by", select), notice(error.message, "bad"));
+      return;
+    }
+    if (column.dataset.group !== String(chosen.group_id)) return;
     fill(column, make("div", { class: "toolbar" }, make("b", {}, context.runs[run].name), labelled("written by", select), make("span", {}, "reward ", make("b", {}, number(group.reward))), pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? "")),
       promptCard(group, run), group.why_no_tokens && notice(group.why_no_tokens), (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: "logprob", scales: {}, more: () => context.go("group", { id: group.group_id, run }) })));
   }

@@ -1,4 +1,4 @@
-// An episode as a tree: its turns, with the tool calls of each, and what they returned.
+// Messages with their tool calls, and what those returned: of a prompt, or of an episode as a tree of its turns.
 
 import { make } from "./dom.js";
 import { number } from "./format.js";
@@ -27,26 +27,45 @@ function takeResult(call, waiting) {
   return at >= 0 ? waiting.splice(at, 1)[0] : null;
 }
 
-export function episodeTree(episode) {
-  const items = [];
-  let turn = 0;
-  for (let at = 0; at < episode.messages.length; at += 1) {
-    const message = episode.messages[at];
-    if (message.role !== "assistant") {
-      items.push(make("li", { class: "said" }, make("b", {}, message.name ? `${message.role} ${message.name}` : message.role), make("pre", {}, message.text)));
-      continue;
-    }
+// Each message with the nodes of its calls; messages of tools that follow are in those of the calls that they answer.
+function withCalls(messages) {
+  const found = [];
+  for (let at = 0; at < messages.length; at += 1) {
+    const message = messages[at];
     const waiting = [];
-    while (message.calls && episode.messages[at + 1]?.role === "tool") waiting.push(episode.messages[at += 1]);
+    while (message.calls && messages[at + 1]?.role === "tool") waiting.push(messages[at += 1]);
     const calls = (message.calls ?? []).map((call) => callNode(call, takeResult(call, waiting)));
-    const others = waiting.map((left) => make("li", { class: "said" }, make("b", {}, "tool"), make("pre", {}, left.text)));
-    const reward = episode.turn_rewards[turn];
-    items.push(make("li", {}, make("details", { open: true, class: "turn" },
-      make("summary", {}, make("b", {}, `turn ${turn + 1}`), reward === undefined ? "" : make("span", { class: "pill" }, `reward ${number(reward)}`)),
-      message.reasoning && make("pre", { class: "reasoning" }, message.reasoning), message.text && make("pre", {}, message.text),
-      make("ul", {}, calls, others))));
-    turn += 1;
+    found.push({ message, calls: [...calls, ...waiting.map((other) => said(other))] });
   }
+  return found;
+}
+
+function said(message, ...others) {
+  return make("li", { class: "said" }, make("b", {}, titleOf(message)), make("pre", {}, message.text), others);
+}
+
+function titleOf({ role, name }) {
+  return name ? `${role} ${name}` : role;
+}
+
+function content({ message, calls }) {
+  return [message.reasoning && make("pre", { class: "reasoning" }, message.reasoning), message.text && make("pre", {}, message.text),
+    calls.length > 0 && make("ul", { class: "calls", "aria-label": "tool calls" }, calls)];
+}
+
+export function messageNodes(messages) {
+  return withCalls(messages).map((found) => make("div", { class: "message" }, found.message.role && make("b", {}, titleOf(found.message)), make("div", {}, content(found))));
+}
+
+export function episodeTree(episode) {
+  let turn = 0;
+  const items = withCalls(episode.messages).map((found) => {
+    if (found.message.role !== "assistant") return said(found.message, content({ ...found, message: { reasoning: found.message.reasoning } }));
+    const reward = episode.turn_rewards[turn];
+    turn += 1;
+    return make("li", {}, make("details", { open: true, class: "turn" },
+      make("summary", {}, make("b", {}, `turn ${turn}`), reward === undefined ? "" : make("span", { class: "pill" }, `reward ${number(reward)}`)), content(found)));
+  });
   return make("div", { class: "episode" }, make("ul", { "aria-label": "turns of the episode" }, items),
     make("p", { class: "muted" }, `ended: ${episode.end}${episode.reward === null ? "" : `; the environment's reward ${number(episode.reward)}`}`));
 }

@@ -1,10 +1,11 @@
 // One group: its prompt, and the completions of it side by side.
 
 import { choose, fill, labelled, make, notice, pill } from "./dom.js";
-import { episodeTree } from "./episode.js";
+import { episodeTree, messageNodes } from "./episode.js";
 import { count, moment, number, NONE, STATE_KINDS } from "./format.js";
 import { addressOfReturn, forgetReturn } from "./groups.js";
 import { exported, imageAddress } from "./source.js";
+import { keep, recall } from "./storage.js";
 import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
 
 const COLOURING = "rlpipe-colouring";
@@ -13,14 +14,27 @@ const ALL_TOKENS = 1000000;
 export async function groupView(body, context) {
   if (!["groups", "group"].includes(context.cameFrom)) forgetReturn();
   const id = Number(context.query.id) || 0;
-  let group = await context.ask("group", { id });
+  let group = null;
+  let problem = "";
+  const toolbar = make("div", { class: "toolbar" });
   const cards = make("div", { class: "siblings" });
   const legend = make("div", { class: "legend" });
-  const how = () => sessionStorage.getItem(COLOURING) ?? "logprob";
-  const select = choose("colouring", COLOURINGS, how(), (event) => { sessionStorage.setItem(COLOURING, event.target.value); draw(); });
+  const how = () => recall(COLOURING) ?? "logprob";
+  const select = choose("colouring", COLOURINGS, how(), (event) => { keep(COLOURING, event.target.value); draw(); });
   let tokens;
 
+  // Without the group, the toolbar still leads to others; the group may be admitted later.
+  async function read() {
+    try {
+      group = await context.ask("group", { id, tokens });
+    } catch (error) {
+      if (group) throw error;
+      problem = error.message;
+    }
+  }
+
   function draw() {
+    if (!group) return;
     fill(cards, (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: how(), scales: scalesOf(group), more: readAll })));
     fill(legend, hasTokens() && legendOf(how(), group));
   }
@@ -31,36 +45,58 @@ export async function groupView(body, context) {
 
   async function readAll() {
     tokens = ALL_TOKENS;
-    group = await context.ask("group", { id, tokens });
+    await read();
     draw();
   }
 
   // A group that is sampled, scored or trained while it is shown.
   async function update() {
-    const found = await context.ask("group", { id, tokens });
-    if (JSON.stringify(found) === JSON.stringify(group)) return;
-    group = found;
-    drawAll();
+    const before = JSON.stringify([group, problem]);
+    await read();
+    if (JSON.stringify([group, problem]) === before) drawToolbar();  // the next group may be there now
+    else drawAll();
+  }
+
+  function drawToolbar() {
+    fill(toolbar, make("a", { class: "button", href: addressOfReturn(context) }, "← Groups"), linkTo(-1, "Previous group", "‹"), make("h2", {}, `Group ${count(id)}`), linkTo(1, "Next group", "›"),
+      group && [pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? ""),
+        group.messages.length > 0 && make("a", { class: "button", href: context.link("compare", { text: lastText(group).slice(0, 80) }) }, "Compare this prompt")]);
+  }
+
+  function linkTo(by, name, text) {
+    const next = nearestGroup(context, id, by);
+    const used = next === null ? { "aria-disabled": "true", role: "link" } : { href: context.link("group", { id: next }) };
+    return make("a", { class: "button", "aria-label": name, ...used }, text);
   }
 
   function drawAll() {
-    fill(body,
-      make("div", { class: "toolbar" },
-        make("a", { class: "button", href: addressOfReturn(context) }, "← Groups"),
-        make("a", { class: "button", href: context.link("group", { id: Math.max(id - 1, 0) }), "aria-label": "Previous group" }, "‹"),
-        make("h2", {}, `Group ${count(id)}`),
-        make("a", { class: "button", href: context.link("group", { id: id + 1 }), "aria-label": "Next group" }, "›"),
-        pill(group.state.toLowerCase(), STATE_KINDS[group.state] ?? ""),
-        group.messages.length > 0 && make("a", { class: "button", href: context.link("compare", { text: lastText(group).slice(0, 80) }) }, "Compare this prompt")),
-      facts(group), group.reason && notice(`discarded: ${group.reason}`), group.why_no_tokens && notice(group.why_no_tokens),
-      group.tokenizer_problem && notice(`tokens are shown as numbers: ${group.tokenizer_problem}`),
-      promptCard(group, context.run),
-      hasTokens() && make("div", { class: "toolbar" }, labelled("Colour tokens by", select), legend), cards);
+    drawToolbar();
+    fill(body, toolbar, group ? content() : notice(problem, "bad"));
     draw();
   }
 
+  function content() {
+    return [facts(group), group.reason && notice(`discarded: ${group.reason}`), group.why_no_tokens && notice(group.why_no_tokens),
+      group.tokenizer_problem && notice(`tokens are shown as numbers: ${group.tokenizer_problem}`),
+      promptCard(group, context.run),
+      hasTokens() && make("div", { class: "toolbar" }, labelled("Colour tokens by", select), legend), cards];
+  }
+
+  await read();
   drawAll();
   return { redraw: draw, update };
+}
+
+// The id of the nearest group before (-1) or after (1) another one; null if there is none.
+function nearestGroup(context, id, by) {
+  if (id < 0) return null;  // an answer to a held-out prompt
+  if (exported) {
+    const others = Object.keys(exported.runs[context.run].groups).map(Number).filter((other) => other >= 0 && (other - id) * by > 0);
+    return others.length ? others.reduce((one, other) => (other - one) * by < 0 ? other : one) : null;
+  }
+  const last = context.runs[context.run].num_groups - 1;
+  const next = by < 0 ? Math.min(id - 1, last) : id + 1;
+  return next >= 0 && next <= last ? next : null;
 }
 
 function lastText(group) {
@@ -78,7 +114,7 @@ export function promptCard(group, run) {
   const images = Array.from({ length: group.num_images ?? 0 }, (_, index) => imageAddress(run, group.group_id, index)).map((source, index) =>
     source ? make("img", { src: source, alt: `image ${index + 1} of the prompt`, loading: "lazy" }) : make("span", { class: "muted" }, "image left out"));
   return make("section", { class: "card prompt-card", "aria-label": "Prompt" }, make("h3", {}, "Prompt"),
-    group.messages.length ? group.messages.map((message) => make("div", { class: "message" }, message.role && make("b", {}, message.role), make("pre", {}, message.text))) : notice("it is not kept any more"), images.length > 0 && make("div", { class: "images" }, images));
+    group.messages.length ? messageNodes(group.messages) : notice("it is not kept any more"), images.length > 0 && make("div", { class: "images" }, images));
 }
 
 export function rolloutCard(rollout, { how, scales, more }) {

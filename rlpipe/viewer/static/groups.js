@@ -2,6 +2,7 @@
 
 import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { count, number, NONE, STATE_KINDS } from "./format.js";
+import { forget, keep, recall } from "./storage.js";
 
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
 const PAUSE_MS = 100;
@@ -9,11 +10,13 @@ const MOST_COUNTED = 100000;
 const LEFT = "rlpipe-groups-left";  // the address and the page that a group was opened from
 const CHOICES_EVERY = 5;  // refreshes, in a run of many groups, whose states and reasons take long to count
 
-function columnsFor(functions) {
+function columnsFor({ functions, reasons }) {
   const means = functions.length > 1 ? functions : [];
   return [
     ["id", "Group", (row) => count(row.group_id)], ["step", "Step", (row) => count(row.step)],
-    ["state", "State", (row) => pill(row.state.toLowerCase(), STATE_KINDS[row.state] ?? "")], [null, "Prompt", (row) => make("span", { class: "prompt" }, row.prompt ?? (row.reason ? row.reason : NONE))],
+    ["state", "State", (row) => pill(row.state.toLowerCase(), STATE_KINDS[row.state] ?? "")],
+    ...(reasons.length ? [["reason", "Reason", (row) => make("span", { class: "reason", title: row.reason }, row.reason ?? NONE)]] : []),
+    [null, "Prompt", (row) => make("span", { class: "prompt" }, row.prompt ?? NONE)],
     ["reward", "Reward", (row) => rewardCell(row.reward)], ["std", "Std", (row) => number(row.reward_std)], ["best", "Best", (row) => number(row.best_reward)],
     ...means.map((name) => [`reward:${name}`, name, (row) => number(row.functions?.[name])]),
     ["length", "Length", (row) => number(row.length)], ["status", "Outcomes", (row) => (row.statuses ?? []).map((status) => pill(status, STATE_KINDS[status] ?? ""))],
@@ -22,7 +25,7 @@ function columnsFor(functions) {
 }
 
 function readReturn() {
-  return JSON.parse(sessionStorage.getItem(LEFT) ?? "{}");
+  return JSON.parse(recall(LEFT) ?? "{}");
 }
 
 // The address of the table that a group was opened from, if it is one of the same run.
@@ -33,7 +36,7 @@ export function addressOfReturn(context) {
 }
 
 export function forgetReturn() {
-  sessionStorage.removeItem(LEFT);
+  forget(LEFT);
 }
 
 function placesOfReturn() {
@@ -42,7 +45,7 @@ function placesOfReturn() {
 }
 
 function kindOf(key) {
-  return key === null || key === "state" || key === "status" ? "" : "number";
+  return [null, "state", "reason", "status"].includes(key) ? "" : "number";
 }
 
 function rewardCell(reward) {
@@ -51,7 +54,7 @@ function rewardCell(reward) {
 
 export async function groupsView(body, context) {
   let choices = await context.ask("choices");
-  let columns = columnsFor(choices.functions);
+  let columns = columnsFor(choices);
   const query = { sort: "id", order: "desc", ...context.query };
   const places = context.cameFrom === "group" ? placesOfReturn() : [];
   let page = null;
@@ -149,7 +152,7 @@ export async function groupsView(body, context) {
   }
 
   function open(id) {
-    sessionStorage.setItem(LEFT, JSON.stringify({ address: location.hash, places }));
+    keep(LEFT, JSON.stringify({ address: location.hash, places }));
     context.go("group", { id });
   }
 
@@ -173,7 +176,7 @@ export async function groupsView(body, context) {
     const isDue = !choices.functions.length || page === null || page.num_groups < MOST_COUNTED || refreshes++ % CHOICES_EVERY === 0;
     const found = isDue ? await context.ask("choices") : choices;
     if (JSON.stringify(found) !== JSON.stringify(choices) && !form.contains(document.activeElement)) {
-      [choices, columns] = [found, columnsFor(found.functions)];
+      [choices, columns] = [found, columnsFor(found)];
       const before = form;
       form = filters();
       before.replaceWith(form);

@@ -4,6 +4,7 @@ import { Chart } from "./charts.js";
 import { fill, labelled, make, notice, pill } from "./dom.js";
 import { count, moment, number, span, STATE_KINDS } from "./format.js";
 import { ask } from "./source.js";
+import { keep, recall } from "./storage.js";
 
 const CHARTS = [
   ["Reward", ["reward"]], ["Held-out accuracy", ["eval/accuracy"]], ["Held-out loss", ["eval/loss"]], ["Loss", ["loss"]],
@@ -23,17 +24,17 @@ function isRewardMean(name) {
 }
 
 export async function overviewView(body, context) {
-  const state = { charts: new Map(), smoothing: Number(sessionStorage.getItem(SMOOTHING)) || 0, more: (context.query.more ?? "").split(",").filter(Boolean) };
+  const state = { charts: new Map(), smoothing: Number(recall(SMOOTHING)) || 0, more: (context.query.more ?? "").split(",").filter(Boolean) };
   const strip = make("div", { class: "strip" });
   const grid = make("div", { class: "charts" });
-  const empty = notice("no metrics yet: the first step is under way");
+  const empty = notice("");
   const health = make("section", { class: "card doctor", "aria-label": "Doctor" }, make("h3", {}, "Doctor"), make("p", { class: "muted" }, "…"));
   const names = new Set();
   const datalist = make("datalist", { id: "metric-names" });
   const search = make("input", { type: "search", list: "metric-names", placeholder: "any other metric (press /)", "aria-label": "Add a chart of a metric", onchange: () => addMetric() });
   const slider = make("input", { type: "range", min: "0", max: "0.99", step: "0.01", name: "smoothing", oninput: () => {
     state.smoothing = Number(slider.value);
-    sessionStorage.setItem(SMOOTHING, slider.value);
+    keep(SMOOTHING, slider.value);
     draw();
   } });
   slider.value = String(state.smoothing);
@@ -103,6 +104,7 @@ export async function overviewView(body, context) {
       if (!state.charts.has(title)) state.charts.set(title, new Chart(title, { stacked: how.stacked, note: how.note }));
       elements.push([state.charts.get(title), lines]);
     }
+    empty.textContent = whyEmpty(context.shown.map((run) => context.runs[run].state));
     const wanted = elements.length ? elements.map(([chart]) => chart.element) : [empty];
     if (grid.children.length !== wanted.length || wanted.some((element, place) => element !== grid.children[place])) fill(grid, wanted);
     for (const [chart, lines] of elements) chart.update(lines, options);
@@ -124,6 +126,11 @@ export async function overviewView(body, context) {
   }
 
   return { shown: update, update, redraw: draw, close: () => state.charts.forEach((chart) => chart.destroy()) };
+}
+
+function whyEmpty(states) {
+  if (states.some((state) => ["running", "silent"].includes(state))) return "no metrics yet: the first step is under way";
+  return `no metrics: no step was done before the end (${[...new Set(states)].join(", ")})`;
 }
 
 function shortName(name) {

@@ -13,7 +13,7 @@ export async function partsView(body, context) {
     const age = found.time === null ? 0 : Math.max(found.now - found.time, 0);
     const over = !["running", "silent"].includes(context.runs[context.run].state);
     fill(body, groupsByState(found.states, context),
-      found.time === null ? notice("this run has recorded no states of its parts; what its groups tell about its engines is below") : make("p", { class: "muted" }, `seen last ${moment(found.time)}${over ? ", before the run ended" : ` (${span(age)} ago)`}`),
+      found.time === null ? notice(`this run has recorded no states of its parts${found.engines?.length ? "; what its groups tell about its engines is below" : ""}`) : make("p", { class: "muted" }, `seen last ${moment(found.time)}${over ? ", before the run ended" : ` (${span(age)} ago)`}`),
       KINDS.map(([kind, title]) => partTable(title, found.parts.filter((part) => part.kind === kind), age, over)), engineTable(found.engines));
   }
   await update();

@@ -29,7 +29,8 @@ function fromExport(name, query) {
   if (name === "names") return Object.keys(run.series).sort();
   if (name === "groups") return selectGroups(run, query);
   if (name === "count") return selectGroups(run, query).count;
-  if (name === "group") return needed(run.groups[query.id], `group ${query.id} was left out of this file`);
+  if (name === "choices") return rowsOf(run) && run.choices;
+  if (name === "group") return rowsOf(run) && needed(run.groups[query.id], `group ${query.id} was left out of this file`);
   if (name === "events") return eventsOf(run, query.kind);
   if (name === "prompts") return sharedPrompts(query);
   if (name === "answers") return { left: answersOf(query, "left"), right: answersOf(query, "right") };
@@ -41,8 +42,16 @@ function needed(value, problem) {
   return value;
 }
 
+function whyNone(run) {
+  return run.summary.why_no_ledger || "this run has no ledger";
+}
+
+function rowsOf(run) {
+  return needed(run.rows, whyNone(run));
+}
+
 function eventsOf(run, kind) {
-  const found = needed(run.events, "this run has no ledger, which keeps the events");
+  const found = needed(run.events, whyNone(run));
   return { ...found, before: null, events: found.events.filter((event) => !kind || event.kind === kind) };
 }
 
@@ -73,10 +82,12 @@ function matches(row, query) {
 }
 
 function selectGroups(run, query) {
-  const found = needed(run.rows, "this run has no ledger, which keeps the groups").filter((row) => matches(row, query));
+  const found = rowsOf(run).filter((row) => matches(row, query));
   const [sort, sign] = [query.sort || "id", query.order === "asc" ? 1 : -1];
+  const reasons = [...new Set(run.rows.map(({ reason }) => reason).reverse())];  // in the order of their first groups
+  const keyOf = (row) => sort !== "reason" ? valueOf(row, sort) : row.reason === null ? null : reasons.indexOf(row.reason);
   found.sort((one, other) => {
-    const [a, b] = [valueOf(one, sort), valueOf(other, sort)];
+    const [a, b] = [keyOf(one), keyOf(other)];
     if (a === null || b === null) return (a === null) - (b === null) || sign * (one.group_id - other.group_id);
     return sign * (a - b || one.group_id - other.group_id);
   });
@@ -88,8 +99,8 @@ function selectGroups(run, query) {
 
 function sideRows(query, side) {
   const run = exported.runs[query[side] ?? 0];
-  const rows = query.prompts === "held_out" ? run.held_out : run.rows;
-  return (rows ?? []).filter((row) => row.key && within(row, "version", query, side) && row.group_id in run.groups);
+  const rows = query.prompts === "held_out" ? rowsOf(run) && run.held_out : rowsOf(run);
+  return rows.filter((row) => row.key && within(row, "version", query, side) && row.group_id in run.groups);
 }
 
 function summarize(rows) {

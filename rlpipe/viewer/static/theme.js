@@ -1,12 +1,9 @@
 // Dark or light: the system's choice, until the button is pressed.
 
 import { make } from "./dom.js";
+import { keep, recall } from "./storage.js";
 
 const KEY = "rlpipe-theme";
-
-function stored() {
-  try { return localStorage.getItem(KEY); } catch { return null; }
-}
 
 function isDark() {
   const chosen = document.documentElement.dataset.theme;
@@ -14,12 +11,12 @@ function isDark() {
 }
 
 export function themeButton(changed) {
-  const chosen = stored();
+  const chosen = recall(KEY, "localStorage");
   if (chosen === "dark" || chosen === "light") document.documentElement.dataset.theme = chosen;
   const button = make("button", { class: "quiet", id: "theme", onclick: () => {
     const theme = isDark() ? "light" : "dark";
     document.documentElement.dataset.theme = theme;
-    try { localStorage.setItem(KEY, theme); } catch { /* a page from a file may keep nothing */ }
+    keep(KEY, theme, "localStorage");
     name();
     changed();
   } });

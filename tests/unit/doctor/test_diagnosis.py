@@ -29,6 +29,8 @@ from rlpipe.errors import (
     WaitTimeout,
     WeightsMismatch,
 )
+from rlpipe.replay.ledger.run_ledger import LedgerEvent
+from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
 from rlpipe.tracking.outcome import OUTCOME_FILE, RunOutcome, read_outcome, recorded_outcome
 
 STEP_S = 2.0
@@ -193,6 +195,26 @@ def test_recoveries_do_not_crowd_out_deaths(run: Path, capsys: pytest.CaptureFix
     assert first == ("warning", "rollout-0, 1 x: engine rollout-0 died")
     assert last == ("ok", "16 recoveries, the last one: recovery of part-7")
     assert others == [("warning", f"part-{number}, 2 x: checkpoint of part-{number}") for number in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["sft", "preference", "reward_model"])
+def test_deaths_of_a_run_without_a_ledger_are_said(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"name: run\nalgorithm: {{kind: {kind}}}\n")
+    write_metrics(tmp_path, [row(step) for step in range(1, 7)])
+    end(tmp_path, None)
+    assert not [subject for subject, _ in diagnosis(tmp_path, capsys) if subject == "events"]
+    log = StepLog(tmp_path / EVENTS_FILE, 0)
+    for number, text in enumerate(["its process was killed (memory usage)", "CUDA out of memory"]):
+        message = f"rank 1 died: {text}"
+        log.append(3, [asdict(LedgerEvent(number=number, time=5.0, kind="death", subject="rank 1", message=message))])
+    event = LedgerEvent(number=2, time=6.0, kind="recovery", subject="rank 1", message="from step 2")
+    log.append(3, [asdict(event), asdict(replace(event, kind="health"))])
+    said = diagnosis(tmp_path, capsys)
+    assert re.search(r"rank 1, 2 x: rank 1 died: CUDA out of memory; rlpipe plan", said["events", "warning"])
+    assert said["events", "ok"].startswith("1 recoveries, the last one: from step 2")
+    assert f"algorithm.kind={kind}, which keeps no ledger" in said["ledger", "skipped"]
 
 
 def test_other_folders_and_old_records_are_refused_or_passed_over(

@@ -136,6 +136,10 @@ def no_folder(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> No
     options.append(f"output={folder / 'file' / 'run'}")
 
 
+def no_write_access(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    options.append("output=/proc/self/run")  # not even root can make a folder there
+
+
 def second_run(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> Any:
     (folder / "run").mkdir()
     return held(folder / "run")
@@ -340,6 +344,7 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (full_temporary_disk, "disk", "PROBLEM", r"ray is 100% full, and Ray starts nothing .*RAY_TMPDIR"),
     (small_shared_memory, "memory", "warning", r"/dev/shm.* has .*--shm-size"),
     (no_folder, "output", "PROBLEM", r"is not a folder.*choose another output"),
+    (no_write_access, "output", "PROBLEM", r"/proc/self can't be written to.*choose another output"),
     (second_run, "output", "PROBLEM", r"another run writes to output=.*wait until it ends"),
     (earlier_run, "output", "PROBLEM", r"resume=never, but .* holds an earlier run"),
     (damaged_checkpoint, "output", "PROBLEM", r"no checkpoint in .* is complete"),

@@ -228,6 +228,24 @@ def test_tensorboard_has_the_same_names_and_steps(tmp_path: Path) -> None:
     tracker.close()
 
 
+def test_reward_functions_named_like_other_columns_hide_none(tmp_path: Path) -> None:
+    log = CompletionsLog(tmp_path / "c.jsonl", num_groups=1, tokenizer=CharacterTokenizer(), first_step=0)
+    rows = log.log(3, [make_group(8, "4", "5")])
+    for row in rows:
+        row["rewards"] = {"exact": 0.5, "rewards/reward": 2.0, "reward": 3.0, "tokens": 4.0, "step": None}
+    table = CompletionTable.of(3, rows)
+    assert table.columns == [
+        *("step", "prompt", "completion", "reward", "exact", "rewards/reward", "rewards/rewards/reward"),
+        *("rewards/tokens", "rewards/step", "advantage", "tokens", "status"),
+    ]
+    columns = table.to_columns()
+    assert len(columns) == len(table.columns)
+    assert columns["reward"] == [row["reward"] for row in rows]
+    assert columns["rewards/rewards/reward"] == [3.0, 3.0]
+    assert columns["tokens"] == [row["num_tokens"] for row in rows]
+    assert columns["step"] == [3, 3]
+
+
 def test_tensorboard_has_the_completions_as_text(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path, 0)
     log = CompletionsLog(tmp_path / "c.jsonl", num_groups=1, tokenizer=CharacterTokenizer(), first_step=0)

@@ -58,7 +58,7 @@ def test_groups_are_selected_by_every_property(run: ViewedRun) -> None:
 
 def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
     assert run.index is not None
-    for sort in ("id", "reward", "length", "version", "reward:short", "staleness", "state", "status"):
+    for sort in ("id", "reward", "length", "version", "reward:short", "staleness", "state", "status", "reason"):
         for descending in (True, False):
             found: list[int] = []
             after = None
@@ -76,6 +76,17 @@ def test_pages_go_through_all_groups_once_in_any_order(run: ViewedRun) -> None:
     by_reward = ids(run, sort="reward", descending=False)
     assert by_reward[0] == 1
     assert ids(run, sort="reward:short", descending=False)[-6:] == [3, 7, 11, 15, 19, 23]  # without a value
+
+
+def test_groups_are_sorted_by_the_reason_of_discard(tmp_path: Path) -> None:
+    going = ViewerRun(tmp_path / "run")
+    for reason in ("", ", again", ""):
+        going.planted = reason
+        going.train(1)
+    run = viewed(tmp_path / "run")
+    assert ids(run, sort="reason")[:3] == [7, 11, 3]
+    assert ids(run, sort="reason", descending=False)[:3] == [3, 11, 7]
+    assert ids(run, sort="reason", descending=False)[3:] == [0, 1, 2, 4, 5, 6, 8, 9, 10], "those without a reason"
 
 
 def test_choices_are_what_the_run_has(run: ViewedRun) -> None:
@@ -132,13 +143,23 @@ def test_a_ledger_that_a_copy_replaces_is_indexed_anew(tmp_path: Path) -> None:
 def test_a_run_in_the_place_of_a_removed_one_is_indexed_anew(tmp_path: Path) -> None:
     """Check a file that got the number of the removed one, as file systems give it again."""
     finished_run(tmp_path / "first", num_steps=1, reward_of={0: 5.0})
-    finished_run(tmp_path / "second", num_steps=1)
+    finished_run(tmp_path / "second", num_steps=1, planted=", again")  # in reasons and in the names of functions
     first, second = viewed(tmp_path / "first"), viewed(tmp_path / "second")
     assert first.index is not None
-    for run, large in ((first, [0]), (second, [])):
+    for run, large, added in ((first, [0], ""), (second, [], ", again"), (first, [0], "")):
         with run.ledger() as ledger:
             first.index.update(ledger, (1, 2, ledger.get("run_id")))
-        assert ids(first, bounds=(("reward", 2, None),)) == large
+        assert (
+            ids(first, bounds=(("reward", 2, None),))
+            == ids(first, bounds=((f"reward:right{added}", 2, None),))
+            == large
+        )
+        choices = find_choices(first.index)
+        assert (choices["functions"], choices["reasons"]) == (
+            [f"right{added}", "short"],
+            [f"no reward variance{added}"],
+        )
+        assert [*first.index.means([1])[1]["functions"]] == [f"right{added}", "short"]
 
 
 def test_a_damaged_index_is_made_anew(tmp_path: Path) -> None:

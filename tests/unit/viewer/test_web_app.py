@@ -26,6 +26,7 @@ from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
 from rlpipe.tracking.outcome import OUTCOME_FILE, read_outcome
 from rlpipe.viewer import web_app
+from rlpipe.viewer.group_detail import messages_of
 from rlpipe.viewer.group_index import GroupIndex
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
@@ -108,7 +109,7 @@ def test_what_the_runs_do_not_have_gets_404(client: TestClient, name: str, query
     ("query", "message"),
     [({"sort": "x; DROP TABLE entries"}, "there is no property"), 
      ({"reward_min": "lots"}, "reward_min='lots' is not a number"),
-     ({"run": "a"}, "run='a' is not an integer"), ({"after": "x|y"}, "is not the place of a page"),
+     ({"run": "a"}, "run='a' is not an integer"), ({"after": "x|y"}, "is not the start of a page"),
      ({"run": str(2**70)}, "is not an integer"), ({"status": "x"}, "there is no status")],
 )  # fmt: skip
 def test_wrong_questions_get_one_clear_message(client: TestClient, query: dict[str, str], message: str) -> None:
@@ -188,6 +189,24 @@ def test_one_group_is_shown_with_all_that_the_ledger_has(tmp_path: Path) -> None
     assert client.get(f"/{TOKEN}/api/image", params={"id": 1, "number": 1}).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ({"id": 7, "function": {"name": "search", "arguments": "{}"}}, ("7", "search", "{}")),
+        ({"function": None, "name": "search", "arguments": {"q": 1}}, ("", "search", {"q": 1})),
+        ({"function": None}, ("", "", {"function": None})),
+        ({"function": "search", "id": "c1"}, ("c1", "", {"function": "search", "id": "c1"})),
+        ("search(1)", ("", "", "search(1)")),
+        (None, ("", "", None)),
+    ],
+)
+def test_tool_calls_of_any_form_are_shown(call: Any, shown: tuple[str, str, Any]) -> None:
+    (message,) = messages_of([{"role": "assistant", "tool_calls": [call]}])
+    assert message["calls"] == [dict(zip(("id", "name", "arguments"), shown, strict=True))]
+    if call is not None:  # a list that is missing around one call
+        assert messages_of([{"role": "assistant", "tool_calls": call}])[0]["calls"] == message["calls"]
+
+
 def test_long_completions_are_cut_until_they_are_asked_for(client: TestClient) -> None:
     cut = ask(client, "group", id=1, tokens=5)["rollouts"][0]["sequences"][0]
     assert "".join(cut["pieces"]) == "It is"
@@ -202,12 +221,25 @@ def test_a_group_without_tokens_says_why(client: TestClient) -> None:
     assert "rollouts" not in group
 
 
-def test_a_tokenizer_that_is_missing_leaves_numbers(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_missing_leaves_numbers_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finished_run(tmp_path / "run", num_steps=1)
-    (tmp_path / "run" / "policy" / "tokenizer.json").unlink()
-    group = ask(client_of(tmp_path / "run"), "group", id=1)
+    file = tmp_path / "run" / "policy" / "tokenizer.json"
+    content = file.read_bytes()
+    file.unlink()
+    client = client_of(tmp_path / "run")
+    group = ask(client, "group", id=1)
     assert "can't be loaded" in group["tokenizer_problem"]
     assert all(piece.isdigit() for piece in group["rollouts"][0]["sequences"][0]["pieces"])
+    file.write_bytes(content)
+    assert ask(client, "group", id=1)["tokenizer_problem"] == group["tokenizer_problem"], "it is not tried every time"
+    monkeypatch.setattr("rlpipe.viewer.viewed_run.TOKENIZER_S", 0.0)
+    group = ask(client, "group", id=1)
+    assert group["tokenizer_problem"] == ""
+    assert "".join(group["rollouts"][0]["sequences"][0]["pieces"]) == "It is 2 ☃, says group 1."
+    file.unlink()
+    assert ask(client, "group", id=1) == group, "it stays once it is known"
 
 
 def test_summaries_series_events_and_parts(client: TestClient) -> None:
