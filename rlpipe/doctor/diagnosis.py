@@ -41,11 +41,11 @@ FIXES = {
     "Interrupted": AGAIN,
     "LedgerDamaged": f"rlpipe audit RUN shows the damage; {AGAIN}, with the copy of the ledger in it",
 }
-"""Mends of errors, by the names of their classes."""
+"""Fixes of errors, by the names of their classes."""
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "memory usage", "killed by the kernel", "SIGKILL")
 MANY_FAILED = 0.2
 MAX_SUBJECTS = 5
-"""Parts whose events are shown."""
+"""Subjects of events that are shown."""
 STUCK = 10
 """Medians of a step's time without a step after which a run that goes on seems to hang."""
 
@@ -166,7 +166,7 @@ def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observa
     last = {(kind, subject): message for kind, subject, message in events}
     # Deaths come before what the run got over at once, as a failed write of a checkpoint.
     ordered = sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")
-    for (kind, subject), number in ordered[:MOST_SUBJECTS]:
+    for (kind, subject), number in ordered[:MAX_SUBJECTS]:
         message = last[kind, subject]
         lacked = any(word in message for word in OUT_OF_MEMORY)
         fix = "rlpipe plan shows the memory that the run needs" if lacked else ""
