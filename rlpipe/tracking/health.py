@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.tracking.health_rules import RULES, HealthRule, RunHistory, is_evaluation
+from rlpipe.tracking.health_measures import RunHistory, is_evaluation
+from rlpipe.tracking.health_rules import RULES, HealthRule
 
 RECOVERY_STEPS = 5
 """Steps, or evaluations, in a row within the limits after which a rule that tripped counts as over."""

@@ -1,0 +1,214 @@
+"""Numbers that tell from a run's metrics whether it is well, for the health rules."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import StatisticsError, correlation, fmean, median, pstdev
+from typing import Any
+
+from rlpipe.configs.schema.root_config import Config
+
+START, RECENT, LONG = 10, 10, 50
+"""Steps at the start of a run, the latest steps, and those over which a connection is looked for."""
+LEARNED = 0.98
+"""Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
+
+
+NOISE = 2.0
+"""Standard deviations of the first steps' rewards within which a gain is noise, if no prompt has several answers."""
+
+
+@dataclass
+class RunHistory:
+    """Metrics of a run by name: of its first steps, of the latest ones, and of all its evaluations."""
+
+    config: Config
+    first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    latest: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LONG)))
+    evaluations: list[tuple[Mapping[str, float], float | None]] = field(default_factory=list)
+    """Metrics of each evaluation, with the recent training reward, or the negative recent loss, at its time."""
+    num_steps: int = 0
+    best_reward: float = -math.inf
+    """Highest mean reward of as many steps as are recent."""
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
+
+        An evaluation replaces the last one if both are of the same ``step``.
+        """
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        values = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if is_evaluation(values):
+            if self.evaluations and self.evaluations[-1][0].get("step", -1) == values.get("step"):
+                self.evaluations.pop()  # a resumed run evaluates the version that it begins with again
+            self.evaluations.append((values, self.progress()))
+        self.num_steps += "loss" in values
+        for name, value in values.items():
+            if len(self.first[name]) < START:
+                self.first[name].append(value)
+            self.latest[name].append(value)
+        if "reward" in values and (recent := self.last("reward")) is not None:
+            self.best_reward = max(self.best_reward, fmean(recent))
+
+    def last(self, name: str, steps: int = RECENT) -> list[float] | None:
+        """Return a metric's values of the latest steps; None while there are fewer of them."""
+        values = self.latest[name]
+        return [*values][-steps:] if len(values) >= steps else None
+
+    def typical(self, name: str, steps: int = RECENT) -> float | None:
+        """Return the median of a metric over the latest steps; None while there are fewer of them."""
+        values = self.last(name, steps)
+        return None if values is None else median(values)
+
+    def share(self, part: str, whole: str, steps: int) -> float | None:
+        """Return the median of the quotient of two metrics over the latest steps."""
+        parts, wholes = self.last(part, steps), self.last(whole, steps)
+        if parts is None or wholes is None:
+            return None
+        return median(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))
+
+    def growth(self, name: str, *, floor: float) -> float | None:
+        """Return by which factor a metric is above that of the first steps, or above ``floor`` if that was higher."""
+        recent = self.typical(name)
+        if recent is None or len(self.latest[name]) < START + RECENT:
+            return None
+        return recent / max(median(self.first[name]), floor)
+
+    def increase(self, counter: str, steps: int = RECENT) -> float | None:
+        """Return by how much a number that only grows has grown in the latest steps."""
+        values = self.last(counter, steps + 1)
+        return None if values is None else values[-1] - values[0]
+
+    def progress(self) -> float | None:
+        """Return the mean training reward of the latest steps, or the negative loss where there are no rewards."""
+        name, sign = ("reward", 1) if self.latest["reward"] else ("loss", -1)
+        values = [*self.latest[name]][-RECENT:]
+        return sign * fmean(values) if values else None
+
+
+def is_evaluation(metrics: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in metrics)
+
+
+Measure = Callable[[RunHistory], float | None]
+
+
+def typical(name: str, steps: int = RECENT) -> Measure:
+    return lambda run: run.typical(name, steps)
+
+
+def is_asynchronous(config: Config) -> bool:
+    return config.algorithm.kind == "rl" and config.replay.max_staleness > 0
+
+
+def has_own_devices(config: Config) -> bool:
+    """Return whether engines and learner could work at the same time without taking time from each other."""
+    return is_asynchronous(config) and config.rollout.num_gpus >= 1 and config.learner.num_gpus >= 1
+
+
+def equal_rewards(run: RunHistory) -> float | None:
+    """Return the share of groups with equal rewards; None for groups of one, and once everything is right."""
+    accuracies = run.latest["eval/accuracy"]
+    if run.config.algorithm.group_size == 1 or (accuracies and accuracies[-1] >= LEARNED):
+        return None
+    return run.typical("frac_reward_zero_std")
+
+
+def size_of_reward(run: RunHistory) -> float | None:
+    rewards, spread = run.last("reward", 20), run.last("reward_std", 20)
+    return None if rewards is None or spread is None else fmean(map(abs, rewards)) + fmean(spread)
+
+
+def lost_reward(run: RunHistory) -> float | None:
+    """Return the share of the reward gained so far that is lost again; 0 if the gain was within the noise.
+
+    The noise is that of the answers to one prompt, or, with one answer a prompt, that from one of the first steps to
+    the next, which says nothing of how much they have learned together.
+    """
+    recent, first = run.last("reward"), run.first["reward"]
+    if recent is None or len(run.latest["reward"]) < START + RECENT:
+        return None
+    gained, spread = run.best_reward - fmean(first), median(run.first["reward_std"] or [0.0])
+    changes = [after - before for before, after in pairwise(first)]
+    is_alone = run.config.algorithm.group_size == 1
+    noise = max(spread / 3, NOISE * pstdev(changes) / math.sqrt(2)) if is_alone else spread / 3
+    return (run.best_reward - fmean(recent)) / gained if gained > noise else 0.0
+
+
+def length_drift(run: RunHistory) -> float | None:
+    """Return by which factor completions have become longer, if rewards rise and fall with their length; else 1."""
+    lengths, rewards = run.last("completions/mean_length", LONG), run.last("reward", LONG)
+    growth = run.growth("completions/mean_length", floor=1.0)
+    if lengths is None or rewards is None or growth is None:
+        return None
+    try:
+        goes_along = correlation(lengths, rewards) > 0.7
+    except StatisticsError:  # one of them is constant
+        goes_along = False
+    return growth if goes_along and fmean(rewards[-RECENT:]) > fmean(run.first["reward"]) else 1.0
+
+
+def held_out_falls(run: RunHistory) -> float | None:
+    """Return how far the last two evaluations together are below the best two, if training rewards have not fallen."""
+    name = "eval/accuracy" if run.latest["eval/accuracy"] else "eval/reward"
+    known = [(values[name], progress) for values, progress in run.evaluations if name in values]
+    pairs = [((a + b) / 2, progress) for (a, _), (b, progress) in pairwise(known)]
+    if len(pairs) < 2:
+        return None
+    best, then = max(pairs[:-1], key=lambda pair: pair[0])
+    last, now = pairs[-1]
+    return best - last if then is not None and now is not None and now >= then else 0.0
+
+
+def overfitting(run: RunHistory) -> float | None:
+    """Return by which share the held-out loss is above its lowest, if the training loss has not risen."""
+    known = [(values["eval/loss"], progress) for values, progress in run.evaluations if "eval/loss" in values]
+    if len(known) < 2:
+        return None
+    lowest, then = min(known[:-1], key=lambda entry: entry[0])
+    last, now = known[-1]
+    fell = then is None or (now is not None and now >= then)
+    return (last - lowest) / abs(lowest) if fell and lowest else 0.0
+
+
+def unpreferred(run: RunHistory) -> float | None:
+    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps after the warm-up.
+
+    Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect. KTO has no
+    pairs, and begins with all completions on one side of its reference point.
+    """
+    values, algorithm = run.last("rewards/accuracies", 20), run.config.algorithm
+    is_kto = algorithm.kind == "preference" and not algorithm.preference.takes_pairs
+    is_warm = run.num_steps >= run.config.learner.schedule.warmup_steps + 20
+    return None if values is None or algorithm.kind == "rl" or is_kto or not is_warm else fmean(values)
+
+
+def kl_of_tokens(run: RunHistory) -> float | None:
+    """Return the KL per token; None for preferences, whose KL is of whole completions."""
+    algorithm = run.config.algorithm
+    return None if algorithm.kind == "preference" or algorithm.samples_pairs else run.typical("kl", 5)
+
+
+def failed_groups(run: RunHistory) -> float | None:
+    failed = run.increase("groups/failed")
+    return None if failed is None else failed / (failed + RECENT * run.config.algorithm.groups_per_step)
+
+
+def used_staleness(run: RunHistory) -> float | None:
+    """Return the share of the allowed staleness that rollouts have while the learner never waits for them."""
+    waits, staleness = run.share("time/wait", "time/step", 20), run.typical("staleness/mean", 20)
+    if waits is None or staleness is None or run.config.replay.max_staleness < 2 or not has_own_devices(run.config):
+        return None
+    return staleness / run.config.replay.max_staleness if waits < 0.02 else 0.0
+
+
+def learner_waits(run: RunHistory) -> float | None:
+    return run.share("time/wait", "time/step", 20) if has_own_devices(run.config) else None
+
+
+def learner_trains(run: RunHistory) -> float | None:
+    return run.share("time/train", "time/step", 20) if has_own_devices(run.config) else None
