@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import StatisticsError, correlation, fmean, median, pstdev
+from statistics import StatisticsError, correlation, fmean, median
 from typing import Any
 
 from rlpipe.configs.schema.root_config import Config
@@ -16,10 +16,8 @@ START, RECENT, LONG = 10, 10, 50
 """Steps at the start of a run, the latest steps, and those over which a connection is looked for."""
 LEARNED = 0.98
 """Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
-
-
-NOISE = 2.0
-"""Standard deviations of the first steps' rewards within which a gain is noise, if no prompt has several answers."""
+NOISE = 4.0
+"""The smallest gain of reward by which a fall is measured, in mean changes from one step to the next."""
 
 
 @dataclass
@@ -34,6 +32,8 @@ class RunHistory:
     num_steps: int = 0
     best_reward: float = -math.inf
     """Highest mean reward of as many steps as are recent."""
+    reward_spread: float = 0.0
+    """Highest mean standard deviation, in as many steps, of the rewards of one prompt's answers."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
@@ -53,6 +53,7 @@ class RunHistory:
             self.latest[name].append(value)
         if "reward" in values and (recent := self.last("reward")) is not None:
             self.best_reward = max(self.best_reward, fmean(recent))
+            self.reward_spread = max(self.reward_spread, fmean(self.last("reward_std") or [0.0]))
 
     def last(self, name: str, steps: int = RECENT) -> list[float] | None:
         """Return a metric's values of the latest steps; None while there are fewer of them."""
@@ -77,6 +78,10 @@ class RunHistory:
         if recent is None or len(self.latest[name]) < START + RECENT:
             return None
         return recent / max(median(self.first[name]), floor)
+
+    def mean_change(self, name: str) -> float:
+        """Return by how much a metric changes from one step to the next, on average over the latest steps."""
+        return fmean(abs(after - before) for before, after in pairwise(self.latest[name]))
 
     def increase(self, counter: str, steps: int = RECENT) -> float | None:
         """Return by how much a number that only grows has grown in the latest steps."""
@@ -124,19 +129,16 @@ def size_of_reward(run: RunHistory) -> float | None:
 
 
 def lost_reward(run: RunHistory) -> float | None:
-    """Return the share of the reward gained so far that is lost again; 0 if the gain was within the noise.
+    """Return how far the reward is below its best, as a share of what it had gained.
 
-    The noise is that of the answers to one prompt, or, with one answer a prompt, that from one of the first steps to
-    the next, which says nothing of how much they have learned together.
+    A small gain counts as the standard deviation of the rewards of one prompt's answers, or as several times the usual
+    change from one step to the next: a reward that rises slowly also falls by half of a small gain now and then.
     """
     recent, first = run.last("reward"), run.first["reward"]
     if recent is None or len(run.latest["reward"]) < START + RECENT:
         return None
-    gained, spread = run.best_reward - fmean(first), median(run.first["reward_std"] or [0.0])
-    changes = [after - before for before, after in pairwise(first)]
-    is_alone = run.config.algorithm.group_size == 1
-    noise = max(spread / 3, NOISE * pstdev(changes) / math.sqrt(2)) if is_alone else spread / 3
-    return (run.best_reward - fmean(recent)) / gained if gained > noise else 0.0
+    scale = max(run.best_reward - fmean(first), run.reward_spread, NOISE * run.mean_change("reward"))
+    return (run.best_reward - fmean(recent)) / scale if scale else 0.0
 
 
 def length_drift(run: RunHistory) -> float | None:

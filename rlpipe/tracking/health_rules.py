@@ -69,7 +69,7 @@ RULES = (
         name="reward_falls",
         measure=measures.lost_reward,
         warn=0.5,
-        message="{value:.0%} of the reward that was gained is lost again",
+        message="the reward is below its best by {value:.0%} of its gain, or of its spread if that is larger",
         causes="a learning rate that is too high, a single huge update, or rollouts that are too old",
         fix="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
         "lower replay.max_staleness",

@@ -127,6 +127,28 @@ def test_rewards_that_only_vary_do_not_fall_where_each_prompt_has_one_answer() -
         assert sum(found) == 20 if collapses else sum(found) <= 2
 
 
+def rewards_around(means: Iterable[float], rng: random.Random) -> list[Row]:
+    """Return steps with the noise and the spread of ``examples/online_dpo`` around these mean rewards."""
+    return [{"loss": 0.1, "reward": rng.gauss(mean, 0.043), "reward_std": 0.36} for mean in means]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rewards_that_rise_slowly_may_fall_for_a_while(seed: int) -> None:
+    """In a run from 0.26 to 0.49, seventy steps lost two thirds of the gain of the first 165."""
+    means = [0.26 + 0.23 * step / 800 - (0.04 if 175 <= step < 245 else 0.0) for step in range(800)]
+    means[155:165] = [0.384] * 10
+    assert found_in(make_config(), rewards_around(means, random.Random(seed))) == []
+
+
+@pytest.mark.parametrize(("best", "then"), [(0.38, 0.05), (0.52, 0.26)], ids=["below the start", "to the start"])
+def test_rewards_that_collapse_are_reported_within_ten_steps(best: float, then: float) -> None:
+    for seed in range(10):
+        means = [0.26 + (best - 0.26) * min(step / 190, 1.0) if step < 200 else then for step in range(240)]
+        found = found_in(make_config(), rewards_around(means, random.Random(seed)))
+        assert [finding.rule for _, finding in found] == ["reward_falls"]
+        assert 200 < found[0][0] <= 210
+
+
 def test_preferences_are_not_judged_during_the_warm_up() -> None:
     config = make_config(algorithm=AlgorithmConfig(kind="preference"))
     config.learner.schedule.warmup_steps = 40
