@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import StatisticsError, correlation, fmean, median
@@ -22,7 +23,7 @@ NOISE = 4.0
 
 @dataclass
 class RunHistory:
-    """Metrics of a run by name: of its first steps, of the latest ones, and of all its evaluations."""
+    """Metrics of a run by name: of its first steps, of as many latest ones, and of all its evaluations."""
 
     config: Config
     first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -48,12 +49,16 @@ class RunHistory:
             self.evaluations.append((values, self.progress()))
         self.num_steps += "loss" in values
         for name, value in values.items():
-            if len(self.first[name]) < START:
+            if len(self.first[name]) < LONG:
                 self.first[name].append(value)
             self.latest[name].append(value)
         if "reward" in values and (recent := self.last("reward")) is not None:
             self.best_reward = max(self.best_reward, fmean(recent))
             self.reward_spread = max(self.reward_spread, fmean(self.last("reward_std") or [0.0]))
+
+    def start(self, name: str) -> list[float]:
+        """Return a metric's values of the first steps."""
+        return self.first[name][:START]
 
     def last(self, name: str, steps: int = RECENT) -> list[float] | None:
         """Return a metric's values of the latest steps; None while there are fewer of them."""
@@ -77,7 +82,7 @@ class RunHistory:
         recent = self.typical(name)
         if recent is None or len(self.latest[name]) < START + RECENT:
             return None
-        return recent / max(median(self.first[name]), floor)
+        return recent / max(median(self.start(name)), floor)
 
     def mean_change(self, name: str) -> float:
         """Return by how much a metric changes from one step to the next, on average over the latest steps."""
@@ -99,7 +104,11 @@ def is_evaluation(metrics: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in metrics)
 
 
-Measure = Callable[[RunHistory], float | None]
+Measure = Callable[[RunHistory], float | Mapping[str, float] | None]
+"""Computes a rule's value, or one for each reward function by its name; None while it is not known."""
+
+
+REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 
 
 def typical(name: str, steps: int = RECENT) -> Measure:
@@ -128,16 +137,48 @@ def size_of_reward(run: RunHistory) -> float | None:
     return None if rewards is None or spread is None else fmean(map(abs, rewards)) + fmean(spread)
 
 
+def low_rewards(run: RunHistory) -> dict[str, float]:
+    """Return the rewarded share of each reward function whose mean did not rise in the first steps.
+
+    Functions without a positive weight are left out, and those with values below 0 or above 1, or with no value but 0,
+    which may be penalties.
+    """
+    names = [found[1] for metric in [*run.latest] if (found := REWARD_MEAN.fullmatch(metric))]
+    return {name: share for name in names if (share := _share_from_start(run, name)) is not None}
+
+
+def _share_from_start(run: RunHistory, name: str) -> float | None:
+    """Return a function's rewarded share at first or now, whichever is larger; None for one that has risen."""
+    mean, std = f"rewards/{name}/mean", f"rewards/{name}/std"
+    means, stds, early = run.last(mean, 20), run.last(std, 20), run.first[mean]
+    config = run.config.scoring.rewards.get(name)
+    if means is None or stds is None or len(early) < LONG or (config is not None and config.weight <= 0):
+        return None
+    then, now = _rewarded_share(run.start(mean), run.start(std)), _rewarded_share(means, stds)
+    return None if then is None or not now or _correlation(range(LONG), early) > 0.2 else max(then, now)
+
+
+def _rewarded_share(means: Sequence[float], stds: Sequence[float]) -> float | None:
+    """Return (Σ r)² / (n Σ r²), the share of completions with a reward if all of these are equal.
+
+    The mean alone has no scale: 0.08 is much for a bonus of 0.1. None if there must be values below 0 or above 1.
+    """
+    mean, square = fmean(means), fmean(m * m + s * s for m, s in zip(means, stds, strict=True))
+    if mean < 0 or square > mean * (1 + 1e-3):
+        return None
+    return mean * mean / square if square else 0.0
+
+
 def lost_reward(run: RunHistory) -> float | None:
     """Return how far the reward is below its best, as a share of what it had gained.
 
     A small gain counts as the standard deviation of the rewards of one prompt's answers, or as several times the usual
     change from one step to the next: a reward that rises slowly also falls by half of a small gain now and then.
     """
-    recent, first = run.last("reward"), run.first["reward"]
+    recent = run.last("reward")
     if recent is None or len(run.latest["reward"]) < START + RECENT:
         return None
-    scale = max(run.best_reward - fmean(first), run.reward_spread, NOISE * run.mean_change("reward"))
+    scale = max(run.best_reward - fmean(run.start("reward")), run.reward_spread, NOISE * run.mean_change("reward"))
     return (run.best_reward - fmean(recent)) / scale if scale else 0.0
 
 
@@ -147,11 +188,15 @@ def length_drift(run: RunHistory) -> float | None:
     growth = run.growth("completions/mean_length", floor=1.0)
     if lengths is None or rewards is None or growth is None:
         return None
+    goes_along = _correlation(lengths, rewards) > 0.7
+    return growth if goes_along and fmean(rewards[-RECENT:]) > fmean(run.start("reward")) else 1.0
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
     try:
-        goes_along = correlation(lengths, rewards) > 0.7
+        return correlation(a, b)
     except StatisticsError:  # one of them is constant
-        goes_along = False
-    return growth if goes_along and fmean(rewards[-RECENT:]) > fmean(run.first["reward"]) else 1.0
+        return 0.0
 
 
 def held_out_falls(run: RunHistory) -> float | None:
@@ -193,6 +238,12 @@ def kl_of_tokens(run: RunHistory) -> float | None:
     """Return the KL per token; None for preferences, whose KL is of whole completions."""
     algorithm = run.config.algorithm
     return None if algorithm.kind == "preference" or algorithm.samples_pairs else run.typical("kl", 5)
+
+
+def off_importance(run: RunHistory) -> float | None:
+    """Return by how much the mean importance weight differs from 1, its expectation."""
+    mean = run.typical("sampling/importance_ratio/mean", 5)
+    return None if mean is None else abs(mean - 1)
 
 
 def failed_groups(run: RunHistory) -> float | None:

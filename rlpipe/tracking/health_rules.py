@@ -6,12 +6,12 @@ held against runs that learned and runs that broke.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.tracking import health_measures as measures
-from rlpipe.tracking.health_measures import Measure, typical
+from rlpipe.tracking.health_measures import Measure, RunHistory, typical
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +20,20 @@ class HealthRule:
 
     name: str
     measure: Measure
-    """None while it is not known."""
     warn: float | Callable[[Config], float]
     of_evaluations: bool = False
     """Whether it is checked after evaluations, not after steps."""
     is_above: bool = True
     """Whether values above the limit, not below it, are unhealthy."""
     message: str
-    """A description of the problem, in which ``{value}`` stands for the measured number."""
+    """A description of the problem, with ``{value}`` for the number, and ``{subject}`` for a reward function."""
     causes: str
     fix: str
+
+    def values(self, run: RunHistory) -> Mapping[str, float | None]:
+        """Return the rule's values by reward function; a single one by the empty name if it is about the whole run."""
+        measured = self.measure(run)
+        return measured if isinstance(measured, Mapping) else {"": measured}
 
     def limit(self, config: Config) -> float:
         """Return the value from which on the rule warns in a run with this config."""
@@ -41,8 +45,8 @@ class HealthRule:
     def is_beyond(self, value: float, limit: float) -> bool:
         return value >= limit if self.is_above else value <= limit
 
-    def describe(self, value: float) -> str:
-        return f"{self.message.format(value=value)}. Likely: {self.causes}. Try: {self.fix}"
+    def describe(self, value: float, subject: str) -> str:
+        return f"{self.message.format(value=value, subject=subject)}. Likely: {self.causes}. Try: {self.fix}"
 
 
 RULES = (
@@ -64,6 +68,15 @@ RULES = (
         causes="a reward that does not recognize the answers, or a task that is too hard for this model",
         fix="read completions.jsonl, test the reward on them, show the format in the prompt, or start from a model "
         "that is right sometimes",
+    ),
+    HealthRule(
+        name="low_reward",
+        measure=measures.low_rewards,
+        warn=0.15,
+        is_above=False,
+        message="the reward {subject} is given to only {value:.0%} of the completions, and has not risen in 50 steps",
+        causes="a reward function that does not recognize the answers, or an aim that the policy never reaches",
+        fix="the function on its own, with texts of completions.jsonl; partial credit; an example in the prompt",
     ),
     HealthRule(
         name="reward_falls",
@@ -132,6 +145,24 @@ RULES = (
         causes="an engine in another precision, rollouts that are too old, or many updates per step",
         fix="model.dtype=float32 for a comparison, a lower replay.max_staleness, or "
         "algorithm.correction.mode=token_truncate",
+    ),
+    HealthRule(
+        name="importance_mean",
+        measure=measures.off_importance,
+        warn=0.1,
+        message="importance weights are {value:.2g} away from 1 on average, where their mean should be",
+        causes="an engine that samples from another distribution than it reports, or rollouts that are too old",
+        fix="rollout.sampling without top_k, top_p and min_p, model.dtype=float32 for a comparison, or a lower "
+        "replay.max_staleness",
+    ),
+    HealthRule(
+        name="importance_min",
+        measure=typical("sampling/importance_ratio/min", 20),
+        warn=0.1,
+        is_above=False,
+        message="the learner hardly writes some tokens that the engine has sampled (smallest weight {value:.2g})",
+        causes="rollouts that are too old, updates that are too large, or an engine in another precision",
+        fix="a lower replay.max_staleness, a lower learner.optimizer.lr, or algorithm.correction.off_policy_threshold",
     ),
     HealthRule(
         name="effective_samples",
