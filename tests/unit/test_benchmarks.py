@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks import counting_task, lora_sync, overlap, vs_trl
+from benchmarks import counting_task, examples, lora_sync, overlap, vs_trl
 from benchmarks.ideal_schedule import PROMPT
 from rlpipe.configs.compose import compose_tree
 from rlpipe.configs.schema.root_config import Config
@@ -178,3 +178,19 @@ def test_a_warm_up_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatc
     vs_trl.warm_up(vs_trl.SHORT)
     vs_trl.warm_up(vs_trl.SHORT)
     assert seen == ["rlpipe.quickstart:make_policy"]
+
+
+def test_an_example_is_missed_if_it_fails_reaches_too_little_or_is_warned_of() -> None:
+    good = {"metric": "eval/accuracy", "end": 0.85, "rules": []}
+    results = {
+        "quickstart": good,
+        "sft": {"metric": "eval/loss", "end": 0.1, "rules": []},
+        "online_dpo": {**good, "rules": ["entropy_low", "reward_falls"]},
+        "orpo": good,
+        "math": {"error": "it died"},
+    }
+    assert examples.find_missed(results) == {
+        "online_dpo": ["entropy_low", "reward_falls"],
+        "orpo": ["eval/accuracy 0.85 < 0.9"],
+        "math": ["error"],
+    }

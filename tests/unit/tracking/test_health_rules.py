@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from health_cases import metrics_read_by
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
@@ -313,6 +314,17 @@ def test_a_resumed_run_tells_nothing_twice_and_stops_again() -> None:
     assert HealthWatch(make_config(), ill).update(ill[-1]) == []
     watch = HealthWatch(make_config(health={"gradient_norm": HealthLimits(stop=20.0)}), ill)
     assert [finding.stops for finding in watch.update(ill[-1])] == [True]
+
+
+def test_every_metric_that_a_rule_reads_is_found() -> None:
+    read = {rule.name: metrics_read_by(rule) for rule in RULES}
+    assert read["kl"] == {"kl"}
+    assert read["low_reward"] == {"rewards/digits/mean", "rewards/digits/std"}
+    assert read["held_out_falls"] == {"eval/accuracy", "eval/reward", "reward", "loss"}
+    assert read["staleness"] == {"time/wait", "time/step", "staleness/mean"}
+    assert all(read.values())
+    in_steps = {name for name in set().union(*read.values()) if not name.startswith(("eval/", "rewards/digits/"))}
+    assert in_steps <= well(0).keys()
 
 
 def test_rules_and_options_have_the_same_names() -> None:
