@@ -9,6 +9,7 @@ from rlpipe.configs.schema.option import MAX_WEIGHT, Freezable, option
 HEALTH_RULES = (
     "equal_rewards",
     "no_reward",
+    "low_reward",
     "reward_falls",
     "entropy_low",
     "entropy_high",
@@ -17,6 +18,8 @@ HEALTH_RULES = (
     "clipping",
     "kl",
     "logprob_difference",
+    "importance_mean",
+    "importance_min",
     "effective_samples",
     "missing_logprobs",
     "truncated",

@@ -178,11 +178,11 @@ def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observa
 def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Observation]:
     """Apply the health rules to the run's metrics, and describe those that are tripped at its end."""
     watch = HealthWatch(config)
-    since: dict[str, tuple[int, HealthFinding]] = {}
+    since: dict[tuple[str, str], tuple[int, HealthFinding]] = {}
     for row in rows:
-        since |= {finding.rule: (row["step"], finding) for finding in watch.update(row)}
+        since |= {finding.key: (row["step"], finding) for finding in watch.update(row)}
     still = watch.tripped
-    tripped = [(step, finding) for step, finding in since.values() if finding.rule in still]
+    tripped = [(step, finding) for step, finding in since.values() if finding.key in still]
     for step, finding in tripped:
         yield warning("health", f"from step {step} on, {finding.message.removeprefix('warning ')}")
     if not tripped:

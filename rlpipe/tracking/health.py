@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.tracking.health_rules import RULES, HealthRule, RunHistory, is_evaluation
+from rlpipe.tracking.health_measures import RunHistory, is_evaluation
+from rlpipe.tracking.health_rules import RULES, HealthRule
 
 RECOVERY_STEPS = 5
 """Steps, or evaluations, in a row within the limits after which a rule that tripped counts as over."""
@@ -18,9 +21,15 @@ class HealthFinding:
     """A change of a rule's state."""
 
     rule: str
+    subject: str = ""
+    """Reward function that the rule is about; empty: the whole run."""
     message: str
     stops: bool = False
     """Whether the run is to stop, since the value is beyond ``health.<rule>.stop``."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.rule, self.subject
 
 
 @dataclass
@@ -37,17 +46,18 @@ class HealthWatch:
         limits = config.health
         self._rules = [rule for rule in RULES if rule.name not in limits or limits[rule.name].enabled]
         self._history, self._config = RunHistory(config), config
-        self._states = {rule.name: _State() for rule in self._rules}
+        self._states: dict[tuple[str, str], _State] = defaultdict(_State)  # by rule and reward function
         for row in rows:
             self.update(row)
         for state in self._states.values():
             state.stops = False  # the user goes on with the run, and is told again
 
     @property
-    def tripped(self) -> list[str]:
-        """Names of the rules that are tripped now, without those that no longer apply, as the task is solved."""
-        applying = [rule.name for rule in self._rules if rule.measure(self._history) is not None]
-        return [name for name in applying if self._states[name].is_tripped]
+    def tripped(self) -> list[tuple[str, str]]:
+        """Rules, and reward functions, that are tripped now, without those that no longer apply to a solved task."""
+        values = ((rule.name, rule.values(self._history)) for rule in self._rules)
+        applying = [(name, subject) for name, found in values for subject, value in found.items() if value is not None]
+        return [key for key in applying if self._states[key].is_tripped]
 
     def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
         """Add the metrics of a step or an evaluation, and return what has changed with them."""
@@ -56,27 +66,35 @@ class HealthWatch:
         return [x for rule in self._rules if rule.of_evaluations is evaluated for x in self._check(rule)]
 
     def _check(self, rule: HealthRule) -> Iterator[HealthFinding]:
-        value, state = rule.measure(self._history), self._states[rule.name]
-        if value is None:
-            yield from self._count_recovery(rule, f"{rule.name} no longer applies")
-            return
+        values = rule.values(self._history)
+        earlier = [subject for name, subject in self._states if name == rule.name]
+        for subject in dict.fromkeys([*values, *earlier]):
+            yield from self._check_value(rule, subject, values.get(subject))
+
+    def _check_value(self, rule: HealthRule, subject: str, value: float | None) -> Iterator[HealthFinding]:
+        state, name = self._states[rule.name, subject], f"{rule.name} of {subject}" if subject else rule.name
+        finding = partial(HealthFinding, rule=rule.name, subject=subject)
         limits, warn = self._config.health.get(rule.name), rule.limit(self._config)
-        if limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
+        if value is None:
+            if _is_over(state):
+                yield finding(message=f"{name} no longer applies")
+        elif limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
             state.is_tripped = state.stops = True
-            reason = f"{rule.describe(value)}; health.{rule.name}.stop is {limits.stop:g}"
-            yield HealthFinding(rule=rule.name, message=reason, stops=True)
+            reason = f"{rule.describe(value, subject)}; health.{rule.name}.stop is {limits.stop:g}"
+            yield finding(message=reason, stops=True)
         elif rule.is_beyond(value, warn):
             state.num_ok = 0
             if not state.is_tripped:
                 state.is_tripped = True
-                yield HealthFinding(rule=rule.name, message=f"warning ({rule.name}): {rule.describe(value)}")
-        else:
-            yield from self._count_recovery(rule, f"{rule.name} has recovered: {value:.3g} (warns from {warn:.3g})")
+                yield finding(message=f"warning ({rule.name}): {rule.describe(value, subject)}")
+        elif _is_over(state):
+            yield finding(message=f"{name} has recovered: {value:.3g} (warns from {warn:.3g})")
 
-    def _count_recovery(self, rule: HealthRule, message: str) -> Iterator[HealthFinding]:
-        """Count a step at which a rule is well; yield that it is over, if it was tripped, after some of them."""
-        state = self._states[rule.name]
-        state.num_ok = state.num_ok + 1 if state.is_tripped else 0
-        if state.num_ok == RECOVERY_STEPS:
-            state.is_tripped, state.num_ok = False, 0
-            yield HealthFinding(rule=rule.name, message=message)
+
+def _is_over(state: _State) -> bool:
+    """Count a step at which a rule is well; return whether it was tripped, and is over with this step."""
+    state.num_ok = state.num_ok + 1 if state.is_tripped else 0
+    if state.num_ok < RECOVERY_STEPS:
+        return False
+    state.is_tripped, state.num_ok = False, 0
+    return True

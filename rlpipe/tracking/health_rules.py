@@ -6,99 +6,12 @@ held against runs that learned and runs that broke.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import StatisticsError, correlation, fmean, median, pstdev
-from typing import Any
+from dataclasses import dataclass
 
 from rlpipe.configs.schema.root_config import Config
-
-START, RECENT, LONG = 10, 10, 50
-"""Steps at the start of a run, the latest steps, and those over which a connection is looked for."""
-LEARNED = 0.98
-"""Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
-
-
-NOISE = 2.0
-"""Standard deviations of the first steps' rewards within which a gain is noise, if no prompt has several answers."""
-
-
-@dataclass
-class RunHistory:
-    """Metrics of a run by name: of its first steps, of the latest ones, and of all its evaluations."""
-
-    config: Config
-    first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    latest: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LONG)))
-    evaluations: list[tuple[Mapping[str, float], float | None]] = field(default_factory=list)
-    """Metrics of each evaluation, with the recent training reward, or the negative recent loss, at its time."""
-    num_steps: int = 0
-    best_reward: float = -math.inf
-    """Highest mean reward of as many steps as are recent."""
-
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
-
-        An evaluation replaces the last one if both are of the same ``step``.
-        """
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        values = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        if is_evaluation(values):
-            if self.evaluations and self.evaluations[-1][0].get("step", -1) == values.get("step"):
-                self.evaluations.pop()  # a resumed run evaluates the version that it begins with again
-            self.evaluations.append((values, self.progress()))
-        self.num_steps += "loss" in values
-        for name, value in values.items():
-            if len(self.first[name]) < START:
-                self.first[name].append(value)
-            self.latest[name].append(value)
-        if "reward" in values and (recent := self.last("reward")) is not None:
-            self.best_reward = max(self.best_reward, fmean(recent))
-
-    def last(self, name: str, steps: int = RECENT) -> list[float] | None:
-        """Return a metric's values of the latest steps; None while there are fewer of them."""
-        values = self.latest[name]
-        return [*values][-steps:] if len(values) >= steps else None
-
-    def typical(self, name: str, steps: int = RECENT) -> float | None:
-        """Return the median of a metric over the latest steps; None while there are fewer of them."""
-        values = self.last(name, steps)
-        return None if values is None else median(values)
-
-    def share(self, part: str, whole: str, steps: int) -> float | None:
-        """Return the median of the quotient of two metrics over the latest steps."""
-        parts, wholes = self.last(part, steps), self.last(whole, steps)
-        if parts is None or wholes is None:
-            return None
-        return median(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))
-
-    def growth(self, name: str, *, floor: float) -> float | None:
-        """Return by which factor a metric is above that of the first steps, or above ``floor`` if that was higher."""
-        recent = self.typical(name)
-        if recent is None or len(self.latest[name]) < START + RECENT:
-            return None
-        return recent / max(median(self.first[name]), floor)
-
-    def increase(self, counter: str, steps: int = RECENT) -> float | None:
-        """Return by how much a number that only grows has grown in the latest steps."""
-        values = self.last(counter, steps + 1)
-        return None if values is None else values[-1] - values[0]
-
-    def progress(self) -> float | None:
-        """Return the mean training reward of the latest steps, or the negative loss where there are no rewards."""
-        name, sign = ("reward", 1) if self.latest["reward"] else ("loss", -1)
-        values = [*self.latest[name]][-RECENT:]
-        return sign * fmean(values) if values else None
-
-
-def is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    return any(name.startswith("eval/") for name in metrics)
-
-
-Measure = Callable[[RunHistory], float | None]
+from rlpipe.tracking import health_measures as measures
+from rlpipe.tracking.health_measures import Measure, RunHistory, typical
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +20,20 @@ class HealthRule:
 
     name: str
     measure: Measure
-    """None while it is not known."""
     warn: float | Callable[[Config], float]
     of_evaluations: bool = False
     """Whether it is checked after evaluations, not after steps."""
     is_above: bool = True
     """Whether values above the limit, not below it, are unhealthy."""
     message: str
-    """A description of the problem, in which ``{value}`` stands for the measured number."""
+    """A description of the problem, with ``{value}`` for the number, and ``{subject}`` for a reward function."""
     causes: str
     fix: str
+
+    def values(self, run: RunHistory) -> Mapping[str, float | None]:
+        """Return the rule's values by reward function; a single one by the empty name if it is about the whole run."""
+        measured = self.measure(run)
+        return measured if isinstance(measured, Mapping) else {"": measured}
 
     def limit(self, config: Config) -> float:
         """Return the value from which on the rule warns in a run with this config."""
@@ -128,131 +45,14 @@ class HealthRule:
     def is_beyond(self, value: float, limit: float) -> bool:
         return value >= limit if self.is_above else value <= limit
 
-    def describe(self, value: float) -> str:
-        return f"{self.message.format(value=value)}. Likely: {self.causes}. Try: {self.fix}"
-
-
-def typical(name: str, steps: int = RECENT) -> Measure:
-    return lambda run: run.typical(name, steps)
-
-
-def is_asynchronous(config: Config) -> bool:
-    return config.algorithm.kind == "rl" and config.replay.max_staleness > 0
-
-
-def has_own_devices(config: Config) -> bool:
-    """Return whether engines and learner could work at the same time without taking time from each other."""
-    return is_asynchronous(config) and config.rollout.num_gpus >= 1 and config.learner.num_gpus >= 1
-
-
-def equal_rewards(run: RunHistory) -> float | None:
-    """Return the share of groups with equal rewards; None for groups of one, and once everything is right."""
-    accuracies = run.latest["eval/accuracy"]
-    if run.config.algorithm.group_size == 1 or (accuracies and accuracies[-1] >= LEARNED):
-        return None
-    return run.typical("frac_reward_zero_std")
-
-
-def size_of_reward(run: RunHistory) -> float | None:
-    rewards, spread = run.last("reward", 20), run.last("reward_std", 20)
-    return None if rewards is None or spread is None else fmean(map(abs, rewards)) + fmean(spread)
-
-
-def lost_reward(run: RunHistory) -> float | None:
-    """Return the share of the reward gained so far that is lost again; 0 if the gain was within the noise.
-
-    The noise is that of the answers to one prompt, or, with one answer a prompt, that from one of the first steps to
-    the next, which says nothing of how much they have learned together.
-    """
-    recent, first = run.last("reward"), run.first["reward"]
-    if recent is None or len(run.latest["reward"]) < START + RECENT:
-        return None
-    gained, spread = run.best_reward - fmean(first), median(run.first["reward_std"] or [0.0])
-    changes = [after - before for before, after in pairwise(first)]
-    is_alone = run.config.algorithm.group_size == 1
-    noise = max(spread / 3, NOISE * pstdev(changes) / math.sqrt(2)) if is_alone else spread / 3
-    return (run.best_reward - fmean(recent)) / gained if gained > noise else 0.0
-
-
-def length_drift(run: RunHistory) -> float | None:
-    """Return by which factor completions have become longer, if rewards rise and fall with their length; else 1."""
-    lengths, rewards = run.last("completions/mean_length", LONG), run.last("reward", LONG)
-    growth = run.growth("completions/mean_length", floor=1.0)
-    if lengths is None or rewards is None or growth is None:
-        return None
-    try:
-        goes_along = correlation(lengths, rewards) > 0.7
-    except StatisticsError:  # one of them is constant
-        goes_along = False
-    return growth if goes_along and fmean(rewards[-RECENT:]) > fmean(run.first["reward"]) else 1.0
-
-
-def held_out_falls(run: RunHistory) -> float | None:
-    """Return how far the last two evaluations together are below the best two, if training rewards have not fallen."""
-    name = "eval/accuracy" if run.latest["eval/accuracy"] else "eval/reward"
-    known = [(values[name], progress) for values, progress in run.evaluations if name in values]
-    pairs = [((a + b) / 2, progress) for (a, _), (b, progress) in pairwise(known)]
-    if len(pairs) < 2:
-        return None
-    best, then = max(pairs[:-1], key=lambda pair: pair[0])
-    last, now = pairs[-1]
-    return best - last if then is not None and now is not None and now >= then else 0.0
-
-
-def overfitting(run: RunHistory) -> float | None:
-    """Return by which share the held-out loss is above its lowest, if the training loss has not risen."""
-    known = [(values["eval/loss"], progress) for values, progress in run.evaluations if "eval/loss" in values]
-    if len(known) < 2:
-        return None
-    lowest, then = min(known[:-1], key=lambda entry: entry[0])
-    last, now = known[-1]
-    fell = then is None or (now is not None and now >= then)
-    return (last - lowest) / abs(lowest) if fell and lowest else 0.0
-
-
-def unpreferred(run: RunHistory) -> float | None:
-    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps after the warm-up.
-
-    Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect. KTO has no
-    pairs, and begins with all completions on one side of its reference point.
-    """
-    values, algorithm = run.last("rewards/accuracies", 20), run.config.algorithm
-    is_kto = algorithm.kind == "preference" and not algorithm.preference.takes_pairs
-    is_warm = run.num_steps >= run.config.learner.schedule.warmup_steps + 20
-    return None if values is None or algorithm.kind == "rl" or is_kto or not is_warm else fmean(values)
-
-
-def kl_of_tokens(run: RunHistory) -> float | None:
-    """Return the KL per token; None for preferences, whose KL is of whole completions."""
-    algorithm = run.config.algorithm
-    return None if algorithm.kind == "preference" or algorithm.samples_pairs else run.typical("kl", 5)
-
-
-def failed_groups(run: RunHistory) -> float | None:
-    failed = run.increase("groups/failed")
-    return None if failed is None else failed / (failed + RECENT * run.config.algorithm.groups_per_step)
-
-
-def used_staleness(run: RunHistory) -> float | None:
-    """Return the share of the allowed staleness that rollouts have while the learner never waits for them."""
-    waits, staleness = run.share("time/wait", "time/step", 20), run.typical("staleness/mean", 20)
-    if waits is None or staleness is None or run.config.replay.max_staleness < 2 or not has_own_devices(run.config):
-        return None
-    return staleness / run.config.replay.max_staleness if waits < 0.02 else 0.0
-
-
-def learner_waits(run: RunHistory) -> float | None:
-    return run.share("time/wait", "time/step", 20) if has_own_devices(run.config) else None
-
-
-def learner_trains(run: RunHistory) -> float | None:
-    return run.share("time/train", "time/step", 20) if has_own_devices(run.config) else None
+    def describe(self, value: float, subject: str) -> str:
+        return f"{self.message.format(value=value, subject=subject)}. Likely: {self.causes}. Try: {self.fix}"
 
 
 RULES = (
     HealthRule(
         name="equal_rewards",
-        measure=equal_rewards,
+        measure=measures.equal_rewards,
         warn=0.9,
         message="all rewards are equal in {value:.0%} of the groups, so they give no learning signal",
         causes="prompts that are too hard or too easy, a reward with too few values, or a policy without variety",
@@ -261,7 +61,7 @@ RULES = (
     ),
     HealthRule(
         name="no_reward",
-        measure=size_of_reward,
+        measure=measures.size_of_reward,
         warn=0.01,
         is_above=False,
         message="nearly no completion of the last 20 steps was rewarded (mean {value:.2g})",
@@ -270,10 +70,19 @@ RULES = (
         "that is right sometimes",
     ),
     HealthRule(
+        name="low_reward",
+        measure=measures.low_rewards,
+        warn=0.15,
+        is_above=False,
+        message="the reward {subject} is given to only {value:.0%} of the completions, and has not risen in 50 steps",
+        causes="a reward function that does not recognize the answers, or an aim that the policy never reaches",
+        fix="the function on its own, with texts of completions.jsonl; partial credit; an example in the prompt",
+    ),
+    HealthRule(
         name="reward_falls",
-        measure=lost_reward,
+        measure=measures.lost_reward,
         warn=0.5,
-        message="{value:.0%} of the reward that was gained is lost again",
+        message="the reward is below its best by {value:.0%} of its gain, or of its spread if that is larger",
         causes="a learning rate that is too high, a single huge update, or rollouts that are too old",
         fix="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
         "lower replay.max_staleness",
@@ -322,7 +131,7 @@ RULES = (
     ),
     HealthRule(
         name="kl",
-        measure=kl_of_tokens,
+        measure=measures.kl_of_tokens,
         warn=2.0,
         message="the policy is far from the reference (KL {value:.2g} per token)",
         causes="a learning rate that is too high, or a KL penalty that is too weak",
@@ -331,11 +140,29 @@ RULES = (
     HealthRule(
         name="logprob_difference",
         measure=typical("sampling/logp_difference/mean", 5),
-        warn=lambda config: 0.3 if is_asynchronous(config) else 0.1,
+        warn=lambda config: 0.3 if measures.is_asynchronous(config) else 0.1,
         message="engine and learner disagree: their log-probs of a token differ by {value:.2g} on average",
         causes="an engine in another precision, rollouts that are too old, or many updates per step",
         fix="model.dtype=float32 for a comparison, a lower replay.max_staleness, or "
         "algorithm.correction.mode=token_truncate",
+    ),
+    HealthRule(
+        name="importance_mean",
+        measure=measures.off_importance,
+        warn=0.1,
+        message="importance weights are {value:.2g} away from 1 on average, where their mean should be",
+        causes="an engine that samples from another distribution than it reports, or rollouts that are too old",
+        fix="rollout.sampling without top_k, top_p and min_p, model.dtype=float32 for a comparison, or a lower "
+        "replay.max_staleness",
+    ),
+    HealthRule(
+        name="importance_min",
+        measure=typical("sampling/importance_ratio/min", 20),
+        warn=0.1,
+        is_above=False,
+        message="the learner hardly writes some tokens that the engine has sampled (smallest weight {value:.2g})",
+        causes="rollouts that are too old, updates that are too large, or an engine in another precision",
+        fix="a lower replay.max_staleness, a lower learner.optimizer.lr, or algorithm.correction.off_policy_threshold",
     ),
     HealthRule(
         name="effective_samples",
@@ -364,7 +191,7 @@ RULES = (
     ),
     HealthRule(
         name="length_drift",
-        measure=length_drift,
+        measure=measures.length_drift,
         warn=2.0,
         message="completions are {value:.1f} times as long as at first, and the reward follows their length",
         causes="a reward that grows with length, unless the task needs longer answers",
@@ -372,7 +199,7 @@ RULES = (
     ),
     HealthRule(
         name="held_out_falls",
-        measure=held_out_falls,
+        measure=measures.held_out_falls,
         of_evaluations=True,
         warn=0.08,
         message="held-out prompts get worse, by {value:.2f}, while the training reward does not",
@@ -381,7 +208,7 @@ RULES = (
     ),
     HealthRule(
         name="overfitting",
-        measure=overfitting,
+        measure=measures.overfitting,
         of_evaluations=True,
         warn=0.1,
         message="the held-out loss is {value:.0%} above its lowest, while the training loss does not rise",
@@ -390,7 +217,7 @@ RULES = (
     ),
     HealthRule(
         name="wrong_preferences",
-        measure=unpreferred,
+        measure=measures.unpreferred,
         warn=0.5,
         is_above=False,
         message="the chosen completion is preferred in only {value:.0%} of the pairs",
@@ -399,7 +226,7 @@ RULES = (
     ),
     HealthRule(
         name="failed_groups",
-        measure=failed_groups,
+        measure=measures.failed_groups,
         warn=0.2,
         message="{value:.0%} of the groups of the last 10 steps failed",
         causes="a reward or an environment that raises errors or exceeds its timeout",
@@ -407,7 +234,7 @@ RULES = (
     ),
     HealthRule(
         name="staleness",
-        measure=used_staleness,
+        measure=measures.used_staleness,
         warn=0.95,
         message="rollouts are as old as allowed ({value:.0%} of replay.max_staleness), and the learner never waits",
         causes="more engines than the learner needs",
@@ -415,7 +242,7 @@ RULES = (
     ),
     HealthRule(
         name="learner_waits",
-        measure=learner_waits,
+        measure=measures.learner_waits,
         warn=0.8,
         message="the learner waits for rollouts {value:.0%} of the time",
         causes="too few or slow engines, or slow rewards",
@@ -423,7 +250,7 @@ RULES = (
     ),
     HealthRule(
         name="engines_wait",
-        measure=learner_trains,
+        measure=measures.learner_trains,
         warn=0.9,
         message="the learner trains {value:.0%} of the time, so engines wait for it",
         causes="too few learner ranks, or small micro batches",

@@ -77,6 +77,32 @@ class Length(RewardActor):
         return [length / self._longest for length in lengths]
 
 
+def nothing(completions: list[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def first_of_group(completions: list[Any], **columns: Any) -> list[float]:
+    """Return 1 for the first of a prompt's completions, whatever is in it, and 0 for the others."""
+    return [float(index == 0) for index in range(len(completions))]
+
+
+def variety(completions: list[Any], **columns: Any) -> list[float]:
+    """Return the share of different characters in each text, which is high for a random policy."""
+    texts = [text_of(completion) for completion in completions]
+    return [len(set(text)) / max(len(text), 1) for text in texts]
+
+
+def length(completions: list[Any], **columns: Any) -> list[float]:
+    return [len(text_of(completion)) / 32 for completion in completions]
+
+
+def raises_for_some(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Return ``digits``; raise for every third of the prompts ``n+(n+3)=``."""
+    if int(answer[0]) % 3 == 0:
+        raise ValueError("no such answer")
+    return digits(completions)
+
+
 def always_raises(completions: list[Any], **columns: Any) -> list[float]:
     raise ValueError("never works")
 

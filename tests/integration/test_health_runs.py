@@ -1,15 +1,21 @@
-"""Health rules in whole runs: they stop one with a checkpoint, from which it goes on, and are events of its ledger."""
+"""Health rules in whole runs: they stop one with a checkpoint, name what is ill, and read metrics that runs have."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from run_cases import make_config, read_jsonl, supervised_options, trained_steps
+from health_cases import metrics_read_by
+from run_cases import REWARDS_FILE, make_config, read_jsonl, supervised_options, trained_steps
 from signal_cases import ledger_of
 
 import rlpipe
 from rlpipe.errors import Unhealthy
+from rlpipe.tracking.health_rules import RULES
 
 pytestmark = pytest.mark.ray
 RUN = ("algorithm.num_steps=13", "algorithm.groups_per_step=2", "health.truncated.warn=0.2")
@@ -42,3 +48,119 @@ def test_a_supervised_run_is_stopped_too(local_ray: None, tiny_policy: Path, tmp
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 60
     events = read_jsonl(tmp_path / "run" / "events.jsonl")
     assert [event["kind"] for event in events if event["subject"] == "gradient_norm"] == ["health"]
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def metrics_of(output: Path) -> set[str]:
+    """Return the names of all metrics that have been a number in a run."""
+    rows = read_jsonl(output / "metrics.jsonl")
+    return {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+
+
+@pytest.mark.slow
+def test_runs_have_every_metric_that_rules_read(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    pairs = write_rows(
+        tmp_path / "pairs.jsonl", ({"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(40))
+    )
+    ebft = ("algorithm=ebft", "algorithm.ebft.truth_column=answer", "algorithm.ebft.features.num_cpus=0.1")
+    held_out = "data.held_out.size=4"
+    configs = {
+        "rl": make_config(tiny_policy, prompts_file, tmp_path / "rl", held_out, "replay=async"),
+        "ebft": make_config(tiny_policy, prompts_file, tmp_path / "ebft", *ebft, "scoring.rewards.digits.weight=0"),
+        "dpo": make_config(tiny_policy, pairs, tmp_path / "dpo", "algorithm=dpo"),
+        "sft": rlpipe.load_config(
+            supervised_options(
+                tiny_policy, tmp_path / "rows.jsonl", tmp_path / "sft", held_out, "algorithm.num_steps=3"
+            )
+        ),
+    }
+    emitted = set[str]()
+    for name, config in configs.items():
+        rlpipe.train(config)
+        emitted |= metrics_of(tmp_path / name)
+    missing = {rule.name: metrics_read_by(rule) - emitted for rule in RULES}
+    assert {name: names for name, names in missing.items() if names} == {}
+
+
+def rules_that_warned(output: Path) -> set[str]:
+    """Return the names of the rules of which a run's events have a warning."""
+    if (log := output / "events.jsonl").exists():  # of runs without a ledger
+        events = [(event["kind"], event["subject"], event["message"]) for event in read_jsonl(log)]
+    else:
+        events = [(event.kind, event.subject, event.message) for event in ledger_of(output).events()]
+    return {subject for kind, subject, message in events if kind == "health" and message.startswith("warning")}
+
+
+A_TO_Z = [*range(17, 43)]
+"""Tokens of the tiny policy at which completions end early, so that they can become longer."""
+ILL: dict[str, tuple[str, tuple[str, ...]]] = {
+    "equal_rewards": ("patient", ("algorithm.num_steps=11",)),
+    "no_reward": ("nothing", ("algorithm.num_steps=21",)),
+    "low_reward": ("first_of_group", ("algorithm.num_steps=51", "algorithm.group_size=8")),
+    "failed_groups": ("raises_for_some", ("algorithm.num_steps=12",)),
+    "length_drift": (
+        "length",
+        (
+            *("algorithm.num_steps=70", "algorithm.groups_per_step=8", "algorithm.group_size=8"),
+            *("rollout.sampling.max_tokens=32", f"rollout.sampling.stop_token_ids={A_TO_Z}"),
+            *("learner.optimizer.lr=3e-2", "health.length_drift.warn=1.3"),
+        ),
+    ),
+}
+"""Reward functions and options of runs that are ill, by the rule that must warn."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ILL)
+def test_an_ill_run_is_warned_of(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, rule: str
+) -> None:
+    reward, options = ILL[rule]
+    path = f"scoring.rewards.digits.path={REWARDS_FILE}:{reward}"
+    rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, "algorithm.groups_per_step=2", path, *options))
+    assert rule in rules_that_warned(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_reward_that_a_huge_learning_rate_ruins_is_warned_of(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    reward = f"scoring.rewards.digits.path={REWARDS_FILE}:variety"
+    options = (reward, "rollout.sampling.max_tokens=32")
+    for num_steps, learning_rate in ((12, 1e-6), (26, 0.3)):
+        changes = (f"algorithm.num_steps={num_steps}", f"learner.optimizer.lr={learning_rate}", "resume_changes=allow")
+        rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *options, *changes))
+        assert ("reward_falls" in rules_that_warned(tmp_path)) == (num_steps == 26)
+
+
+@pytest.mark.slow
+def test_columns_of_preferences_that_are_swapped_are_warned_of(
+    local_ray: None, tiny_policy: Path, tmp_path: Path
+) -> None:
+    """CPO compares the log-probs of whole completions, of which the policy prefers short ones from the start."""
+    pairs = ({"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": f"it may be {n}"} for n in range(40))
+    rows = write_rows(tmp_path / "pairs.jsonl", pairs)
+    options = ("algorithm=cpo", "algorithm.num_steps=21", "learner.optimizer.lr=1e-6")
+    swapped = ("data.chosen_column=rejected", "data.rejected_column=chosen")
+    for name, columns in (("right", ()), ("swapped", swapped)):
+        rlpipe.train(make_config(tiny_policy, rows, tmp_path / name, *options, *columns))
+    assert "wrong_preferences" not in rules_that_warned(tmp_path / "right")
+    assert "wrong_preferences" in rules_that_warned(tmp_path / "swapped")
+
+
+@pytest.mark.slow
+def test_rows_that_are_learned_by_heart_are_warned_of(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
+    rows, rng = tmp_path / "random.jsonl", random.Random(0)
+    options = supervised_options(
+        *(tiny_policy, rows, tmp_path / "run", "algorithm.num_steps=100"),
+        *("data.held_out.size=10", "data.held_out.every_steps=10"),
+    )
+    write_rows(rows, ({"prompt": f"{n}+1=", "completion": str(rng.randrange(1000, 9999))} for n in range(40)))
+    rlpipe.train(rlpipe.load_config(options))
+    assert "overfitting" in rules_that_warned(tmp_path / "run")

@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks import counting_task, lora_sync, overlap, viewer, vs_trl
+from benchmarks import counting_task, examples, lora_sync, overlap, viewer, vs_trl
 from benchmarks.ideal_schedule import PROMPT
 from rlpipe.configs.compose import compose_tree
 from rlpipe.configs.schema.root_config import Config
@@ -185,3 +185,19 @@ def test_the_viewers_limits_hold_for_a_million_rollouts() -> None:
     assert viewer.exceeded(1_000_000, fast) == []
     assert viewer.exceeded(1_000_000, slow) == ["first_view_s is 1.20, over 1.0", "filter_s is 0.31, over 0.3"]
     assert viewer.exceeded(999_992, slow) == [], "a smaller run measures something else"
+
+
+def test_an_example_is_missed_if_it_fails_reaches_too_little_or_is_warned_of() -> None:
+    good = {"metric": "eval/accuracy", "end": 0.85, "rules": []}
+    results = {
+        "quickstart": good,
+        "sft": {"metric": "eval/loss", "end": 0.1, "rules": []},
+        "online_dpo": {**good, "rules": ["entropy_low", "reward_falls"]},
+        "orpo": good,
+        "math": {"error": "it died"},
+    }
+    assert examples.find_missed(results) == {
+        "online_dpo": ["entropy_low", "reward_falls"],
+        "orpo": ["eval/accuracy 0.85 < 0.9"],
+        "math": ["error"],
+    }

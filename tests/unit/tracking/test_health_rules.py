@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from health_cases import metrics_read_by
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.health_config import HEALTH_RULES, HealthLimits
 from rlpipe.configs.schema.preference_config import PreferenceConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.tracking.health import RECOVERY_STEPS, HealthFinding, HealthWatch
@@ -48,6 +51,8 @@ def well(step: int) -> Row:
         "sampling/logp_difference/mean": 0.02,
         "sampling/effective_ratio": 0.97,
         "sampling/missing_ratio": 0.0,
+        "sampling/importance_ratio/mean": 1.002 - 0.004 * (step % 2),
+        "sampling/importance_ratio/min": 0.05 if step % 5 == 3 else 0.4,
         "completions/clipped_ratio": 0.1,
         "completions/mean_length": 100.0 + step % 7,
         "groups/failed": step // 20,
@@ -71,9 +76,15 @@ def run_with(change: Change, *, ill_from: int = 0) -> list[Row]:
     return [{**well(step), **(change(step) if step >= ill_from else {})} for step in range(NUM_STEPS)]
 
 
+def function_values(mean: float, name: str = "accuracy", scale: float = 1.0) -> Row:
+    """Return the metrics of a reward function that gives ``scale`` to a share of the completions, and else 0."""
+    return {f"rewards/{name}/mean": scale * mean, f"rewards/{name}/std": scale * math.sqrt(mean * (1 - mean))}
+
+
 ILLNESSES: dict[str, Change] = {
     "equal_rewards": lambda step: {"frac_reward_zero_std": 1.0},
     "no_reward": lambda step: {"reward": 0.0, "reward_std": 0.0},
+    "low_reward": lambda step: function_values(0.03 + 0.01 * (step % 2)),
     "reward_falls": lambda step: {"reward": 0.1 + 0.01 * min(step, 100 - 2 * step)},
     "entropy_low": lambda step: {"entropy": 0.004},
     "entropy_high": lambda step: {"entropy": 0.6 + step * 0.05},
@@ -82,6 +93,8 @@ ILLNESSES: dict[str, Change] = {
     "clipping": lambda step: {"clip_ratio/region_mean": 0.45},
     "kl": lambda step: {"kl": step * 0.1},
     "logprob_difference": lambda step: {"sampling/logp_difference/mean": 0.8},
+    "importance_mean": lambda step: {"sampling/importance_ratio/mean": 0.7},
+    "importance_min": lambda step: {"sampling/importance_ratio/min": 1e-4},
     "effective_samples": lambda step: {"sampling/effective_ratio": 0.1},
     "missing_logprobs": lambda step: {"sampling/missing_ratio": 0.2},
     "truncated": lambda step: {"completions/clipped_ratio": 0.95},
@@ -125,6 +138,66 @@ def test_rewards_that_only_vary_do_not_fall_where_each_prompt_has_one_answer() -
             rows = [{"loss": 0.1, "reward": rng.gauss(mean, 0.1), "reward_std": 0.0} for mean in means]
             found.append("reward_falls" in [finding.rule for _, finding in found_in(config, rows)])
         assert sum(found) == 20 if collapses else sum(found) <= 2
+
+
+def rewards_around(means: Iterable[float], rng: random.Random) -> list[Row]:
+    """Return steps with the noise and the spread of ``examples/online_dpo`` around these mean rewards."""
+    return [{"loss": 0.1, "reward": rng.gauss(mean, 0.043), "reward_std": 0.36} for mean in means]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rewards_that_rise_slowly_may_fall_for_a_while(seed: int) -> None:
+    """In a run from 0.26 to 0.49, seventy steps lost two thirds of the gain of the first 165."""
+    means = [0.26 + 0.23 * step / 800 - (0.04 if 175 <= step < 245 else 0.0) for step in range(800)]
+    means[155:165] = [0.384] * 10
+    assert found_in(make_config(), rewards_around(means, random.Random(seed))) == []
+
+
+@pytest.mark.parametrize(("best", "then"), [(0.38, 0.05), (0.52, 0.26)], ids=["below the start", "to the start"])
+def test_rewards_that_collapse_are_reported_within_ten_steps(best: float, then: float) -> None:
+    for seed in range(10):
+        means = [0.26 + (best - 0.26) * min(step / 190, 1.0) if step < 200 else then for step in range(240)]
+        found = found_in(make_config(), rewards_around(means, random.Random(seed)))
+        assert [finding.rule for _, finding in found] == ["reward_falls"]
+        assert 200 < found[0][0] <= 210
+
+
+QUIET_FUNCTIONS: dict[str, Change] = {
+    "it rises": lambda step: function_values(0.02 + 0.0005 * step + 0.01 * (step % 2)),
+    "it rises from zero": lambda step: function_values(0.0 if step < 40 else 0.05 + 0.01 * (step % 2)),
+    "it is small": lambda step: function_values(0.8 + 0.1 * (step % 2), scale=0.1),
+    "its values vary": lambda step: {"rewards/accuracy/mean": 0.1, "rewards/accuracy/std": 0.08},
+    "it was high": lambda step: function_values(0.5 if step < 15 else 0.05),
+    "it punishes": lambda step: function_values(0.03 + 0.01 * (step % 2), scale=-1.0),
+    "it found nothing to punish": lambda step: function_values(0.0),
+    "its values are around zero": lambda step: {"rewards/accuracy/mean": 0.01 * (step % 3), "rewards/accuracy/std": 1},
+    "its weight is negative": lambda step: function_values(0.03 + 0.01 * (step % 2), name="malus"),
+    "it is only measured": lambda step: function_values(0.03 + 0.01 * (step % 2), name="measured"),
+}
+
+
+@pytest.mark.parametrize("name", QUIET_FUNCTIONS)
+def test_a_reward_function_may_be_low_where(name: str) -> None:
+    config = make_config()
+    weights = {"malus": -1.0, "measured": 0.0}
+    config.scoring.rewards = {own: RewardConfig(path="a:b", weight=weight) for own, weight in weights.items()}
+    assert found_in(config, run_with(QUIET_FUNCTIONS[name])) == []
+
+
+def test_each_low_reward_function_is_named_and_recovers_alone() -> None:
+    def values(step: int) -> Row:
+        better = 0.5 if step > 60 else 0.05
+        return {**function_values(better, "format"), **function_values(0.04), **function_values(0.6, "brevity")}
+
+    found = [finding for _, finding in found_in(make_config(), run_with(values))]
+    assert [(finding.rule, finding.subject) for finding in found] == [
+        *(("low_reward", "format"), ("low_reward", "accuracy"), ("low_reward", "format"))
+    ]
+    assert "the reward format is given to only 5% of the completions" in found[0].message
+    assert "the reward accuracy is given to only 4% of the completions" in found[1].message
+    assert found[2].message == "low_reward of format has recovered: 0.253 (warns from 0.15)"
+    watch = HealthWatch(make_config(), run_with(values))
+    assert watch.tripped == [("low_reward", "accuracy")]
 
 
 def test_preferences_are_not_judged_during_the_warm_up() -> None:
@@ -192,7 +265,7 @@ def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None
 
 def test_a_rule_that_no_longer_applies_is_over() -> None:
     watch = HealthWatch(make_config(), run_with(ILLNESSES["equal_rewards"]))
-    assert watch.tripped == ["equal_rewards"]
+    assert watch.tripped == [("equal_rewards", "")]
     watch.update({"eval/accuracy": 0.99})
     assert watch.tripped == [], "no step may follow the evaluation that shows that the task is solved"
     equal = {**well(NUM_STEPS), "frac_reward_zero_std": 1.0}
@@ -243,6 +316,17 @@ def test_a_resumed_run_tells_nothing_twice_and_stops_again() -> None:
     assert [finding.stops for finding in watch.update(ill[-1])] == [True]
 
 
+def test_every_metric_that_a_rule_reads_is_found() -> None:
+    read = {rule.name: metrics_read_by(rule) for rule in RULES}
+    assert read["kl"] == {"kl"}
+    assert read["low_reward"] == {"rewards/digits/mean", "rewards/digits/std"}
+    assert read["held_out_falls"] == {"eval/accuracy", "eval/reward", "reward", "loss"}
+    assert read["staleness"] == {"time/wait", "time/step", "staleness/mean"}
+    assert all(read.values())
+    in_steps = {name for name in set().union(*read.values()) if not name.startswith(("eval/", "rewards/digits/"))}
+    assert in_steps <= well(0).keys()
+
+
 def test_rules_and_options_have_the_same_names() -> None:
     assert tuple(BY_NAME) == HEALTH_RULES
     assert {*ILLNESSES, "held_out_falls", "overfitting"} == BY_NAME.keys()
@@ -264,7 +348,7 @@ def test_a_version_that_is_evaluated_again_counts_once() -> None:
         watch.update(row)
     assert watch.tripped == []
     watch.update({"step": 4, "eval/accuracy": 0.38})
-    assert watch.tripped == ["held_out_falls"]
+    assert watch.tripped == [("held_out_falls", "")]
 
 
 def _documented() -> dict[str, list[str]]:

@@ -1,0 +1,267 @@
+"""Numbers that tell from a run's metrics whether it is well, for the health rules."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import StatisticsError, correlation, fmean, median
+from typing import Any
+
+from rlpipe.configs.schema.root_config import Config
+
+START, RECENT, LONG = 10, 10, 50
+"""Steps at the start of a run, the latest steps, and those over which a connection is looked for."""
+LEARNED = 0.98
+"""Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
+NOISE = 4.0
+"""The smallest gain of reward by which a fall is measured, in mean changes from one step to the next."""
+
+
+@dataclass
+class RunHistory:
+    """Metrics of a run by name: of its first steps, of as many latest ones, and of all its evaluations."""
+
+    config: Config
+    first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    latest: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LONG)))
+    evaluations: list[tuple[Mapping[str, float], float | None]] = field(default_factory=list)
+    """Metrics of each evaluation, with the recent training reward, or the negative recent loss, at its time."""
+    num_steps: int = 0
+    best_reward: float = -math.inf
+    """Highest mean reward of as many steps as are recent."""
+    reward_spread: float = 0.0
+    """Highest mean standard deviation, in as many steps, of the rewards of one prompt's answers."""
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
+
+        An evaluation replaces the last one if both are of the same ``step``.
+        """
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        values = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if is_evaluation(values):
+            if self.evaluations and self.evaluations[-1][0].get("step", -1) == values.get("step"):
+                self.evaluations.pop()  # a resumed run evaluates the version that it begins with again
+            self.evaluations.append((values, self.progress()))
+        self.num_steps += "loss" in values
+        for name, value in values.items():
+            if len(self.first[name]) < LONG:
+                self.first[name].append(value)
+            self.latest[name].append(value)
+        if "reward" in values and (recent := self.last("reward")) is not None:
+            self.best_reward = max(self.best_reward, fmean(recent))
+            self.reward_spread = max(self.reward_spread, fmean(self.last("reward_std") or [0.0]))
+
+    def start(self, name: str) -> list[float]:
+        """Return a metric's values of the first steps."""
+        return self.first[name][:START]
+
+    def last(self, name: str, steps: int = RECENT) -> list[float] | None:
+        """Return a metric's values of the latest steps; None while there are fewer of them."""
+        values = self.latest[name]
+        return [*values][-steps:] if len(values) >= steps else None
+
+    def typical(self, name: str, steps: int = RECENT) -> float | None:
+        """Return the median of a metric over the latest steps; None while there are fewer of them."""
+        values = self.last(name, steps)
+        return None if values is None else median(values)
+
+    def share(self, part: str, whole: str, steps: int) -> float | None:
+        """Return the median of the quotient of two metrics over the latest steps."""
+        parts, wholes = self.last(part, steps), self.last(whole, steps)
+        if parts is None or wholes is None:
+            return None
+        return median(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))
+
+    def growth(self, name: str, *, floor: float) -> float | None:
+        """Return by which factor a metric is above that of the first steps, or above ``floor`` if that was higher."""
+        recent = self.typical(name)
+        if recent is None or len(self.latest[name]) < START + RECENT:
+            return None
+        return recent / max(median(self.start(name)), floor)
+
+    def mean_change(self, name: str) -> float:
+        """Return by how much a metric changes from one step to the next, on average over the latest steps."""
+        return fmean(abs(after - before) for before, after in pairwise(self.latest[name]))
+
+    def increase(self, counter: str, steps: int = RECENT) -> float | None:
+        """Return by how much a number that only grows has grown in the latest steps."""
+        values = self.last(counter, steps + 1)
+        return None if values is None else values[-1] - values[0]
+
+    def progress(self) -> float | None:
+        """Return the mean training reward of the latest steps, or the negative loss where there are no rewards."""
+        name, sign = ("reward", 1) if self.latest["reward"] else ("loss", -1)
+        values = [*self.latest[name]][-RECENT:]
+        return sign * fmean(values) if values else None
+
+
+def is_evaluation(metrics: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in metrics)
+
+
+Measure = Callable[[RunHistory], float | Mapping[str, float] | None]
+"""Computes a rule's value, or one for each reward function by its name; None while it is not known."""
+
+
+REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
+
+
+def typical(name: str, steps: int = RECENT) -> Measure:
+    return lambda run: run.typical(name, steps)
+
+
+def is_asynchronous(config: Config) -> bool:
+    return config.algorithm.kind == "rl" and config.replay.max_staleness > 0
+
+
+def has_own_devices(config: Config) -> bool:
+    """Return whether engines and learner could work at the same time without taking time from each other."""
+    return is_asynchronous(config) and config.rollout.num_gpus >= 1 and config.learner.num_gpus >= 1
+
+
+def equal_rewards(run: RunHistory) -> float | None:
+    """Return the share of groups with equal rewards; None for groups of one, and once everything is right."""
+    accuracies = run.latest["eval/accuracy"]
+    if run.config.algorithm.group_size == 1 or (accuracies and accuracies[-1] >= LEARNED):
+        return None
+    return run.typical("frac_reward_zero_std")
+
+
+def size_of_reward(run: RunHistory) -> float | None:
+    rewards, spread = run.last("reward", 20), run.last("reward_std", 20)
+    return None if rewards is None or spread is None else fmean(map(abs, rewards)) + fmean(spread)
+
+
+def low_rewards(run: RunHistory) -> dict[str, float]:
+    """Return the rewarded share of each reward function whose mean did not rise in the first steps.
+
+    Functions without a positive weight are left out, and those with values below 0 or above 1, or with no value but 0,
+    which may be penalties.
+    """
+    names = [found[1] for metric in [*run.latest] if (found := REWARD_MEAN.fullmatch(metric))]
+    return {name: share for name in names if (share := _share_from_start(run, name)) is not None}
+
+
+def _share_from_start(run: RunHistory, name: str) -> float | None:
+    """Return a function's rewarded share at first or now, whichever is larger; None for one that has risen."""
+    mean, std = f"rewards/{name}/mean", f"rewards/{name}/std"
+    means, stds, early = run.last(mean, 20), run.last(std, 20), run.first[mean]
+    config = run.config.scoring.rewards.get(name)
+    if means is None or stds is None or len(early) < LONG or (config is not None and config.weight <= 0):
+        return None
+    then, now = _rewarded_share(run.start(mean), run.start(std)), _rewarded_share(means, stds)
+    return None if then is None or not now or _correlation(range(LONG), early) > 0.2 else max(then, now)
+
+
+def _rewarded_share(means: Sequence[float], stds: Sequence[float]) -> float | None:
+    """Return (Σ r)² / (n Σ r²), the share of completions with a reward if all of these are equal.
+
+    The mean alone has no scale: 0.08 is much for a bonus of 0.1. None if there must be values below 0 or above 1.
+    """
+    mean, square = fmean(means), fmean(m * m + s * s for m, s in zip(means, stds, strict=True))
+    if mean < 0 or square > mean * (1 + 1e-3):
+        return None
+    return mean * mean / square if square else 0.0
+
+
+def lost_reward(run: RunHistory) -> float | None:
+    """Return how far the reward is below its best, as a share of what it had gained.
+
+    A small gain counts as the standard deviation of the rewards of one prompt's answers, or as several times the usual
+    change from one step to the next: a reward that rises slowly also falls by half of a small gain now and then.
+    """
+    recent = run.last("reward")
+    if recent is None or len(run.latest["reward"]) < START + RECENT:
+        return None
+    scale = max(run.best_reward - fmean(run.start("reward")), run.reward_spread, NOISE * run.mean_change("reward"))
+    return (run.best_reward - fmean(recent)) / scale if scale else 0.0
+
+
+def length_drift(run: RunHistory) -> float | None:
+    """Return by which factor completions have become longer, if rewards rise and fall with their length; else 1."""
+    lengths, rewards = run.last("completions/mean_length", LONG), run.last("reward", LONG)
+    growth = run.growth("completions/mean_length", floor=1.0)
+    if lengths is None or rewards is None or growth is None:
+        return None
+    goes_along = _correlation(lengths, rewards) > 0.7
+    return growth if goes_along and fmean(rewards[-RECENT:]) > fmean(run.start("reward")) else 1.0
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    try:
+        return correlation(a, b)
+    except StatisticsError:  # one of them is constant
+        return 0.0
+
+
+def held_out_falls(run: RunHistory) -> float | None:
+    """Return how far the last two evaluations together are below the best two, if training rewards have not fallen."""
+    name = "eval/accuracy" if run.latest["eval/accuracy"] else "eval/reward"
+    known = [(values[name], progress) for values, progress in run.evaluations if name in values]
+    pairs = [((a + b) / 2, progress) for (a, _), (b, progress) in pairwise(known)]
+    if len(pairs) < 2:
+        return None
+    best, then = max(pairs[:-1], key=lambda pair: pair[0])
+    last, now = pairs[-1]
+    return best - last if then is not None and now is not None and now >= then else 0.0
+
+
+def overfitting(run: RunHistory) -> float | None:
+    """Return by which share the held-out loss is above its lowest, if the training loss has not risen."""
+    known = [(values["eval/loss"], progress) for values, progress in run.evaluations if "eval/loss" in values]
+    if len(known) < 2:
+        return None
+    lowest, then = min(known[:-1], key=lambda entry: entry[0])
+    last, now = known[-1]
+    fell = then is None or (now is not None and now >= then)
+    return (last - lowest) / abs(lowest) if fell and lowest else 0.0
+
+
+def unpreferred(run: RunHistory) -> float | None:
+    """Return the share of pairs whose chosen completion has the higher reward, over 20 steps after the warm-up.
+
+    Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect. KTO has no
+    pairs, and begins with all completions on one side of its reference point.
+    """
+    values, algorithm = run.last("rewards/accuracies", 20), run.config.algorithm
+    is_kto = algorithm.kind == "preference" and not algorithm.preference.takes_pairs
+    is_warm = run.num_steps >= run.config.learner.schedule.warmup_steps + 20
+    return None if values is None or algorithm.kind == "rl" or is_kto or not is_warm else fmean(values)
+
+
+def kl_of_tokens(run: RunHistory) -> float | None:
+    """Return the KL per token; None for preferences, whose KL is of whole completions."""
+    algorithm = run.config.algorithm
+    return None if algorithm.kind == "preference" or algorithm.samples_pairs else run.typical("kl", 5)
+
+
+def off_importance(run: RunHistory) -> float | None:
+    """Return by how much the mean importance weight differs from 1, its expectation."""
+    mean = run.typical("sampling/importance_ratio/mean", 5)
+    return None if mean is None else abs(mean - 1)
+
+
+def failed_groups(run: RunHistory) -> float | None:
+    failed = run.increase("groups/failed")
+    return None if failed is None else failed / (failed + RECENT * run.config.algorithm.groups_per_step)
+
+
+def used_staleness(run: RunHistory) -> float | None:
+    """Return the share of the allowed staleness that rollouts have while the learner never waits for them."""
+    waits, staleness = run.share("time/wait", "time/step", 20), run.typical("staleness/mean", 20)
+    if waits is None or staleness is None or run.config.replay.max_staleness < 2 or not has_own_devices(run.config):
+        return None
+    return staleness / run.config.replay.max_staleness if waits < 0.02 else 0.0
+
+
+def learner_waits(run: RunHistory) -> float | None:
+    return run.share("time/wait", "time/step", 20) if has_own_devices(run.config) else None
+
+
+def learner_trains(run: RunHistory) -> float | None:
+    return run.share("time/train", "time/step", 20) if has_own_devices(run.config) else None
