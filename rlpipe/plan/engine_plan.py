@@ -355,8 +355,8 @@ _KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
 
 def accelerations(case: EngineCase, speed: EngineSpeed) -> list[Remedy]:
     """Return the changes that sample a step's groups in less time, those that take more GPUs last."""
-    tried = [Remedy(change=text, seconds=changed.speed.seconds) for text, changed in _faster(case, speed)]
-    return [entry for entry in tried if entry.seconds < 0.99 * speed.seconds]
+    tried = [(text, changed.speed.seconds) for text, changed in _faster(case, speed)]
+    return [Remedy(change=text, seconds=seconds) for text, seconds in tried if seconds < 0.99 * speed.seconds]
 
 
 def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineCase]]:

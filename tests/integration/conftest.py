@@ -23,6 +23,8 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine
 
 NUM_ROWS = 24
+NUM_BLOCKS = 512
+"""Blocks of an engine's KV cache, which otherwise has a gigabyte, and is kept until a file's last test."""
 FIRST_FILES = (
     "test_real_model.py",
     "test_recovery.py",
@@ -107,6 +109,7 @@ def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
     ) -> Engine:
         weights = WeightsConfig(on_update=on_update, serve=serve)
         name, model = f"engine-{len(engines)}", model or model_config(tiny_policy, kind)
+        options["engine_args"] = {"num_gpu_blocks_override": NUM_BLOCKS} | options.get("engine_args", {})
         rollout = rollout_config("vllm", **options)
         engines.append(open_engine(name, model, rollout, weights, max_prompt_tokens=256))
         return engines[-1]
