@@ -56,10 +56,13 @@ OF_ROLLOUTS = (
 """Options, and sections of them, that only rollouts, or blocks of raw text, have a use for."""
 UNUSED = {
     **dict.fromkeys(OF_ROWS, OF_ROLLOUTS),
-    "sft": (*OF_ROLLOUTS, "algorithm.reference"),
-    "ebft_strided": ("algorithm.combine", "algorithm.replay", "replay"),
+    "sft": (*(option for option in OF_ROLLOUTS if option != "replay"), "algorithm.reference"),
+    "ebft_strided": ("algorithm.combine", "algorithm.replay"),
 }
-"""Options, and sections of them, that a kind of algorithm ignores."""
+"""Options, and sections of them, that a kind of algorithm ignores.
+
+``replay`` is not among those of SFT and strided EBFT, because experiments whose algorithm is exchanged have set it.
+"""
 
 
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:

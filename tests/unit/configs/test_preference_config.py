@@ -74,7 +74,6 @@ def test_presets_are_valid(name: str) -> None:
         (["algorithm=sft", "algorithm.preference.beta=0.5"], "preference.beta: has no effect with algorithm.kind=sft"),
         (["algorithm=sft", "algorithm.loss.entropy_coef=0.1"], "loss.entropy_coef: has no effect with"),
         (["algorithm=sft", "algorithm.reference.sync_steps=3"], "reference.sync_steps: has no effect with"),
-        (["algorithm=sft", "replay.max_staleness=2"], "replay.max_staleness: has no effect with algorithm.kind=sft"),
         (
             ["algorithm=ebft_strided", "data.text_column=text", "algorithm.combine=normalize_then_sum"],
             "algorithm.combine: has no effect with algorithm.kind=ebft_strided",

@@ -11,7 +11,7 @@ weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 
 
 def draws(mixture: Mixture, first: int, count: int) -> list[tuple[int, int]]:
-    return [mixture.draw(position) for position in range(first, first + count)]
+    return [mixture.assign(position) for position in range(first, first + count)]
 
 
 @settings(deadline=None)

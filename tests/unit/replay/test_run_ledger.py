@@ -318,7 +318,7 @@ def test_damaged_values_are_named(tmp_path: Path, key: str, value: str | None) -
     ledger = Ledger(tmp_path / NAME)
     ledger._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
     with pytest.raises(LedgerError, match=rf"is damaged \({key} .*: use the copy, ledger.sqlite, in one of"):
-        getattr(ledger, key)
+        getattr(ledger, "cursor" if key == "place" else key)
 
 
 def test_a_broken_page_is_noticed(tmp_path: Path) -> None:

@@ -458,14 +458,15 @@ def test_events_of_a_run_without_a_ledger_come_from_its_log(tmp_path: Path) -> N
     assert [event["message"] for event in run.events(kind="health", before=first["before"])["events"]] == ["event 0"]
 
 
-def test_curves_are_shown_where_no_index_can_be_written(tmp_path: Path) -> None:
+def test_curves_are_shown_where_no_index_can_be_written(tmp_path: Path, empty_cache: Path) -> None:
     finished_run(tmp_path / "run")
-    (tmp_path / "cache").write_text("a file in the place of the cache")
+    empty_cache.rmdir()
+    empty_cache.write_text("a file in the place of the cache")
     run = ViewedRun(tmp_path / "run", "run")
     run.read_metrics()
     assert run.series.last_step == 6
     assert run.summary()["why_no_ledger"].startswith("the index of its groups can't be written: ")
-    (tmp_path / "cache").unlink()
+    empty_cache.unlink()
     run.refresh()
     assert len(run.groups(GroupQuery(), 10)["rows"]) == 10
 
