@@ -21,6 +21,8 @@ DEATHS_S = 20.0
 SCORER = """
 import sys
 from scorer_cases import CharacterTokenizer, make_group
+from rlpipe.configs.schema.rollout_config import RewardConfig
+from rlpipe.scoring.scorer import Scorer
 from rlpipe.scoring.processes import start_reaper
 from rlpipe.scoring.processes import MemoryLimit
 
