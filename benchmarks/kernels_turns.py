@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.peak_memory import MB, peak_memory
+from rlpipe.common.formatting import MIB
 from rlpipe.common.imports import describe_error
 from rlpipe.hardware.calibration import Work, time_calls
 
-MIB = 2**20
 TURN_S = 0.02
 """Least seconds of a turn, in consecutive calls."""
 MAX_CALLS = 50

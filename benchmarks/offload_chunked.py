@@ -13,13 +13,14 @@ from torch import Tensor
 
 from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_module, make_row
 from benchmarks.update_times import measure_updates
+from rlpipe.common.formatting import MIB
 from rlpipe.configs.schema.learner_config import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.chunked import capacity
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.decision import Decision, Knobs, Mode
-from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
+from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.planner.cost import ChunkProfile, Profile, Rates, arrange, first_cached
 from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import decide
@@ -29,7 +30,6 @@ from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import find_units, take_inventory
 
 MAX_NORM = 1.0
-GIB = 2**30
 BACKWARD_OVER_FORWARD = 2
 """FLOPs of attention's backward over its forward products, without the recomputation in fast kernels."""
 

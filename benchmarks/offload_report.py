@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-GIB = 2**30
+from rlpipe.common.formatting import GIB
+
 COLUMNS = (
     "case",
     "parameters",

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from benchmarks.offload_cases import LLAMA_1B, TINY, Shape
 from benchmarks.update_times import measure_updates
+from rlpipe.common.formatting import MIB
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.packing import pack_step
@@ -32,7 +33,6 @@ from rlpipe.plan.learner_case import LearnerCase, TraceCache
 from rlpipe.plan.learner_memory import plain_memory
 
 FOLDER = Path("outputs/benchmarks/plans")
-MIB = 2**20
 QWEN_600M = Shape(
     hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_dim=128, vocabulary=151936, tied=True
 )

@@ -24,6 +24,7 @@ from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignVal
 from rlpipe.configs.foreign.setting_names import canonical, rule_of
 from rlpipe.configs.foreign.setting_rules import NO_ADAPTER, NO_EFFECT, OFF, Made, Rule, UsedBy
 from rlpipe.configs.options import options
+from rlpipe.configs.schema.option import MISSING
 from rlpipe.errors import ConfigError, InputError
 
 GIVEN_AGAIN = "it is given again, and the last one counts"
@@ -35,7 +36,6 @@ FROM_ENVIRONMENT = "a variable that the file does not set: set {} yourself"
 NO_REWARDS = ("scoring.rewards", "the run needs rewards: see scoring.rewards.<name>.path, and docs/rewards.md")
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
-MISSING = "???"
 MAX_COMMENT = 120
 PROMPT, COMPLETION = ("data.max_prompt_tokens", 1024), ("rollout.sampling.max_tokens", 256)
 MICRO_BATCH, ROOM = "learner.max_tokens_per_microbatch", 8192

@@ -364,6 +364,10 @@ class TrainBatch:
     """Place of the prompt source when the step was assembled; stored in a checkpoint after the step."""
 
 
+MAX_SEED = 2**31
+"""Seeds of requests are below it."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupRequest:
     """Request to an engine for one group."""

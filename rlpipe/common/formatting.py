@@ -9,6 +9,7 @@ JOINERS = "\u200c\u200d"
 """Zero-width characters that some scripts and emoji need inside words."""
 URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "<hidden>"
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def printable(text: str) -> str:
@@ -27,7 +28,7 @@ def _controls(char: str) -> bool:
 
 def gib(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in a smaller unit."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} bytes"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.derivation import ASSISTANT
+from rlpipe.data.masks.derivation import ASSISTANT, CALL_IDS
 from rlpipe.data.masks.rules import find_boundaries
 from rlpipe.data.render.messages import REASONING_KEYS
 from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
@@ -31,7 +31,6 @@ FIRST_STAND_IN = 0xF0000
 USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two results"
 RESULT_AND_USER = "a result and a user's message"
 SLOW_TOKENIZER = "the tokenizer is not a fast one, and does not say which tokens stand for which text"
-CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
 HIDING_KEYS = ("content", "name", "tool_calls", *REASONING_KEYS)
 """Fields of messages with texts in which control tokens are hidden."""
 Message = Mapping[str, Any]

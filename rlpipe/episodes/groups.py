@@ -27,8 +27,18 @@ from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, Episode, Rules, SampledTurn, Session
 from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
-from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
-from rlpipe.types import NO_TURN, NO_VERSION, EpisodeTrace, GroupRequest, IntArray, Rollout, RolloutGroup, RolloutStatus
+from rlpipe.rollout.multi_turn import SEED_STEP
+from rlpipe.types import (
+    MAX_SEED,
+    NO_TURN,
+    NO_VERSION,
+    EpisodeTrace,
+    GroupRequest,
+    IntArray,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 
 MIN_SIBLINGS = 2
 """Episodes that a group must have left to be trained; a single one has nothing to be compared with."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.common.atomic_io import user_cache, why_not_writable, write_whole
+from rlpipe.common.formatting import GIB
 from rlpipe.errors import ConfigError, did_you_mean
 from rlpipe.hardware.device import ADAM_ACCESSES, ADDINGS, STATE_DTYPES, Curve, Device, Link, adding
 
@@ -152,7 +153,6 @@ LINK_SHARE = 0.8
 OWN_MACHINE = "this"
 """The name that stands for this machine's own measurement."""
 _ITEMSIZES = {"float32": 4, "bfloat16": 2}
-_GIB = 2**30
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -174,8 +174,8 @@ class _Host:
 
 _GEN5 = Transfers(host_to_device=55e9, device_to_host=50e9, both=45e9)
 _GEN4 = Transfers(host_to_device=25e9, device_to_host=24e9, both=20e9)
-_SERVER = _Host(memory_bytes=128 * _GIB, bandwidth=150e9)
-_DESKTOP = _Host(memory_bytes=64 * _GIB, bandwidth=50e9)
+_SERVER = _Host(memory_bytes=128 * GIB, bandwidth=150e9)
+_DESKTOP = _Host(memory_bytes=64 * GIB, bandwidth=50e9)
 
 
 def _assume(
@@ -198,7 +198,7 @@ def _assume(
     memory = bandwidth * 1e9 * MEMORY_SHARE
     return Device(
         name=name,
-        memory_bytes=int(memory_gib * _GIB),
+        memory_bytes=int(memory_gib * GIB),
         # float32 without TF32, which neither torch nor rlpipe turns on.
         matmul_flops={**reached, "float32": single * 1e12 * MATMUL_SHARE},
         memory_bandwidth=memory,

@@ -51,7 +51,6 @@ from rlpipe.models.loading import COMPLETE
 from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
 
 POLICY, REFERENCE = weight_key(""), "reference."
-FLOAT32_BYTES = 4
 NUM_MOMENTS = 2
 """Moments per parameter that AdamW keeps."""
 
@@ -59,7 +58,7 @@ NUM_MOMENTS = 2
 def state_bytes(learner: Learner) -> int:
     """Return the bytes that all ranks together write once moments exist; small tensors are not counted."""
     copies = 1 + NUM_MOMENTS + bool(_moving(learner))
-    return FLOAT32_BYTES * copies * learner.policy.num_trained
+    return torch.float32.itemsize * copies * learner.policy.num_trained
 
 
 def write_state(learner: Learner, folder: Path) -> dict[str, str]:

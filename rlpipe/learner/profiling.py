@@ -10,7 +10,8 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-GIB = 2**30
+from rlpipe.common.formatting import GIB
+
 MAX_EVENTS = 200_000
 """Allocations and frees that a snapshot of a GPU's memory has at the most."""
 

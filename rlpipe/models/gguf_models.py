@@ -19,7 +19,6 @@ MAGIC = b"GGUF"
 ORIGIN = "rlpipe_gguf.json"
 """The file in a converted folder that describes the GGUF file it was converted from."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-FLOAT32_BYTES = 4
 
 
 def model_folder(path: str) -> str:
@@ -103,7 +102,7 @@ def _convert(file: Path, folder: Path) -> None:
         }
         num_elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
     with unwritten():
-        check_room(folder, FLOAT32_BYTES * num_elements)
+        check_room(folder, torch.float32.itemsize * num_elements)
     given = {"gguf_file": file.name}
     with (
         damaged(),

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MIB = 2**20
+from rlpipe.common.formatting import MIB
+
 CHUNK_SIZES = (32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
 ALIGNMENT = 256
 """Alignment in bytes that suits GPU kernels and pinned copies."""

@@ -46,10 +46,10 @@ def engine_kind(config: Config, plan: EnginePlan) -> ActorKind:
     )
 
 
-def rank_kind(config: Config, memory: LearnerMemory | None, room: MemoryBudget, device: Device) -> ActorKind:
+def rank_kind(config: Config, memory: LearnerMemory | None, budget: MemoryBudget, device: Device) -> ActorKind:
     """Return the learner's ranks; if ``memory`` is None (nothing fits), with all the memory that they may take."""
-    on_device = room.device_bytes if memory is None else memory.device.total
-    on_host = room.host_bytes if memory is None else memory.host.total
+    on_device = budget.device_bytes if memory is None else memory.device.total
+    on_host = budget.host_bytes if memory is None else memory.host.total
     if device.kind == "cpu" and memory is not None:  # loaded weights stay where they are, or move into chunks
         held = replace(memory.host, loading=0).total + on_device
         on_host = max(held, memory.host.process + memory.host.loading)

@@ -87,14 +87,16 @@ class EngineSpeed:
         return self.prefill_s + self.decode_s
 
 
-def engine_speed(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, device: Device, *, room: int) -> EngineSpeed:
-    """Estimate an engine's speed; ``room`` is the number of sequences that the memory holds, at least 1.
+def engine_speed(
+    setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, device: Device, *, fitting: int
+) -> EngineSpeed:
+    """Estimate an engine's speed; ``fitting`` is the number of sequences that the memory holds, at least 1.
 
     The prompt of a group is prefilled once, and its keys and values are shared by the group's completions. Episodes
     take no time between their turns.
     """
     work = setup.groups_per_engine * setup.group_size
-    running = min(work, room, setup.max_sequences)
+    running = min(work, fitting, setup.max_sequences)
     decode = forward_pass(
         setup, shape, kv_cache, device, num_sequences=running, num_tokens=running, context=setup.mean_tokens
     )
@@ -111,7 +113,7 @@ def engine_speed(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devic
     )
     return EngineSpeed(
         running=running,
-        limit=_limit(setup, running, work, room),
+        limit=_limit(setup, running, work, fitting),
         decode=decode,
         prefill_s=prefill.seconds * setup.prefill_tokens / batch,
         decode_s=decode_s,
@@ -151,13 +153,13 @@ def forward_pass(
     )
 
 
-def _limit(setup: EngineSetup, running: int, work: int, room: int) -> str:
+def _limit(setup: EngineSetup, running: int, work: int, fitting: int) -> str:
     if running == work:
         return "all sequences of a step"
     if running == setup.max_sequences:
         name = "max_num_seqs" if setup.kind == "vllm" else "max_batch_size"
         return f"rollout.engine_args.{name}"
-    assert running == room
+    assert running == fitting
     return "memory for keys and values"
 
 
@@ -220,8 +222,8 @@ class EngineCase:
     def speed(self) -> EngineSpeed:
         memory = self.memory
         # transformers keeps the whole batch until its last token; vLLM refills the slot of each sequence that ends.
-        room = memory.sequences_full if self.setup.kind == "hf" else memory.sequences_mean
-        return engine_speed(self.setup, self.shape, self.kv_cache, self.device, room=room)
+        fitting = memory.sequences_full if self.setup.kind == "hf" else memory.sequences_mean
+        return engine_speed(self.setup, self.shape, self.kv_cache, self.device, fitting=fitting)
 
     @property
     def problem(self) -> str | None:
@@ -296,11 +298,11 @@ def _more_of_the_gpu(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 def _smaller_batch(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
     setup = case.setup
-    room = case.memory.sequences_full // setup.group_size * setup.group_size
-    if setup.kind == "hf" and room:
-        tokens = min(room * setup.prompt_tokens, setup.batched_tokens)
-        changed = replace(case, setup=replace(setup, max_sequences=room, batched_tokens=tokens))
-        yield f"rollout.engine_args.max_batch_size={room}", changed
+    fitting = case.memory.sequences_full // setup.group_size * setup.group_size
+    if setup.kind == "hf" and fitting:
+        tokens = min(fitting * setup.prompt_tokens, setup.batched_tokens)
+        changed = replace(case, setup=replace(setup, max_sequences=fitting, batched_tokens=tokens))
+        yield f"rollout.engine_args.max_batch_size={fitting}", changed
 
 
 def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
@@ -363,11 +365,11 @@ def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineC
     setup = case.setup
     work = setup.groups_per_engine * setup.group_size
     if speed.running == setup.max_sequences < work:
-        room = case.memory.sequences_mean if setup.kind == "vllm" else case.memory.sequences_full
+        fitting = case.memory.sequences_mean if setup.kind == "vllm" else case.memory.sequences_full
         name = "max_num_seqs" if setup.kind == "vllm" else "max_batch_size"
-        changed = replace(case, setup=replace(setup, max_sequences=min(work, room)))
+        changed = replace(case, setup=replace(setup, max_sequences=min(work, fitting)))
         if changed.problem is None:
-            yield f"rollout.engine_args.{name}={min(work, room)}", changed
+            yield f"rollout.engine_args.{name}={min(work, fitting)}", changed
     if setup.groups_per_step > setup.num_engines and setup.engines_per_device == 1:
         more = replace(setup, num_engines=setup.num_engines + 1)
         yield f"rollout.num_engines={setup.num_engines + 1}", replace(case, setup=more)

@@ -193,7 +193,7 @@ class LearnerCase:
         return self.drafts.device
 
     @cached_property
-    def room(self) -> MemoryBudget:
+    def budget(self) -> MemoryBudget:
         return read_memory_budget(self.config, self.device, self.engines)
 
     @cached_property
@@ -246,8 +246,8 @@ class LearnerCase:
         if self.config.learner.offload != "chunked":
             return None
         try:
-            room = self.room.capacity if self.reference is None else self.room.capacity.less(self.reference)
-            return decide_chunks(self.chunks, self.longest, self.device, room, self.work.num_micro_batches)
+            budget = self.budget.capacity if self.reference is None else self.budget.capacity.less(self.reference)
+            return decide_chunks(self.chunks, self.longest, self.device, budget, self.work.num_micro_batches)
         except DoesNotFit as failure:
             return failure
         except ValueError as error:
@@ -284,15 +284,15 @@ class LearnerCase:
         if isinstance(self.decision, DoesNotFit):
             return str(self.decision)
         assert self.memory is not None
-        device, host, room = self.memory.device.total, self.memory.host.total, self.room
-        if device > room.device_bytes:
-            engines_use = f", where engines use {gib(room.engine_bytes)}" if room.engines else ""
+        device, host, budget = self.memory.device.total, self.memory.host.total, self.budget
+        if device > budget.device_bytes:
+            engines_use = f", where engines use {gib(budget.engine_bytes)}" if budget.engines else ""
             return (
-                f"a rank needs {gib(device)}, and may use {gib(room.device_bytes)} of the "
+                f"a rank needs {gib(device)}, and may use {gib(budget.device_bytes)} of the "
                 f"{gib(self.device.memory_bytes)} of its device{engines_use}"
             )
-        if self.device.kind == "cuda" and host > room.host_bytes:
-            share = f"{gib(room.host_bytes)} of {gib(self.device.host_memory_bytes)}"
+        if self.device.kind == "cuda" and host > budget.host_bytes:
+            share = f"{gib(budget.host_bytes)} of {gib(self.device.host_memory_bytes)}"
             if self.device.measured_at is None:
                 share += " (an assumption; set --host-memory-gib)"
             return f"a rank needs {gib(host)} of the host's memory, and its share is {share}"

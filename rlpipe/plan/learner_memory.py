@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlpipe.common.formatting import GIB
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
@@ -24,7 +25,6 @@ from rlpipe.learner.adapter_layers import fuse_lora
 from rlpipe.learner.forward import LogprobModel, output_head
 from rlpipe.learner.policy import lora_config
 from rlpipe.learner.row_plan import AttentionLayout
-from rlpipe.learner.strategies.chunked import GIB
 from rlpipe.learner.strategies.fsdp2 import find_fsdp_units
 from rlpipe.learner.strategies.optimizer import BLOCK as MOMENT_BLOCK
 from rlpipe.learner.workload import LM_HEAD
@@ -261,7 +261,6 @@ def _signature(block: nn.Module) -> Hashable:
     return parameters, tuple(type(module) for module in block.modules())
 
 
-FLOAT32_BYTES = 4
 NUM_MOMENTS = 2
 SMALLEST_IN_8_BIT = 4096
 """Elements; bitsandbytes keeps the moments of smaller parameters in float32."""
@@ -334,9 +333,9 @@ def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) ->
     """Return the bytes of both AdamW moments; in 8 bit with a float32 scale per block (arXiv:2110.02861)."""
     in_8_bit = config.name != "adamw"
     return NUM_MOMENTS * sum(
-        size + FLOAT32_BYTES * -(-size // MOMENT_BLOCK)
+        size + torch.float32.itemsize * -(-size // MOMENT_BLOCK)
         if in_8_bit and size >= SMALLEST_IN_8_BIT
-        else FLOAT32_BYTES * size
+        else torch.float32.itemsize * size
         for size in (parameter.numel() for parameter in parameters)
     )
 
@@ -366,7 +365,7 @@ def _single(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> Le
     return LearnerMemory(
         device=DeviceBytes(
             weights=weights,
-            gradients=policy.num_trained * FLOAT32_BYTES,
+            gradients=policy.num_trained * torch.float32.itemsize,
             optimizer=0 if is_paged else moments,
             reference=weight_bytes(copy),
         ),
@@ -383,7 +382,7 @@ def _fsdp2(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> Lea
     num_ranks, on_host = config.learner.num_ranks, config.learner.offload == "policy"
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
     weights = _part(policy.stored_bytes(), num_ranks)
-    whole = policy.num_trained * FLOAT32_BYTES
+    whole = policy.num_trained * torch.float32.itemsize
     gradients = _part(whole, num_ranks)
     moments = _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
     gathered = gathered_units(policy, config)
@@ -412,7 +411,7 @@ def _zero3(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> Lea
     num_ranks, own = config.learner.num_ranks, config.learner.zero3
     dtype = torch.bfloat16 if policy.module.compute_dtype is torch.bfloat16 else torch.float32
     weights = _part(policy.stored_bytes(trained_dtype=dtype), num_ranks)
-    gradients = _part(policy.num_trained * FLOAT32_BYTES, num_ranks)
+    gradients = _part(policy.num_trained * torch.float32.itemsize, num_ranks)
     states = gradients + _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
     elements = policy.num_parameters
     buffers = min(elements, ZERO3_LIVE) + min(elements, ZERO3_BUCKETS)
@@ -465,7 +464,7 @@ def gathered_units(policy: MetaPolicy, config: Config) -> Gathered:
     root = max(0, total - sum(sizes))
     reshards = config.learner.fsdp.reshard_after_forward
     head = sum(parameter.numel() for parameter in output_head(module.causal_model).parameters())
-    reduced = largest + largest // dtype.itemsize * FLOAT32_BYTES
+    reduced = largest + largest // dtype.itemsize * torch.float32.itemsize
     return Gathered(
         root_bytes=root,
         num_units=len(found),

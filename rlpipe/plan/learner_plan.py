@@ -10,12 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from rlpipe.common.formatting import GIB
 from rlpipe.configs.constraints import contradictions
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import larger_devices
-from rlpipe.learner.strategies.chunked import GIB, UNPLANNED_TOWER
+from rlpipe.learner.strategies.chunked import UNPLANNED_TOWER
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.decision import Knobs
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES
@@ -222,7 +223,7 @@ class LearnerPlan:
     num_parameters: int
     """Number of parameters, including the adapter."""
     num_trained: int
-    room: MemoryBudget
+    budget: MemoryBudget
     memory: LearnerMemory | None
     """Memory of a rank; None if no offload schedule fits."""
     decision: str | None
@@ -268,7 +269,7 @@ def plan_case(case: LearnerCase) -> LearnerPlan:
         num_ranks=learner.num_ranks,
         num_parameters=case.policy.num_parameters,
         num_trained=case.policy.num_trained,
-        room=case.room,
+        budget=case.budget,
         memory=case.memory,
         decision=case.description,
         problem=problem,

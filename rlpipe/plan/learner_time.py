@@ -33,7 +33,6 @@ from rlpipe.offload.planner.profiler import make_profile, rates_of, resident_byt
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.units import Inventory, take_inventory
 from rlpipe.plan.learner_memory import (
-    FLOAT32_BYTES,
     DeviceBytes,
     HostBytes,
     LearnerMemory,
@@ -275,7 +274,7 @@ def _moved(policy: MetaPolicy, config: Config, rates: Rates) -> _Moved:
     updates_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_optimizer)
     kept_as = torch.float32 if is_fsdp else dtype  # torch casts on the device, DeepSpeed holds both
     in_s = policy.stored_bytes(trained_dtype=kept_as) / num_ranks / rates.host_to_device if weights_on_host else 0.0
-    gradient_bytes = policy.num_trained * FLOAT32_BYTES
+    gradient_bytes = policy.num_trained * torch.float32.itemsize
     return _Moved(
         forward_gather_s=root_s + units_s,
         backward_gather_s=units_s * is_gathered_again,

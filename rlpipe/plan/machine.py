@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rlpipe.common.formatting import gib
+from rlpipe.common.formatting import GIB, gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.learner.strategies.chunked import GIB
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
 from rlpipe.plan.learner_case import LearnerCase
@@ -81,7 +80,7 @@ def plan_machine(
     learner: LearnerCase, engine: ActorKind | None, scorers: Sequence[ScorerPlan], device: Device
 ) -> MachinePlan:
     """Plan the host memory of the actors of ``learner``'s config, including that of Ray and the driver."""
-    ranks = rank_kind(learner.config, learner.memory, learner.room, device)
+    ranks = rank_kind(learner.config, learner.memory, learner.budget, device)
     engines = [] if engine is None else [engine]
     others = [scorer.actor for scorer in scorers]
     kinds = [*engines, ranks, *others, *_reward_kinds(learner.config, scorers), _run_kind()]
@@ -145,7 +144,7 @@ def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) 
     limited = with_options(learner.config, {"learner.chunked.host_memory_gib": float(gibs)})
     changed = replace(learner, config=limited)
     if changed.problem is None:
-        fewer = rank_kind(limited, changed.memory, changed.room, case.device)
+        fewer = rank_kind(limited, changed.memory, changed.budget, case.device)
         if case.changed(ranks, fewer).fits:
             yield f"learner.chunked.host_memory_gib={gibs}"
 

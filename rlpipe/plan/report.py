@@ -94,7 +94,7 @@ def _make_sections_of_rl(
     learner = plan_case(case)
     yield learner_section(learner, device)
     engines = engine_kind(config, engine)
-    scorers = plan_scorers(requested, described, device, [engines, rank_kind(config, case.memory, case.room, device)])
+    scorers = plan_scorers(requested, described, device, [engines, rank_kind(config, case.memory, case.budget, device)])
     if scorers:
         yield scorers_section(scorers, device)
     planned = [scorer for scorer in scorers if isinstance(scorer, ScorerPlan)]

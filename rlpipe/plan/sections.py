@@ -183,7 +183,7 @@ def unplanned_section(kind: str) -> Section:
 def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
     work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
     found = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
-    found |= {"room": asdict(plan.room), "changes": [remedy.as_json("device_bytes") for remedy in plan.changes]}
+    found |= {"room": asdict(plan.budget), "changes": [remedy.as_json("device_bytes") for remedy in plan.changes]}
     if plan.memory is not None:
         found["memory"] = asdict(plan.memory)
         for name, part in (("device", plan.memory.device), ("host", plan.memory.host)):
@@ -222,9 +222,9 @@ def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]
 def _learner_memory_rows(
     plan: LearnerPlan, on_device: DeviceBytes, on_host: HostBytes, device: Device
 ) -> Iterator[tuple[str, str]]:
-    room = plan.room
-    engines = "engine uses" if room.engines == 1 else "engines use"
-    engines_use = f"; {room.engines} {engines} {gib(room.engine_bytes)}" if room.engines else ""
+    budget = plan.budget
+    engines = "engine uses" if budget.engines == 1 else "engines use"
+    engines_use = f"; {budget.engines} {engines} {gib(budget.engine_bytes)}" if budget.engines else ""
     yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{engines_use}"
     for name, size in asdict(on_device).items():
         if size:
@@ -387,7 +387,7 @@ def read_loop(
         scoring_s=max(sum(in_turns), *apart, 0.0),
         training_s=learner.time.seconds,
         tokens=learner.work.step_tokens,
-        takes_turns=config.replay.max_staleness == 0 or learner.room.engines > 0,
+        takes_turns=config.replay.max_staleness == 0 or learner.budget.engines > 0,
         scores_after=not config.replay.streaming or any(_shares_gpu_with_engines(config, scorer) for scorer in scorers),
     )
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from rlpipe.rollout.engine import Engine, WrappedEngine
-from rlpipe.types import NO_VERSION, GroupRequest, Rollout, RolloutGroup, RolloutStatus
+from rlpipe.types import MAX_SEED, NO_VERSION, GroupRequest, Rollout, RolloutGroup, RolloutStatus
 
 FIRST_PART_ID = 2**40
 """First request id for single turns; no group's id is in this range."""
 SEED_STEP = 1_000_003
-MAX_SEED = 2**31
 
 
 class TurnByTurn(WrappedEngine):

@@ -15,7 +15,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.http import RequestFailed, UnusableAnswer
-from rlpipe.types import NO_GROUP, ChatMessages, GroupRequest, Prompt, RolloutGroup
+from rlpipe.types import MAX_SEED, NO_GROUP, ChatMessages, GroupRequest, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,8 +25,6 @@ AVOIDED_S = 10.0
 """Seconds during which an engine that did not answer is used only if no other one is left."""
 GRACE_S = 1.0
 """Seconds beyond the timeout in which an engine can report that it is late."""
-
-MAX_SEED = 2**31
 
 Value = TypeVar("Value")
 Weights = Literal["base", "policy"]

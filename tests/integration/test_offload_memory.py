@@ -36,6 +36,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from rlpipe.common.formatting import MIB
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.learner.forward import LogprobModel
@@ -44,7 +45,7 @@ from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.decision import Arrangement, Capacity, Knobs, Mode
-from rlpipe.offload.layout import MIB, make_layout
+from rlpipe.offload.layout import make_layout
 from rlpipe.offload.planner.cost import arrange, predict, why_impossible
 from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, trace_model, traceable_experts
 from rlpipe.offload.planner.profiler import make_profile, resident_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ def train(learner: Learner, loss: str, steps: range = range(NUM_STEPS)) -> list[
     return found
 
 
+@cache
+def trained_on_one_rank(tiny: Path, loss: str, adapter: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return the metrics and the parameters that every strategy is compared with."""
+    learner = make(tiny, loss, adapter, {}, 1)
+    before = parameters_of(learner)
+    metrics, after = train(learner, loss), parameters_of(learner)
+    assert any((after[name] - value).abs().max() > 1e-4 for name, value in before.items()), "they have moved"
+    return metrics, after
+
+
 def train_on_ranks(tiny: Path, folder: Path, loss: str, adapter: str, options: dict[str, Any]) -> None:
     learner = make(tiny, loss, adapter, options, NUM_RANKS)
     torch.save((train(learner, loss), parameters_of(learner)), folder / f"rank{dist.get_rank()}.pt")
@@ -94,10 +105,7 @@ def train_on_ranks(tiny: Path, folder: Path, loss: str, adapter: str, options: d
 def test_preferences_train_as_on_one_rank(
     ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
 ) -> None:
-    single = make(tiny, loss, adapter, {}, 1)
-    before = {name: value.clone() for name, value in parameters_of(single).items()}
-    expected_metrics, expected = train(single, loss), parameters_of(single)
-    assert any((expected[name] - value).abs().max() > 1e-4 for name, value in before.items()), "they have moved"
+    expected_metrics, expected = trained_on_one_rank(tiny, loss, adapter)
     if strategy == "chunked":
         learner = make(tiny, loss, adapter, STRATEGIES[strategy], 1)
         found = [(train(learner, loss), parameters_of(learner))]
@@ -119,6 +127,11 @@ def changes_of(tiny: Path, loss: str, adapter: str, options: dict[str, Any], num
     return [{name: after[name] - before[name] for name in after} for before, after in pairwise(states)]
 
 
+@cache
+def changes_on_one_rank(tiny: Path, loss: str, adapter: str) -> list[dict[str, Tensor]]:
+    return changes_of(tiny, loss, adapter, {}, 1)
+
+
 def save_changes(tiny: Path, folder: Path, loss: str, adapter: str, options: dict[str, Any]) -> None:
     torch.save(changes_of(tiny, loss, adapter, options, NUM_RANKS), folder / f"rank{dist.get_rank()}.pt")
 
@@ -127,7 +140,7 @@ def save_changes(tiny: Path, folder: Path, loss: str, adapter: str, options: dic
 def test_gradients_have_the_scale_that_they_have_on_one_rank(
     ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
 ) -> None:
-    expected = changes_of(tiny, loss, adapter, {}, 1)
+    expected = changes_on_one_rank(tiny, loss, adapter)
     if strategy == "chunked":
         found = [changes_of(tiny, loss, adapter, STRATEGIES[strategy], 1)]
     else:

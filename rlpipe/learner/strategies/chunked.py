@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlpipe.common.formatting import GIB, MIB
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.data.render.processor import feature_token_id
@@ -25,7 +26,7 @@ from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import CannotBeTraced, choices_of, free_memory, is_given, plan
 from rlpipe.offload.batches import BlankImages, blank_images
 from rlpipe.offload.decision import Capacity, Decision, Knobs
-from rlpipe.offload.layout import CHUNK_SIZES, MIB
+from rlpipe.offload.layout import CHUNK_SIZES
 from rlpipe.offload.planner.planner import agree, ranks_of
 from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.runtime.chunk_adam import FlatPart
@@ -34,7 +35,6 @@ from rlpipe.offload.updates import ChunkedUpdates
 from rlpipe.types import MicroBatch, PlacedImage
 from rlpipe.weights.dcp import Read
 
-GIB = 2**30
 UNPLANNED_TOWER = (
     "the memory of the vision tower is not planned, because it takes images in a form that rlpipe does not know; leave "
     "room for it"

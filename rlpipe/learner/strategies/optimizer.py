@@ -174,8 +174,8 @@ class TorchUpdates:
         for name, parameter in self._parameters.items():
             keys = [key for key in MOMENTS if moment_key(name, key) in stored]
             if keys:
-                room = {key: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for key in keys}
-                moments[name] = room | {STEPS: torch.zeros(())}
+                empty = {key: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for key in keys}
+                moments[name] = empty | {STEPS: torch.zeros(())}
         weights = {weight_key(name): parameter.detach() for name, parameter in self._parameters.items()}
         read(weights | {moment_key(name, key): m for name, own in moments.items() for key, m in own.items()})
         for name, own in moments.items():

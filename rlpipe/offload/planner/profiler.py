@@ -81,7 +81,6 @@ def trace_on(
     return trace_model(model, units, loss_of, seconds, compute_dtype=compute_dtype, start_s=start_s)
 
 
-FLOAT32_BYTES = 4
 NUM_MOMENTS = 2
 
 
@@ -102,7 +101,7 @@ def make_profile(
         _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_ranks, num_parts)
         for chunk in layout.chunks
     ]
-    on_the_way = _gradient_room(layout, stages, trace.stages) + _gather_room(layout, num_parts)
+    on_the_way = _gradient_bytes(layout, stages, trace.stages) + _gather_bytes(layout, num_parts)
     if num_ranks > 1:
         on_the_way += _sum_room(layout, inventory, num_parts)
     return Profile(
@@ -172,7 +171,7 @@ def _profile_chunk(
     elements = num_bytes // num_parts // dtype.itemsize
     copies = NUM_MOMENTS + (state is not dtype)
     sent = dtype if num_ranks == 1 else torch.float32
-    exchanged = elements * num_parts * FLOAT32_BYTES * (num_ranks - 1) // num_ranks
+    exchanged = elements * num_parts * torch.float32.itemsize * (num_ranks - 1) // num_ranks
     gradient_bytes = elements * sent.itemsize
     largest = min(elements, max(span.num_bytes for span in chunk.spans) // dtype.itemsize)
     return replace(
@@ -201,23 +200,23 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _gradient_room(layout: ChunkLayout, uses: Sequence[dict[int, float]], stages: Sequence[Stage]) -> int:
+def _gradient_bytes(layout: ChunkLayout, uses: Sequence[dict[int, float]], stages: Sequence[Stage]) -> int:
     """Return the bytes of the device's buffers in which gradients are collected and sent, which are reused.
 
     A chunk's buffer is open from the backward pass of the last stage that uses the chunk to that of the first one, or
     to the end of the backward pass if the end of that stage is not noticed.
     """
-    rooms: dict[int, list[Chunk]] = defaultdict(list)
+    by_size: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in layout.chunks:
         if chunk.is_trained:
-            rooms[layout.slots_of(chunk) * layout.slot_bytes].append(chunk)
+            by_size[layout.slots_of(chunk) * layout.slot_bytes].append(chunk)
     total = 0
-    for room, chunks in rooms.items():
+    for size, chunks in by_size.items():
         at_once: Counter[int] = Counter()
         for used in filter(None, (uses[chunk.index] for chunk in chunks)):
             first = min(used)
             at_once.update(range(first if stages[first].is_left else 0, max(used) + 1))
-        total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * room
+        total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * size
     return total
 
 
@@ -230,14 +229,14 @@ def _sum_room(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
     for chunk in layout.chunks:
         if chunk.is_trained:
             dtype = inventory.members[chunk.spans[0].name].dtype
-            size = aligned(chunk.num_bytes, ALIGNMENT * num_parts) // dtype.itemsize * FLOAT32_BYTES
+            size = aligned(chunk.num_bytes, ALIGNMENT * num_parts) // dtype.itemsize * torch.float32.itemsize
             copy = 0 if dtype is torch.float32 else size
             copies.append(0 if num_parts == 1 else copy)
             sums.append(copy if num_parts == 1 else size // num_parts)
     return max(copies) + sum(nlargest(NUM_STAGED, sums))
 
 
-def _gather_room(layout: ChunkLayout, num_parts: int) -> int:
+def _gather_bytes(layout: ChunkLayout, num_parts: int) -> int:
     """Return the bytes of a rank's part of the largest chunk, of which a gather makes a copy."""
     largest = max(chunk.num_bytes for chunk in layout.chunks)
     return 0 if num_parts == 1 else aligned(largest, ALIGNMENT * num_parts) // num_parts

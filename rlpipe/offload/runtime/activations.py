@@ -189,9 +189,9 @@ class HostArena:
         """Make all memory available again; nothing that was taken may still be in use."""
         if self._used > self.num_bytes:
             # Pinning is slow: micro batches that are each a little longer must not pin memory every time.
-            room = self.num_bytes + min(self.num_bytes // 4, MAX_SPARE)
+            grown = self.num_bytes + min(self.num_bytes // 4, MAX_SPARE)
             self.close()
-            self._buffer = HostBuffer(max(self._used, room), pin=self._pin)
+            self._buffer = HostBuffer(max(self._used, grown), pin=self._pin)
         self._used = 0
 
     def close(self) -> None:

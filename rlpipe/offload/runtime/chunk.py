@@ -129,22 +129,22 @@ class ChunkMemory:
         device: torch.device,
         ranks: ChunkRanks,
         is_persistent: bool = False,
-        room: int = 0,
+        min_bytes: int = 0,
         state_dtype: torch.dtype | None = None,
         fill: Fill | None = None,
     ) -> None:
         """Move the members' tensors out of the model; if this raises, the model keeps all of them.
 
-        ``room`` is the least number of bytes to allocate on the device; ``state_dtype`` is the dtype in which trained
+        At least ``min_bytes`` are allocated on the device; ``state_dtype`` is the dtype in which trained
         weights are updated, if it is not the compute dtype.
         """
         assert [member.name for member in members] == [span.name for span in chunk.spans]
         self.chunk, self.is_persistent, self.device = chunk, is_persistent, device
         self._members, self._ranks = list(members), ranks
         self.num_bytes = aligned(chunk.num_bytes, ALIGNMENT * ranks.num_parts)
-        self.room = max(room, self.num_bytes)
+        self.allocated_bytes = max(min_bytes, self.num_bytes)
         self._part = ranks.part(self.num_bytes)
-        self._storage = torch.empty(self.room, dtype=torch.uint8, device=device).untyped_storage()
+        self._storage = torch.empty(self.allocated_bytes, dtype=torch.uint8, device=device).untyped_storage()
         self._bytes = self._alias(torch.uint8, 0, torch.Size([self.num_bytes]))
         shapes = [member.get().shape for member in members]
         self._views = [
@@ -231,7 +231,7 @@ class ChunkMemory:
         source = self.host_bytes
 
         def work() -> None:
-            self._storage.resize_(self.room)
+            self._storage.resize_(self.allocated_bytes)
             self._bytes[self._part].copy_(source, non_blocking=True)
             self._ranks.gather(self._bytes)
 

@@ -39,7 +39,7 @@ class Gradients:
         self._adams, self._ranks, self._stream, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
-        self._num_alike = Counter((adam.memory.room, adam.memory.work_dtype) for adam in adams.values())
+        self._num_alike = Counter((adam.memory.allocated_bytes, adam.memory.work_dtype) for adam in adams.values())
         """Chunks per buffer size and dtype: a tied embedding, larger than the rest, needs one buffer only."""
         self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
         self._pending: list[Future[None]] = []
@@ -127,14 +127,16 @@ class Gradients:
 
     def _begin(self, index: int) -> tuple[Tensor, set[str]]:
         memory = self._adams[index].memory
-        kind = (memory.room, memory.work_dtype)
+        kind = (memory.allocated_bytes, memory.work_dtype)
         sent = self._sent[kind]
         if len(sent) >= min(NUM_STAGED, self._num_alike[kind]):
             oldest = sent.pop(0)
             oldest.event.block_device()
             flat = oldest.flat
         else:
-            flat = torch.empty(memory.room // memory.work_dtype.itemsize, dtype=memory.work_dtype, device=memory.device)
+            flat = torch.empty(
+                memory.allocated_bytes // memory.work_dtype.itemsize, dtype=memory.work_dtype, device=memory.device
+            )
         return flat, set()
 
     def _send(self, adam: ChunkAdam, flat: Tensor, seen: set[str]) -> None:
@@ -148,7 +150,7 @@ class Gradients:
             event = self._stream.submit(lambda: None)
         else:
             event = self._send_to_host(adam, whole, is_first)
-        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat))
+        self._sent[memory.allocated_bytes, memory.work_dtype].append(Sent(event, flat))
 
     def _send_to_host(self, adam: ChunkAdam, whole: Tensor, is_first: bool) -> StreamEvent:
         staging = self._staging.pop(0)

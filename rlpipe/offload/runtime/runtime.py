@@ -137,7 +137,7 @@ class OffloadedModel:
                 device=self.device,
                 ranks=self.ranks,
                 is_persistent=chunk.index < self.arrangement.num_persistent,
-                room=self.layout.slots_of(chunk) * self.layout.slot_bytes,
+                min_bytes=self.layout.slots_of(chunk) * self.layout.slot_bytes,
                 state_dtype=precision.state,
                 fill=fill,
             )
@@ -200,7 +200,7 @@ class OffloadedModel:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device of chunks, their gradients and their optimizer states, at this moment."""
-        chunks = sum(memory.room for memory in self._memories if memory.is_resident)
+        chunks = sum(memory.allocated_bytes for memory in self._memories if memory.is_resident)
         states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if adam.memory.is_persistent)
         return chunks + states + self.optimizer.gradients.device_bytes
 

@@ -346,9 +346,9 @@ def test_engines_on_the_same_gpu_leave_less() -> None:
     described = describe_offline(SMALL, config.model)
     engine = plan_engine(config, described, H100)
     found = plan_learner(config, described, H100, engine.setup)
-    assert found.room.engines == 1
-    assert found.room.engine_bytes == int(0.4 * H100.memory_bytes)
-    assert found.room.device_bytes == int(0.9 * (H100.memory_bytes - found.room.engine_bytes - CUDA_CONTEXT_BYTES))
+    assert found.budget.engines == 1
+    assert found.budget.engine_bytes == int(0.4 * H100.memory_bytes)
+    assert found.budget.device_bytes == int(0.9 * (H100.memory_bytes - found.budget.engine_bytes - CUDA_CONTEXT_BYTES))
     loop = read_loop(config, engine, found)
     assert loop is not None
     assert loop.takes_turns

@@ -71,7 +71,7 @@ def test_on_a_cpu_all_memory_is_the_machines() -> None:
     learner, engine = cases(*ON_CPU, device=CPU)
     memory = learner.memory
     assert memory is not None
-    ranks = rank_kind(learner.config, memory, learner.room, CPU)
+    ranks = rank_kind(learner.config, memory, learner.budget, CPU)
     assert memory.host.process == CPU_HOST_BYTES
     assert ranks.gpu_bytes == 0
     assert ranks.host_bytes == CPU_HOST_BYTES + memory.device.total
