@@ -8,10 +8,13 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from functools import cache
 from multiprocessing.sharedctypes import Synchronized
 
 import torch
 import torch.distributed as dist
+
+from rlpipe.hardware import calibration
 
 IMPORTS = [
     "rlpipe.learner.checkpoints",
@@ -55,3 +58,5 @@ def _join(address: str, num_joined: Synchronized, num_ranks: int) -> None:
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
     )
+    # A run measures its ranks' link once; here dozens of learners are made by the same ranks, in seconds each.
+    calibration.measure_link = cache(calibration.measure_link)

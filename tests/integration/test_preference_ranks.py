@@ -28,7 +28,9 @@ from rlpipe.models.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.covering(0)
 NUM_RANKS, NUM_STEPS = 2, 3
-CHUNKS = ChunkedConfig(chunk_mib=0.06, num_persistent=0, num_checkpointed=1, num_offloaded=1)
+CHUNKS = ChunkedConfig(
+    chunk_mib=0.06, num_persistent=0, num_slots=4, num_swapped=0, num_checkpointed=1, num_offloaded=1
+)
 CHUNKED: dict[str, Any] = {"offload": "chunked", "max_tokens_per_microbatch": 256}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2"},
