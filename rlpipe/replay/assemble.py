@@ -423,5 +423,5 @@ def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, f
 
 def _version_spread(rollout: Rollout) -> int:
     """Return how many versions lie between the oldest and the newest that sampled a rollout, in all its branches."""
-    own = [sequence for sequence in rollout.sequences if sequence.loss_mask.any()] or [rollout]
-    return max(one.newest_version for one in own) - min(one.oldest_version for one in own)
+    versions = np.concatenate([sequence.policy_versions[sequence.loss_mask] for sequence in rollout.sequences])
+    return int(np.ptp(versions)) if len(versions) else 0

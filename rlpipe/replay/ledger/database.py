@@ -98,9 +98,9 @@ def _advantage_record(rollout: Rollout) -> dict[str, Any]:
     values = rollout.loss_advantages
     if not len(values):
         return {"advantage": None if rollout.advantages is None else float(rollout.advantages[-1])}
-    starts = np.flatnonzero(np.diff(values, prepend=np.nan))
-    if len(starts) == 1:
+    if (values == values[0]).all():
         return {"advantage": float(values[0])}
+    starts = np.flatnonzero(np.diff(values, prepend=np.nan))
     counts = np.diff([*starts, len(values)])
     runs = [list(run) for run in zip(counts.tolist(), values[starts].tolist(), strict=True)]
     return {"advantage": float(values.mean()), "advantages": runs}

@@ -133,8 +133,8 @@ class Ledger(Database):
         now = time.time()
         with self._transaction():
             for group in groups:
-                known = [rollout.reward for rollout in group.sampled if rollout.reward is not None]
-                statistics = (float(f(known)) if known else None for f in (np.mean, np.std, np.max))
+                known = np.array([rollout.reward for rollout in group.sampled if rollout.reward is not None])
+                statistics = (float(f()) if len(known) else None for f in (known.mean, known.std, known.max))
                 changed = self._connection.execute(
                     "UPDATE groups SET state = 'SCORED', reward = ?, reward_std = ?, best_reward = ?, score_s = ?,"
                     " scored_at = ? WHERE group_id = ? AND state = 'GENERATED'",
