@@ -81,8 +81,11 @@ def find_missed(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
     missed = {}
     for name, result in results.items():
         reasons = ["error"] * ("error" in result) + [*result.get("rules", [])]
-        if "end" in result and result["end"] < LEAST.get(name, -math.inf):
-            reasons.append(f"{result['metric']} {result['end']:.3g} < {LEAST[name]}")
+        end = result.get("end", math.inf)
+        if end is None:
+            reasons.append(f"{result['metric']} is not finite")
+        elif end < LEAST.get(name, -math.inf):
+            reasons.append(f"{result['metric']} {end:.3g} < {LEAST[name]}")
         if reasons:
             missed[name] = reasons
     return missed

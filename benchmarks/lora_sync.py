@@ -130,7 +130,7 @@ class Publisher:
             self._policy, version=self._version, bucket_bytes=2**28, emit=put, memory=self._memory
         )
         packed = time.perf_counter()
-        self._weights.publish.remote(manifest, buckets, life=0)
+        self._weights.publish.remote(manifest, buckets, incarnation=0)
         served = ray.get(self._weights.wait_served.remote(self._served, 60.0))
         ended = time.perf_counter()
         assert served is not None

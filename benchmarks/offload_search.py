@@ -14,11 +14,11 @@ import sys
 import time
 from statistics import median
 
+from rlpipe.common.formatting import GIB, MIB
 from rlpipe.offload.decision import Capacity
 from rlpipe.offload.planner.cost import ChunkProfile, Profile, Rates, StageProfile
 from rlpipe.offload.planner.search import search
 
-MIB, GIB = 2**20, 2**30
 CHUNK_BYTES = 256 * MIB
 BYTES_PER_ELEMENT = 2
 STATE_BYTES_PER_ELEMENT = 16

@@ -27,7 +27,7 @@ from rlpipe.learner.step import Learner
 from rlpipe.types import EpisodeTrace, Rollout, TrainBatch
 
 FOLDER = Path("outputs/benchmarks/shared_prefixes")
-MAX_TOKENS = 32_768
+MAX_TOKENS = 40_960
 
 
 class Episode:

@@ -40,9 +40,9 @@ LOSS_TAKERS = {
 """Surrogates that an option, or a section of options, has an effect on."""
 EPS_TAKERS = ("grpo", "group_norm", "reinforce_baseline", "pass_at_k", "max_rl")
 """Advantages with ``eps`` in their divisor."""
-OF_ROWS = ("preference", "reward_model", "process_reward_model")
+ROW_KINDS = ("preference", "reward_model", "process_reward_model")
 """Kinds of algorithms with rows of their own; each has a section of its name."""
-OF_ROLLOUTS = (
+ROLLOUT_OPTIONS = (
     "algorithm.advantage",
     "algorithm.loss",
     "algorithm.correction",
@@ -51,17 +51,16 @@ OF_ROLLOUTS = (
     "algorithm.critic",
     "algorithm.ebft",
     "algorithm.combine",
-    "replay",
 )
 """Options, and sections of them, that only rollouts, or blocks of raw text, have a use for."""
 UNUSED = {
-    **dict.fromkeys(OF_ROWS, OF_ROLLOUTS),
-    "sft": (*(option for option in OF_ROLLOUTS if option != "replay"), "algorithm.reference"),
+    **dict.fromkeys(ROW_KINDS, ROLLOUT_OPTIONS),
+    "sft": (*ROLLOUT_OPTIONS, "algorithm.reference"),
     "ebft_strided": ("algorithm.combine", "algorithm.replay"),
 }
 """Options, and sections of them, that a kind of algorithm ignores.
 
-``replay`` is not among those of SFT and strided EBFT, because experiments whose algorithm is exchanged have set it.
+``replay`` is not among them, because experiments whose algorithm is exchanged have set it.
 """
 
 
@@ -342,7 +341,7 @@ def check_unused(config: Config) -> Iterator[str]:
     algorithm, usual = config.algorithm, dict(leaves(to_tree(Config())))
     samples_pairs = algorithm.kind == "rl" and algorithm.loss.name == PAIRS
     used = "preference" if samples_pairs else algorithm.kind
-    unused = (*UNUSED.get(algorithm.kind, ()), *(f"algorithm.{other}" for other in OF_ROWS if other != used))
+    unused = (*UNUSED.get(algorithm.kind, ()), *(f"algorithm.{other}" for other in ROW_KINDS if other != used))
     for name, value in leaves(to_tree(config)):
         is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
         if is_unused and (name, value) not in usual.items():

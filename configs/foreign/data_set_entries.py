@@ -9,6 +9,7 @@ from typing import Any
 from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES, Computed
 from rlpipe.configs.foreign.foreign_values import ForeignValues
 from rlpipe.configs.foreign.setting_rules import Made, UsedBy
+from rlpipe.configs.schema.option import MISSING
 
 KINDS = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
 LOADERS = {"json": "jsonl", "parquet": "parquet"}
@@ -49,6 +50,7 @@ PREFERENCE_TYPES = {
 """Formats of axolotl's preferences whose rows are detected; the template is the model's, or its chat_template."""
 LISTS = ("datasets", "pretraining_dataset")
 NO_TYPE = "its rows have another form: see data.transform"
+LISTED_FILES = "several files can't be listed: set data.path to their folder or a pattern"
 SELECTED_FILES = "files of a repository can't be chosen: fetch them, and set data.path to their folder or a pattern"
 WHOLE_FILE = "files are read whole: write the rows that you want to a file of their own"
 CONCATENATED = "there they are concatenated; set data.sources.<name>.weight to the number of their rows"
@@ -87,7 +89,7 @@ def translate_data(values: ForeignValues) -> dict[str, Any]:
         named = {f"set_{index}": source for index, source in enumerate(sources, start=1)}
         return {"data": "mix", "data.sources": named}
     if not sources:
-        return {"data": "jsonl", "data.path": "???"}
+        return {"data": "jsonl", "data.path": MISSING}
     sources[0].pop("weight", None)
     return {"data": sources[0].pop("source"), **{f"data.{name}": value for name, value in sources[0].items()}}
 
@@ -113,7 +115,7 @@ def unread_files(values: ForeignValues) -> list[tuple[str, str]]:
     """Return the files of data sets that a run reads alone, where rlpipe can't select them, with the reason."""
     chosen = [(entry.get("path"), entry.get("data_files")) for entry in _entries(values)]
     return [
-        (f"data_files: {files}", SELECTED_FILES)
+        (f"data_files: {files}", LISTED_FILES if path in LOADERS else SELECTED_FILES)
         for path, files in chosen
         if not (files is None or isinstance(files, Computed) or (isinstance(files, str) and path in LOADERS))
     ]

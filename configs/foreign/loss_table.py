@@ -24,8 +24,8 @@ from rlpipe.configs.foreign.setting_rules import (
     only_if,
     sampled,
     switched,
-    unsupported,
     without,
+    without_option,
 )
 
 NAME, LEVEL, AGGREGATE = "algorithm.loss.name", "algorithm.loss.level", "algorithm.loss.aggregate"
@@ -315,7 +315,7 @@ LOSSES = (
         Rule("the option", lambda values, value: "there is no loss of a router here" if value else OFF),
         openrlhf="aux_loss_coef",
     ),
-    SettingRow(unsupported("losses are computed in float32"), openrlhf="compute_fp32_loss"),
+    SettingRow(without_option("losses are computed in float32"), openrlhf="compute_fp32_loss"),
     # KL
     SettingRow(trl_beta, "beta rl_beta"),
     SettingRow(only_if(on("actor.use_kl_loss"), BETA, "actor.use_kl_loss is off"), verl="actor.kl_loss_coef"),
@@ -354,9 +354,9 @@ LOSSES = (
         verl="algorithm.norm_adv_by_std_in_grpo",
     ),
     SettingRow(trl_combine, "multi_objective_aggregation"),
-    SettingRow(unsupported(f"see {ADVANTAGE}"), "normalize_advantages", openrlhf="no_advantage_std_norm"),
+    SettingRow(without_option(f"see {ADVANTAGE}"), "normalize_advantages", openrlhf="no_advantage_std_norm"),
     SettingRow(
-        unsupported("rewards are as the functions return them; advantages are normalized within groups"),
+        without_option("rewards are as the functions return them; advantages are normalized within groups"),
         openrlhf="normalize_reward=reward.normalize_enable",
     ),
     SettingRow(of_gae("algorithm.advantage.gamma"), verl="algorithm.gamma", openrlhf="gamma"),
@@ -383,7 +383,7 @@ LOSSES = (
     SettingRow(f"{PREFERENCE}.beta", openrlhf="beta"),
     SettingRow(trl_loss, "dpo_loss_type"),
     SettingRow(
-        unsupported("there it sums log-probs, while algorithm.preference.loss=ipo takes their means"),
+        without_option("there it sums log-probs, while algorithm.preference.loss=ipo takes their means"),
         openrlhf="ipo=model.ipo_enable",
     ),
     SettingRow(

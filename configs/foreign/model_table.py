@@ -22,7 +22,7 @@ from rlpipe.configs.foreign.setting_rules import (
     only_if,
     sampled,
     switched,
-    unsupported,
+    without_option,
 )
 from rlpipe.configs.foreign.system_defaults import NO_LIMIT, PEFT_DEFAULT
 from rlpipe.configs.foreign.training_table import EPOCHS
@@ -322,7 +322,7 @@ MODEL = (
     # adapter
     SettingRow(part("model"), "use_peft adapter LoraConfig get_peft_model BitsAndBytesConfig task_type lora_task_type"),
     SettingRow(quantized, "load_in_4bit", openrlhf="load_in_4bit"),
-    SettingRow(unsupported("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
+    SettingRow(without_option("there is no base in 8 bit here; write model=qlora for one in NF4"), "load_in_8bit"),
     SettingRow(
         Rule("model", lambda values, value: UsedBy("model") if value == "nf4" else "a 4-bit base is in NF4"),
         "bnb_4bit_quant_type",
@@ -367,7 +367,7 @@ DATA = (
     SettingRow(Rule("data.chat", lambda values, value: {"data.chat": is_on(value)}), openrlhf="apply_chat_template"),
     SettingRow("data.chat_template_kwargs", "chat_template_kwargs.*", "data.apply_chat_template_kwargs.*"),
     SettingRow("a data.transform may add the text around a prompt", openrlhf="input_template"),
-    SettingRow(unsupported("each of the assistant's turns is trained"), openrlhf="multiturn"),
+    SettingRow(without_option("each of the assistant's turns is trained"), openrlhf="multiturn"),
     # columns
     SettingRow(text_column, "dataset_text_field"),
     SettingRow(column("data.prompt_column", "prompt"), verl="data.prompt_key"),

@@ -80,7 +80,7 @@ def switched(option: str, setting: Any = True) -> Rule:
     return Rule(option, lambda values, value: {option: setting} if is_on(value) else OFF)
 
 
-def unsupported(reason: str) -> Rule:
+def without_option(reason: str) -> Rule:
     """Return a rule that has a reason why there is no option if a switch is on."""
     return Rule("the option", lambda values, value: reason if is_on(value) else OFF)
 

@@ -180,7 +180,11 @@ class EnvironmentConfig(Freezable):
         "package.module:name, or file.py:name, of an Environment class; null: episodes begin with the row's prompt.",
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the class.")
-    tools: list[Any] = option([], "Functions that the policy may call, each as package.module:name or file.py:name.")
+    tools: list[Any] = option(
+        [],
+        "Tools that the policy may call: functions as package.module:name or file.py:name, and MCP servers as {mcp: "
+        "{command: [program, argument, ...], env: {NAME: value}}}.",
+    )
     agent: Any = option(
         None,
         "A program that calls a chat completions endpoint: file.py:name of a function, {command: [program, "
@@ -213,12 +217,12 @@ class EnvironmentConfig(Freezable):
     )
     parser: str = option(
         "auto",
-        "How tool calls are read: hermes, json, a parser of vLLM, file.py:name of a function, or auto, by the chat "
-        "template.",
+        "How tool calls are read: hermes, json, a parser of vLLM, file.py:name of a function or class, or auto, by the "
+        "chat template.",
     )
     on_error: str = option(
         "drop_episode",
-        "If an environment raises: drop the episode or its group, count it as 0, or stop the run.",
+        "If an environment or agent raises: drop the episode or its group, count it as 0, or stop the run.",
         choices=("drop_episode", "drop_group", "zero", "raise"),
     )
     num_processes: int = option(1, "Processes that play episodes.", minimum=1, maximum=MAX_PROCESSES)

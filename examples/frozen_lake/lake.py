@@ -21,10 +21,12 @@ NUM_WALKS = 4000
 
 
 def show(env: Any, place: int) -> str:
-    """Return the map, on which the player is ``P``."""
+    """Return the map, on which the player is ``P``, and below it the fields to its left, below, right and above."""
     fields = [field.decode() for field in env.unwrapped.desc.flat]
+    around = "".join(fields[neighbour(int(place), move)] for move in MOVES)
     fields[int(place)] = "P"
-    return "\n".join("".join(fields[start : start + SIZE]) for start in range(0, SIZE * SIZE, SIZE))
+    lines = ["".join(fields[start : start + SIZE]) for start in range(0, SIZE * SIZE, SIZE)]
+    return "\n".join([*lines, around])
 
 
 def read(text: str, space: Any) -> int:
@@ -61,7 +63,7 @@ def warm_up(config: rlpipe.Config) -> None:
     rows = Path(str(config.data.path)).read_text().splitlines()
     known = {"".join(json.loads(row)["make"]["desc"]) for row in rows}
     maps = (desc for desc in iter(lambda: random_map(rng), None) if "".join(desc) not in known)
-    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=250)
+    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=400)
 
 
 def random_map(rng: random.Random) -> list[str]:

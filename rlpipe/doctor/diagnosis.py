@@ -78,12 +78,12 @@ def _describe_end(run: Path, steps: list[dict[str, Any]]) -> Iterator[Observatio
     elif outcome.state == INTERRUPTED:
         yield warning("ending", f"after {done}: {outcome.message or 'interrupted'}", AGAIN)
     elif outcome.state == FAILED:
-        yield problem("ending", f"after {done}, {outcome.error}: {outcome.message}", _mend(outcome))
+        yield problem("ending", f"after {done}, {outcome.error}: {outcome.message}", _fix(outcome))
     elif outcome.state == RUNNING:
         yield from _describe_killed(outcome, done)
 
 
-def _mend(outcome: RunOutcome) -> str:
+def _fix(outcome: RunOutcome) -> str:
     message = outcome.message or ""
     if "No space left" in message or "can't be written" in message:
         return f"free space on that disk; then {AGAIN}"

@@ -238,7 +238,7 @@ def from_openenv(
         async def reset(self, row: Mapping[str, Any], seed: int) -> str:
             if read is None and isinstance(self._client, OpenEnvSession):
                 self._fields, self._required = action_fields(await self._client.schema())
-            options = {"seed": row.get("seed", seed), **(row.get("reset") or {})}
+            options = {"seed": seed if row.get("seed") is None else row["seed"], **(row.get("reset") or {})}
             answer = await _awaited(self._client.reset(**options))
             return (show or show_observation)(answer.observation)
 

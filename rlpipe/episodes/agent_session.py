@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain
@@ -28,6 +29,8 @@ REFUSED: Mapping[str, Any] = {
     "best_of": (None, 1),
     "response_format": PLAIN_FORMATS,
     "tool_choice": (None, "auto", "none", "required"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
 }
 """Options of a request that a turn can't have, with the values that it can have.
 
@@ -198,10 +201,7 @@ class AgentSession:
         unknown = {*rewards} - {"", *(answer.id for answer in self._received)}
         if unknown:
             raise RequestRefused(400, "invalid", f"there is no answer {', '.join(map(repr, sorted(unknown)))}")
-        for value in rewards.values():
-            if not _is_finite(value):
-                raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
-        self.rewards = {own: float(value) for own, value in rewards.items()}
+        self.rewards = {own: _finite(value) for own, value in rewards.items()}
         self.is_rewarded = True
 
     def seal(self) -> Episode:
@@ -390,11 +390,14 @@ class AgentSession:
         return self._bridges[key]
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the floats
-        return False
+def _finite(value: Any) -> float:
+    """Return a number of Python, numpy or torch, or a truth value, as a float; raise ``RequestRefused`` for others."""
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, int | float):
+        with suppress(OverflowError):  # an integer beyond the floats
+            if math.isfinite(plain):
+                return float(plain)
+    raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
 
 
 def _has_failed(answer: asyncio.Task[ChatAnswer]) -> bool:

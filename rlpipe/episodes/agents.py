@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -97,7 +98,12 @@ class CommandAgent:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
+        """Make the agent; raise ``ConfigError`` if there is no such program."""
         self._command = list(command)
+        if shutil.which(self._command[0]) is None:
+            raise ConfigError(
+                f"environment.agent: there is no program {self._command[0]}, which the command begins with"
+            )
         self._folder = ScratchFolder("rlpipe-agent-")
 
     async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
@@ -139,14 +145,18 @@ class CommandAgent:
 
 
 def read_reward(output: str) -> Reward:
-    """Return the reward in the last line of a command's output, or None if there is none."""
-    lines = output.strip().splitlines()
+    """Return the reward in the last line of a command's output, or None if there is none.
+
+    It is a number, an object of numbers, or a truth value as JSON or Python writes it.
+    """
+    last = next(reversed(output.strip().splitlines()), "")
+    if last in ("True", "False"):
+        return last == "True"
     try:
-        value = json.loads(lines[-1]) if lines else None
+        value = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number or isinstance(value, dict) else None
+    return value if isinstance(value, int | float | dict) else None
 
 
 def _variables(access: EndpointAccess, folder: str) -> dict[str, str]:

@@ -221,7 +221,7 @@ class ControlTokens:
         if isinstance(value, str):
             return pattern.sub(lambda found: self._stand_in(found.group()), value)
         if isinstance(value, Mapping):
-            return {key: self._hide(own, pattern) for key, own in value.items()}
+            return {self._hide(key, pattern): self._hide(own, pattern) for key, own in value.items()}
         return [self._hide(own, pattern) for own in value] if isinstance(value, list | tuple) else value
 
     def _stand_in(self, token: str) -> str:

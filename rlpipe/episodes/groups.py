@@ -43,6 +43,11 @@ from rlpipe.types import (
 MIN_SIBLINGS = 2
 """Episodes that a group must have left to be trained; a single one has nothing to be compared with."""
 
+NO_REWARD = (
+    "the program gave no reward, and the run has no reward functions: return a number, send POST /v1/reward, or let a "
+    "command print a number as its last line"
+)
+
 
 class SampleTurnOfGroup(Protocol):
     async def __call__(self, request: GroupRequest, deadline: Deadline, /) -> Rollout:
@@ -66,14 +71,21 @@ class GroupPlayer:
         sampling: SamplingConfig,
         sample: SampleTurnOfGroup,
         stop_token_ids: Sequence[int] = (),
+        is_scored: bool = True,
     ) -> None:
-        """Make a player; ``stop_token_ids`` end turns in addition to the tokens at which engines end an answer."""
+        """Make a player; ``stop_token_ids`` end turns in addition to the tokens at which engines end an answer.
+
+        ``is_scored`` says whether the run has reward functions; without any, a program has to give a reward.
+        """
         self._kind, self._config, self._bridge, self._parser, self._sample = kind, config, bridge, parser, sample
         self._max_model_len = max_model_len
         self._sampling = replace(sampling, stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids])
         self._sends_sampling = bool(stop_token_ids)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
+        self._needs_reward = kind.agent is not None and not is_scored
+        self._gives_reward = self._needs_reward
+        """Whether a program has given a reward, so that episodes without one are those in which it could not."""
 
     @property
     def base_url(self) -> str | None:
@@ -105,12 +117,19 @@ class GroupPlayer:
 
         Episodes that failed are left out, or count with a reward of 0, as ``environment.on_error`` says.
         """
+        if request.prompt.images:
+            failure = "the row has images, and episodes have texts only"
+            return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[], failure=failure)
         began = asyncio.get_running_loop().time()
         played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
         episodes = [episode for episode, _ in played]
-        if any(own.is_rewarded and own.failure is None for own in episodes):
-            for own in episodes:  # at a limit, a program may not get to tell a reward; left out, such would never count
-                own.is_rewarded |= own.status is RolloutStatus.TRUNCATED
+        self._gives_reward |= any(own.is_rewarded and own.failure is None for own in episodes)
+        for own in episodes:
+            if own.status is RolloutStatus.TRUNCATED:  # a program may not get to give one; left out, it would not count
+                own.is_rewarded |= self._gives_reward
+            elif self._needs_reward and not own.is_rewarded:
+                own.fail(NO_REWARD)
+                own.is_rewarded = True
         group = RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[])
         group.generate_s = asyncio.get_running_loop().time() - began
         failures = [episode.failure for episode in episodes if episode.failure is not None]
@@ -125,7 +144,7 @@ class GroupPlayer:
             episode_rollout(request, number, episodes[index], has_reward=self._kind.has_reward)
             for number, index in enumerate(kept)
         ]
-        opening = next((own.opening for own in episodes if own.opening), [])
+        opening = next((episodes[index].opening for index in kept if episodes[index].opening), [])
         group.prompt = replace(request.prompt, prompt=opening)
         group.logged = episode_metrics(episodes, [use for _, use in played])
         return group
@@ -227,7 +246,7 @@ def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer,
     chat template.
     """
     environment = config.environment
-    kind = isolate(import_kind(environment), environment)
+    kind = isolate(import_kind(environment), environment, max_outage_s=config.cluster.max_outage_s)
     template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
     end_ids = turn_ends(template, config.data)
@@ -246,6 +265,7 @@ def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer,
         sample=sample,
         # An engine that did not know the end marker, as with a base model, would sample the next message, too.
         stop_token_ids=sorted((end_ids & special) - known),
+        is_scored=bool(config.scoring.rewards),
     )
     notes = [
         f"after {messages} the conversation is rendered anew, as a separate sequence: {reason}"

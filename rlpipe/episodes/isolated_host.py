@@ -32,8 +32,6 @@ from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority
 from rlpipe.scoring.sandbox.sandbox_child import Limits
 from rlpipe.scoring.sandbox.sandbox_server import try_confinement
 
-OUTAGE_S = 600.0
-"""Seconds for which an episode's deadline may be paused, while an engine is replaced."""
 CHECK_S = 5.0
 """Seconds between two checks of an episode's processes and their memory."""
 MAX_START_BYTES = 4096
@@ -46,6 +44,8 @@ class HostSetup:
     """Settings of a host; ``folder`` is the run's working directory, ``scratch`` has its temporary files."""
 
     config: EnvironmentConfig
+    max_outage_s: float
+    """Seconds for which an episode's deadline may be paused, while an engine is replaced."""
     folder: str
     scratch: str
 
@@ -55,6 +55,7 @@ class IsolatedHost:
 
     def __init__(self, setup: HostSetup) -> None:
         config = self._config = setup.config
+        self._max_outage_s = setup.max_outage_s
         self._scratch = setup.scratch
         enter_folder(setup.folder)
         self._kind = import_kind(config)
@@ -78,7 +79,7 @@ class IsolatedHost:
     def _keep(self, control: int, link: int, *, tool: str | None) -> NoReturn:
         """Run one object's process until it ends or is not wanted any more, and tell why it ended."""
         config = self._config
-        time_s = config.timeout_s + OUTAGE_S if tool is None else config.tool_timeout_s
+        time_s = config.timeout_s + self._max_outage_s if tool is None else config.tool_timeout_s
         is_confined = config.isolation == "sandbox"
         limits = Limits(
             # Without a sandbox it serves many episodes, and the process that plays ends it if one takes too long.

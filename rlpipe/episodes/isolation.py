@@ -46,15 +46,16 @@ class Raised(Exception):
     """Raised for what a method raised in its process; the message is the error."""
 
 
-def isolate(kind: EpisodeKind, config: EnvironmentConfig) -> EpisodeKind:
+def isolate(kind: EpisodeKind, config: EnvironmentConfig, *, max_outage_s: float = 0.0) -> EpisodeKind:
     """Return a kind whose environments and functions run in processes of their own, as ``environment.isolation`` says.
 
-    Raises ``ConfigError`` if this machine can't isolate them so.
+    Time in which no engine answers, up to ``max_outage_s``, does not count against an episode's limit. Raises
+    ``ConfigError`` if this machine can't isolate them so.
     """
     plays = isinstance(kind.agent, FunctionAgent)
     if config.isolation == "thread" or not (config.path is not None or kind.tools or plays):
         return kind
-    isolation = Isolation(config)
+    isolation = Isolation(config, max_outage_s)
     return replace(
         kind,
         make=isolation.make_environment if config.path is not None else kind.make,
@@ -66,8 +67,8 @@ def isolate(kind: EpisodeKind, config: EnvironmentConfig) -> EpisodeKind:
 class Isolation:
     """Processes for the environments and tools of a config; raises ``ConfigError`` if they can't be had."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
+    def __init__(self, config: EnvironmentConfig, max_outage_s: float = 0.0) -> None:
+        self._config, self._max_outage_s = config, max_outage_s
         self._idle: dict[str | None, list[ObjectLink]] = {}
         """Processes without an episode or call, by the tool that they serve."""
         self._restarts = threading.Lock()
@@ -138,7 +139,7 @@ class Isolation:
     def _start(self) -> None:
         """Start a host; nothing sees it before it has imported its modules."""
         for _ in range(STARTS):
-            host = _IsolatedHost(self._config)
+            host = _IsolatedHost(self._config, self._max_outage_s)
             found = host.start()
             if "schemas" in found:
                 self._host, self._schemas = host, found["schemas"]
@@ -156,14 +157,16 @@ class Isolation:
 class _IsolatedHost:
     """The process that has imported an environment and tools, and forks one for each episode or call."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
+    def __init__(self, config: EnvironmentConfig, max_outage_s: float) -> None:
+        self._config, self._max_outage_s = config, max_outage_s
         self.scratch = ScratchFolder("rlpipe-episodes-")
         self.process, self._socket = run_server("rlpipe.episodes.isolated_host", kind=socket.SOCK_SEQPACKET)
 
     def start(self) -> dict[str, Any]:
         """Wait for the import, and return what the host says of it; nothing if it died."""
-        setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self.scratch.path)
+        setup = HostSetup(
+            config=self._config, max_outage_s=self._max_outage_s, folder=os.getcwd(), scratch=self.scratch.path
+        )
         self._socket.settimeout(START_TIMEOUT_S)
         try:
             self._socket.send(pickle.dumps(setup))

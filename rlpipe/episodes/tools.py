@@ -129,11 +129,20 @@ class _Locked:
 
 
 async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function or a coroutine function returns; a function runs in a thread, so that it may block."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    found = await asyncio.to_thread(function, *args, **kwargs)
-    return await found if inspect.isawaitable(found) else found
+    """Return what a function or a coroutine function returns; a function runs in a thread, so that it may block.
+
+    Raises ``RuntimeError`` if the function waited for a task that was cancelled, though this one is not.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        found = await asyncio.to_thread(function, *args, **kwargs)
+        return await found if inspect.isawaitable(found) else found
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("it waited for a task that was cancelled") from error
 
 
 def _parse_docstring(text: str) -> tuple[str | None, Mapping[str, str] | None]:
@@ -324,6 +333,9 @@ def as_messages(observation: Observation, what: str) -> ChatMessages:
     if not isinstance(observation, list | tuple) or not all(isinstance(own, Mapping) for own in observation):
         raise TypeError(f"{what} is {observation!r:.100}: give a text or a list of messages")
     messages: ChatMessages = whole_characters([dict(own) for own in observation])
+    for part in (part for own in messages if isinstance(own.get("content"), list) for part in own["content"]):
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise TypeError(f"{what} has a part of type {part['type']!r:.50}: episodes have texts only")
     return messages
 
 

@@ -86,7 +86,7 @@ class Vision:
         index_at = {image.start: index for index, image in enumerate(row.images)}
         spatial = row.position_ids.expand(3, -1).clone()
         for sequence in row.sequences:
-            own = [index_at[patch] for patch in sequence.tolist() if patch in index_at]
+            own = [index_at[token] for token in sequence.tolist() if token in index_at]
             if not own:
                 continue
             indices = torch.from_numpy(sequence).to(spatial.device)

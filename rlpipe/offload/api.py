@@ -67,7 +67,7 @@ def offload(
 
     ``batch`` is a micro batch of the largest size; by default it is one row of ``num_tokens`` that suits the model.
     ``loss_of`` calls the model for a loss, if that does not take the batch as arguments. ``knobs`` fixes some of
-    ``cost.Knobs``; the others are searched. If torch has a process group, the search also chooses whether its ranks
+    ``decision.Knobs``; the others are searched. If torch has a process group, the search also chooses whether its ranks
     share the chunks, unless ``sharing`` (``replicated``, ``sharded``) does. All ranks must call it with the same model.
 
     Raises ``DoesNotFit``, and ``ValueError`` if no batch is known for the model, it returns no loss, or options are

@@ -250,7 +250,7 @@ def describe_problem(setup: EngineSetup, memory: EngineMemory, device: Device) -
 
 MAX_UTILIZATION = 0.95
 """Largest ``gpu_memory_utilization`` proposed; memory that vLLM does not count must fit in the rest."""
-DEVICES_AT_MOST = 8
+MAX_DEVICES = 8
 """Most GPUs per engine that are proposed."""
 COMPLETION_STEP = 64
 """Tokens; proposed completion lengths are multiples of it."""
@@ -328,12 +328,12 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 
 def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
-    """Yield setups with doubled GPUs per engine, up to ``DEVICES_AT_MOST``, if their number divides the heads."""
+    """Yield setups with doubled GPUs per engine, up to ``MAX_DEVICES``, if their number divides the heads."""
     setup = case.setup
     if setup.kind != "vllm" or setup.cpu_kv_bytes is not None or setup.engines_per_device > 1:
         return
     count = setup.num_devices
-    while (count := 2 * count) <= DEVICES_AT_MOST:
+    while (count := 2 * count) <= MAX_DEVICES:
         if case.shape.num_heads % count == 0:
             changed = replace(case, setup=replace(setup, num_devices=count))
             yield f"rollout.tensor_parallel_size={count} rollout.num_gpus={count}", changed
@@ -365,11 +365,11 @@ def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineC
     setup = case.setup
     work = setup.groups_per_engine * setup.group_size
     if speed.running == setup.max_sequences < work:
-        fitting = case.memory.sequences_mean if setup.kind == "vllm" else case.memory.sequences_full
+        capacity = case.memory.sequences_mean if setup.kind == "vllm" else case.memory.sequences_full
         name = "max_num_seqs" if setup.kind == "vllm" else "max_batch_size"
-        changed = replace(case, setup=replace(setup, max_sequences=min(work, fitting)))
+        changed = replace(case, setup=replace(setup, max_sequences=min(work, capacity)))
         if changed.problem is None:
-            yield f"rollout.engine_args.{name}={min(work, fitting)}", changed
+            yield f"rollout.engine_args.{name}={min(work, capacity)}", changed
     if setup.groups_per_step > setup.num_engines and setup.engines_per_device == 1:
         more = replace(setup, num_engines=setup.num_engines + 1)
         yield f"rollout.num_engines={setup.num_engines + 1}", replace(case, setup=more)

@@ -183,7 +183,10 @@ def unplanned_section(kind: str) -> Section:
 def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
     work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
     found = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
-    found |= {"room": asdict(found.pop("budget")), "changes": [remedy.as_json("device_bytes") for remedy in plan.changes]}
+    found |= {
+        "room": asdict(found.pop("budget")),
+        "changes": [remedy.as_json("device_bytes") for remedy in plan.changes],
+    }
     if plan.memory is not None:
         found["memory"] = asdict(plan.memory)
         for name, part in (("device", plan.memory.device), ("host", plan.memory.host)):

@@ -80,7 +80,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
             options["include_dashboard"] = None if cluster.dashboard else False  # True would fail with a minimal Ray
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
             os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
-            # Otherwise Ray shows all GPUs to processes that requested for none, and a run on CPUs would fill the first.
+            # Otherwise Ray shows all GPUs to processes that requested none, and a run on CPUs would fill the first.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         try:
             with preloading.used_by_ray(), private_services() if address is None else nullcontext():
@@ -177,7 +177,7 @@ def start_actor(
     concurrency_groups: Mapping[str, int] | None = None,
     restarts: bool = False,
     repeats_calls: bool = False,
-    beside_driver: bool = False,
+    on_driver_host: bool = False,
     stage: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
@@ -185,7 +185,7 @@ def start_actor(
 
     ``concurrency_groups`` allow further concurrent calls, in addition to ``max_concurrency``. With ``restarts``, Ray
     replaces a dead process by a new one; with ``repeats_calls``, the new one also gets the calls that the dead one had
-    not answered. ``beside_driver`` places the actor on the driver's host, so that the death of another host does not
+    not answered. ``on_driver_host`` places the actor on the driver's host, so that the death of another host does not
     affect it. ``stage`` is the stage of ``rlpipe.preload`` that a local process is forked from.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
@@ -198,7 +198,7 @@ def start_actor(
         options["max_concurrency"] = max_concurrency
     if stage is not None and (variables := preloading.stage_variables(stage)):
         options["runtime_env"] = {"env_vars": dict(variables)}
-    if beside_driver:
+    if on_driver_host:
         # Ray ignores a NodeAffinitySchedulingStrategy if an actor requests no resources.
         options["label_selector"] = own_node()
     if reservation is not None:

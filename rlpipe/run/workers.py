@@ -92,7 +92,7 @@ COORDINATING: dict[str, Any] = {
     "max_concurrency": ASYNC_CALLS,
     "restarts": True,
     "repeats_calls": True,
-    "beside_driver": True,
+    "on_driver_host": True,
 }
 """Options of the actors that coordinate learner ranks and controller."""
 
@@ -180,7 +180,7 @@ def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Itera
         return
     from rlpipe.actors.served import Lease, end_apps, start_serve  # Ray Serve takes a second to import
 
-    lease = start_actor(Lease, Need(name="lease"), beside_driver=True)
+    lease = start_actor(Lease, Need(name="lease"), on_driver_host=True)
     started = start_serve()
     pools = {f"{run.config.name}-{pool.name}-{uuid4().hex[:8]}": pool for pool in served}
     try:
@@ -347,7 +347,7 @@ def start_replay(run: Run) -> ActorHandle:
             run.config.scoring.on_rollouts_scored,
             os.getcwd(),
             restarts=True,
-            beside_driver=True,
+            on_driver_host=True,
         )
         setup = replace(setup, hook=hook)
     return start_actor(ReplayActor, Need(name="replay"), setup, **COORDINATING)

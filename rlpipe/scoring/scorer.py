@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlpipe.configs.schema.rollout_config import RewardConfig
@@ -64,10 +64,15 @@ class TrainerState:
 
 
 class _RewardCall:
-    """Arguments for the rewards of one group, made once for all of them, and their results."""
+    """Arguments for the rewards of one group, made once for all of them, and their results.
+
+    Episodes that failed are left out: they may have said nothing, and get rewards of 0 whatever a function returns.
+    """
 
     def __init__(self, group: RolloutGroup, tokenizer: Tokenizer, num_steps: int) -> None:
-        self.group = group
+        self._scored = [index for index, rollout in enumerate(group) if rollout.status is not RolloutStatus.FAILED]
+        self._num_rollouts = len(group)
+        self.group = group = replace(group, rollouts=[group.rollouts[index] for index in self._scored])
         self.result = GroupScores(group_id=group.group_id)
         self.ran_out: set[str] = set()
         """Rewards that failed for lack of memory."""
@@ -97,6 +102,10 @@ class _RewardCall:
 
     def finish(self) -> GroupScores:
         self.result.metrics = {name: sum(values) / len(values) for name, values in self._logged.items()}
+        if len(self.group) < self._num_rollouts:
+            for name, values in self.result.scores.items():
+                found = dict(zip(self._scored, values, strict=True))
+                self.result.scores[name] = [found.get(index) for index in range(self._num_rollouts)]
         return self.result
 
 
@@ -262,10 +271,13 @@ class Scorer:
         """
         waiting: list[Awaitable[bool]] = []
         calls = [_RewardCall(group, self._tokenizer, self._num_steps) for group in groups]
+        scored = [call for call in calls if len(call.group)]
         for name, reward in self._rewards.items():
-            if reward.together is not None and len(calls) > 1:
-                _score_together(name, reward.together, calls)
+            if reward.together is not None and len(scored) > 1:
+                _score_together(name, reward.together, scored)
         for call in calls:
+            if not len(call.group):
+                call.result.scores = {name: [] for name in self._rewards}
             for name, reward in self._rewards.items():
                 if name not in call.result.scores:
                     waiting += _begin(name, reward, call)

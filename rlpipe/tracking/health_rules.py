@@ -74,7 +74,7 @@ RULES = (
         measure=measures.low_rewards,
         warn=0.15,
         is_above=False,
-        message="the reward {subject} is given to only {value:.0%} of the completions, and has not risen in 50 steps",
+        message="only {value:.0%} of the completions earn the reward {subject}, which did not rise in 50 steps",
         causes="a reward function that does not recognize the answers, or an aim that the policy never reaches",
         fix="the function on its own, with texts of completions.jsonl; partial credit; an example in the prompt",
     ),
@@ -82,7 +82,7 @@ RULES = (
         name="reward_falls",
         measure=measures.lost_reward,
         warn=0.5,
-        message="the reward is below its best by {value:.0%} of its gain, or of its spread if that is larger",
+        message="the reward is below its best by {value:.0%} of its gain, spread or noise, whichever is largest",
         causes="a learning rate that is too high, a single huge update, or rollouts that are too old",
         fix="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr or learner.max_grad_norm, or a "
         "lower replay.max_staleness",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.data.render.messages import content_text
+from rlpipe.data.render.messages import CALLS, REASONING_KEYS, content_text
 from rlpipe.data.row_view import TextPiece, split_row
 from rlpipe.replay.ledger.query import GroupRow, to_tree
 from rlpipe.types import EpisodeTrace, FloatArray, Rollout, RolloutGroup
@@ -67,13 +67,14 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _describe_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+    calls = [call for key in CALLS if message.get(key) for call in _listed(message[key])]
     return {
         "role": str(message.get("role", "")),
         "text": content_text(message.get("content")),
         **({"name": str(message["name"])} if message.get("name") else {}),
         **({"reasoning": str(reasoning)} if reasoning else {}),
-        **({"calls": [*map(_describe_call, _listed(message["tool_calls"]))]} if message.get("tool_calls") else {}),
+        **({"calls": [*map(_describe_call, calls)]} if calls else {}),
         **({"call_id": str(message["tool_call_id"])} if message.get("tool_call_id") else {}),
     }
 
@@ -88,10 +89,11 @@ def _describe_call(call: Any) -> dict[str, Any]:
     function = named if named.get("function") is None else named["function"]
     if not (isinstance(function, Mapping) and {"name", "arguments"} & function.keys()):
         function = {"arguments": call}
+    others = {key: value for key, value in function.items() if key not in ("id", "type", "name", "function")}
     return {
         "id": str(named.get("id") or ""),
         "name": str(function.get("name") or ""),
-        "arguments": function.get("arguments"),
+        "arguments": others.get("arguments", others.get("parameters", others or None)),
     }
 
 

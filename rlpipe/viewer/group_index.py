@@ -115,12 +115,16 @@ class GroupIndex:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection that keeps what was found last, for one thread after the other."""
+        """Yield, to one thread at a time, a connection that keeps what was found last, and sees one state."""
         with self._turn:
             if self._connection is None:
                 self._connection = self.connect()
                 self._connection.execute("CREATE TEMP TABLE found (prompt INTEGER PRIMARY KEY)")
-            yield self._connection
+            self._connection.execute("BEGIN")
+            try:
+                yield self._connection
+            finally:
+                self._connection.execute("COMMIT")
 
     def find_text(self, connection: sqlite3.Connection, text: str) -> int:
         """Put the prompts that have a text, in any case, into the connection's table ``found``; return their number."""

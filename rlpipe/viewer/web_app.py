@@ -33,7 +33,7 @@ LOOK_S = 5.0
 """Seconds from one look for new runs to the next."""
 INDEX_S = 1.0
 """Seconds of indexing one run's groups, after which the other runs are read again."""
-LARGEST_PAGE = 500
+MAX_PAGE = 500
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -148,7 +148,7 @@ class Pages:
         return self._run(query).series.get(query.getlist("name"))
 
     def _groups(self, query: QueryParams) -> Any:
-        size = min(_integer(query, "size") or PAGE, LARGEST_PAGE)
+        size = min(_integer(query, "size") or PAGE, MAX_PAGE)
         return self._run(query).groups(make_query(query), size)
 
     def _group(self, query: QueryParams) -> Any:

@@ -51,6 +51,7 @@ def player_of(
     run_stop: Sequence[str] = (),
     sample: ScriptedTurns | None = None,
     stop_token_ids: Sequence[int] = (),
+    is_scored: bool = True,
     **options: Any,
 ) -> tuple[GroupPlayer, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
@@ -66,6 +67,7 @@ def player_of(
         sampling=SamplingConfig(stop=[*run_stop]),
         sample=turns,
         stop_token_ids=stop_token_ids,
+        is_scored=is_scored,
     )
     return player, turns
 

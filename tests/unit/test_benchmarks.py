@@ -195,9 +195,11 @@ def test_an_example_is_missed_if_it_fails_reaches_too_little_or_is_warned_of() -
         "online_dpo": {**good, "rules": ["entropy_low", "reward_falls"]},
         "orpo": good,
         "math": {"error": "it died"},
+        "images": good | {"metric": "eval/loss", "end": None},
     }
     assert examples.find_missed(results) == {
         "online_dpo": ["entropy_low", "reward_falls"],
         "orpo": ["eval/accuracy 0.85 < 0.9"],
         "math": ["error"],
+        "images": ["eval/loss is not finite"],
     }

@@ -103,7 +103,7 @@ def make_profile(
     ]
     on_the_way = _gradient_bytes(layout, stages, trace.stages) + _gather_bytes(layout, num_parts)
     if num_ranks > 1:
-        on_the_way += _sum_room(layout, inventory, num_parts)
+        on_the_way += _sum_bytes(layout, inventory, num_parts)
     return Profile(
         stages=trace.profiles(),
         chunks=chunks,
@@ -220,7 +220,7 @@ def _gradient_bytes(layout: ChunkLayout, uses: Sequence[dict[int, float]], stage
     return total
 
 
-def _sum_room(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
+def _sum_bytes(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
     """Return the device bytes of the ranks' float32 sums in flight to the host, and of the largest one's input.
 
     Whole sums of float32 gradients lie in the gradients' buffers.

@@ -83,7 +83,7 @@ class Sandbox:
                 answer = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
             self.close()
-            raise SandboxFailed("the server of its sandbox died, and was replaced") from None
+            raise SandboxFailed("the server of its sandbox died; the next call starts another") from None
         except BaseException:  # the rest of this exchange would be taken for the next call's
             self.close()
             raise

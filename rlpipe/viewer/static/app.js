@@ -14,7 +14,7 @@ import { compareView } from "./compare.js";
 const POLL_MS = 2000;
 const VIEWS = { overview: overviewView, groups: groupsView, group: groupView, events: eventsView, parts: partsView, compare: compareView };
 const TABS = [["overview", "Overview"], ["groups", "Groups"], ["events", "Events"], ["parts", "Parts"], ["compare", "Compare"]];
-const MOST_OVERLAID = 8;
+const MAX_OVERLAID = 8;
 
 const context = { runs: [], run: 0, shown: [0], query: {}, view: "overview", go, link, ask: (name, query = {}) => ask(name, { run: context.run, ...query }) };
 let current = null;
@@ -29,9 +29,9 @@ function readAddress() {
   context.query = query;
   context.run = Math.min(Math.max(Number(query.run) || 0, 0), context.runs.length - 1);
   const shown = (query.shown ?? "").split(",").filter(Boolean).map(Number).filter((place) => place in context.runs);
-  const all = context.runs.map((_, place) => place).slice(0, MOST_OVERLAID);
+  const all = context.runs.map((_, place) => place).slice(0, MAX_OVERLAID);
   const overlaid = shown.length ? shown : all;
-  context.shown = overlaid.includes(context.run) ? overlaid : [...overlaid.slice(0, MOST_OVERLAID - 1), context.run];
+  context.shown = overlaid.includes(context.run) ? overlaid : [...overlaid.slice(0, MAX_OVERLAID - 1), context.run];
 }
 
 // The address of a view; what stays the same from view to view is added.

@@ -4,7 +4,7 @@ import { colour, hideTooltip, make, showTooltip } from "./dom.js";
 import { number } from "./format.js";
 
 const HEIGHT = 190;
-const MOST_MARKS = 40;
+const MAX_MARKS = 40;
 const COLOURS = ["series-0", "series-1", "series-2", "series-3", "series-4", "series-5", "series-6", "series-7"];
 
 export function seriesColour(place) {
@@ -253,7 +253,7 @@ function mostImportant(marks) {
   const chosen = [];
   for (const isOf of [({ kind }) => kind === "death", ({ kind }) => kind !== "death" && kind !== "discard", ({ kind }) => kind === "discard"]) {
     const newest = marks.filter(isOf).sort((one, other) => other.time - one.time);
-    chosen.push(...evenly(newest, MOST_MARKS - chosen.length));
+    chosen.push(...evenly(newest, MAX_MARKS - chosen.length));
   }
   return chosen;
 }

@@ -6,7 +6,7 @@ import { forget, keep, recall } from "./storage.js";
 
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
 const PAUSE_MS = 100;
-const MOST_COUNTED = 100000;
+const MAX_COUNTED = 100000;
 const LEFT = "rlpipe-groups-left";  // the address and the page that a group was opened from
 const CHOICES_EVERY = 5;  // refreshes, in a run of many groups, whose states and reasons take long to count
 
@@ -123,7 +123,7 @@ export async function groupsView(body, context) {
       draw();
       const matches = await context.ask("count", query);
       if (own !== asked) return;
-      const many = matches >= MOST_COUNTED && matches < page.num_groups ? "over " : "";
+      const many = matches >= MAX_COUNTED && matches < page.num_groups ? "over " : "";
       status.textContent = `${many}${count(matches)} of ${count(page.num_groups)} groups${places.length ? `, page ${places.length + 1}` : ""}`;
     } catch (error) {
       if (own !== asked) return;
@@ -173,7 +173,7 @@ export async function groupsView(body, context) {
   // A run gets new states and reasons, and its reward functions, while the table is seen already: they are offered
   // once nobody is choosing.
   async function update() {
-    const isDue = !choices.functions.length || page === null || page.num_groups < MOST_COUNTED || refreshes++ % CHOICES_EVERY === 0;
+    const isDue = !choices.functions.length || page === null || page.num_groups < MAX_COUNTED || refreshes++ % CHOICES_EVERY === 0;
     const found = isDue ? await context.ask("choices") : choices;
     if (JSON.stringify(found) !== JSON.stringify(choices) && !form.contains(document.activeElement)) {
       [choices, columns] = [found, columnsFor(found)];

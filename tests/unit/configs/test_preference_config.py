@@ -86,7 +86,6 @@ def test_presets_are_valid(name: str) -> None:
         ([*ONLINE, "algorithm.loss.path=mine.py:f"], "algorithm.loss.path: your function would replace the loss dpo"),
         (["algorithm=reward_model", "algorithm.loss.beta=1"], "algorithm.loss.beta: has no effect with"),
         (["algorithm=reward_model", "algorithm.preference.beta=1"], "preference.beta: has no effect with"),
-        (["algorithm=process_reward_model", "replay.max_staleness=1"], "replay.max_staleness: has no effect"),
         ([*ONLINE, "algorithm.preference.loss=kto"], "kto takes no pairs"),
         ([*ONLINE, "algorithm.loss.beta=0.1"], "algorithm.loss.beta: has no effect on the loss dpo"),
         ([*ONLINE, "algorithm.group_size=1"], "set 2 or more"),

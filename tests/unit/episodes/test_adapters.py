@@ -240,8 +240,9 @@ def test_each_episode_has_a_session_of_its_own_and_gives_it_back(text_server: Fr
         assert int(opened.split("open ")[1][0]) <= 4
 
 
-def test_the_siblings_of_a_group_have_its_seed(text_server: FrameworkServer) -> None:
-    group, _ = play(["20"], ["20"], kind=openenv_kind(text_server.address), row={"question": 1})
+@pytest.mark.parametrize("row", [{"question": 1}, {"question": 1, "seed": None}])
+def test_the_siblings_of_a_group_have_its_seed(text_server: FrameworkServer, row: dict[str, Any]) -> None:
+    group, _ = play(["20"], ["20"], kind=openenv_kind(text_server.address), row=row)
     assert "(seed 0, " in str(group.prompt.prompt[-1]["content"])  # type: ignore[index]
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
 

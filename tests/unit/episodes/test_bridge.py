@@ -142,7 +142,11 @@ def test_special_tokens_in_an_answer_that_is_rendered_anew_are_plain_text(name: 
     planted = "".join(bridge.template.tokenizer.convert_ids_to_tokens(sorted(special)))
 
     def rendered(text: str) -> list[int]:
-        call = {"id": CALL["id"], "type": "function", "function": {"name": f"look{text}", "arguments": {"at": text}}}
+        call = {
+            "id": CALL["id"],
+            "type": "function",
+            "function": {"name": f"look{text}", "arguments": {"at": text, f"in{text}": 1}},
+        }
         said = [{"role": "assistant", "content": f"so{text}"}, {"role": "user", "content": "?", "name": text}]
         called = [{"role": "assistant", "content": None, "tool_calls": [call]}]
         result = [{"role": "tool", "tool_call_id": CALL["id"], "name": f"look{text}", "content": f"{text}."}]

@@ -13,6 +13,7 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+import torch
 from gateway_cases import CALL, LOOK, RULES, Scene, play
 
 from rlpipe.episodes.agent_session import ChatQuestion
@@ -155,6 +156,7 @@ def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
     ("more", "words"),
     [
         ({"n": 2}, "n=2 is not supported"),
+        ({"functions": [{"name": "look"}]}, "functions=.* is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
         ({"tools": [LOOK], "tool_choice": LOOK}, "tool_choice={'type': 'function', .* is not supported"),
         ({"messages": []}, "at least one message"),
@@ -446,6 +448,7 @@ def test_rewards_belong_to_answers_or_to_the_episode() -> None:
                 ({ids[0]: 0.5, ids[1]: 2}, 200),
                 ({"other": 1}, 400),
                 ("x", 400),
+                (None, 400),
                 (float("nan"), 400),
                 (10**400, 400),
             ):
@@ -454,6 +457,16 @@ def test_rewards_belong_to_answers_or_to_the_episode() -> None:
 
     episode, _ = play(Scene(["x", "y"]), program)
     assert episode.turn_rewards == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1), np.bool_(True), torch.tensor(1.0)])
+def test_a_reward_may_be_any_kind_of_number(reward: Any) -> None:
+    async def program(scene: Scene) -> None:
+        await scene.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}])
+        scene.session.set_reward(reward)
+
+    episode, _ = play(Scene(["x"]), program)
+    assert episode.turn_rewards == [1.0]
 
 
 def test_rewards_of_no_answer_at_all_are_0() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import openai
 import psutil
 import pytest
 from episode_cases import CALL, Guess
-from player_cases import DATA, KIND, TEMPLATES, agent_kind, play
+from player_cases import DATA, KIND, TEMPLATES, agent_kind, play, player_of, request_of
 from template_cases import made_tokenizer
 from transformers import AutoTokenizer
 
@@ -36,7 +37,7 @@ from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.types import NO_TURN, RolloutStatus
+from rlpipe.types import NO_TURN, PlacedImage, RolloutGroup, RolloutStatus
 
 
 def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:
@@ -159,6 +160,61 @@ def give_up_on_long_games(row: dict[str, Any], episode: EndpointAccess) -> float
 def test_a_truncated_episode_counts_as_0_alongside_rewarded_ones() -> None:
     group, _ = play(["1"] * 9, ["20"], kind=agent_kind(f"{__file__}:give_up_on_long_games"), max_turns=3)
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0]
+
+
+def test_once_a_program_has_given_a_reward_all_its_truncated_episodes_count() -> None:
+    player, _ = player_of([["1"] * 9, ["20", *["1"] * 9]], kind=agent_kind(f"{__file__}:solve"), max_turns=3)
+
+    async def run() -> list[RolloutGroup]:
+        await player.start()
+        return [await player.play(request_of({"number": number}, group_size=2)) for number in (20, 99)]
+
+    rewards = [[own.episode.reward for own in group if own.episode] for group in asyncio.run(run())]
+    assert rewards == [[0.0, 1.0], [0.0, 0.0]]
+
+
+async def wait_for_a_cancelled_task(row: dict[str, Any], episode: EndpointAccess) -> float:
+    """Play, and wait for a task that the program itself has cancelled."""
+    client = openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+    (task := asyncio.create_task(asyncio.sleep(1000))).cancel()
+    await task
+    return 1.0
+
+
+def test_a_program_that_waits_for_a_cancelled_task_has_failed() -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind(f"{__file__}:wait_for_a_cancelled_task"), on_error="zero")
+    assert [(own.status, own.episode.reward) for own in group if own.episode] == [(RolloutStatus.FAILED, 0.0)] * 2
+
+
+class CancelledGame(Guess):
+    async def step(self, action: str) -> Step:
+        raise asyncio.CancelledError
+
+
+def test_an_environment_that_waits_for_a_cancelled_task_has_failed() -> None:
+    group, _ = play(["1"], ["2"], kind=EpisodeKind(make=CancelledGame, tools=[], has_reward=True))
+    assert "it waited for a task that was cancelled" in (group.failure or "")
+
+
+def test_rows_with_images_are_refused() -> None:
+    player, _ = player_of([["1"], ["2"]], kind=KIND)
+    request = request_of({}, group_size=2)
+    prompt = replace(request.prompt, images=(PlacedImage(content=b"", start=0, num_tokens=1),))
+    assert (
+        asyncio.run(player.play(replace(request, prompt=prompt))).failure
+        == "the row has images, and episodes have texts only"
+    )
+
+
+class Painted(Guess):
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        return [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "x.png"}]}]
+
+
+def test_observations_with_images_are_refused() -> None:
+    group, _ = play(["1"], ["2"], kind=EpisodeKind(make=Painted, tools=[], has_reward=True))
+    assert "reset's observation has a part of type 'image': episodes have texts only" in (group.failure or "")
 
 
 SENDS_ITS_REWARD = """
@@ -334,13 +390,23 @@ def test_a_program_without_a_reward_is_scored_by_functions() -> None:
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [None, None]
 
 
+def test_without_reward_functions_a_program_must_give_a_reward() -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind(f"{__file__}:ask_once"), is_scored=False)
+    assert "the program gave no reward, and the run has no reward functions" in (group.failure or "")
+    group, _ = play(["1"] * 9, ["20"], kind=agent_kind(f"{__file__}:solve"), max_turns=3, is_scored=False)
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0]
+
+
 def test_a_program_that_never_asks_fails_its_episode() -> None:
     group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", "print(1.0)"]}))
     assert group.failure is not None
     assert "it ended without a turn of the policy (done)" in group.failure
 
 
-@pytest.mark.parametrize("agent", [5, {"command": []}, {"command": "ls"}, {"other": 1}, [1], "no_module:f"])
+@pytest.mark.parametrize(
+    "agent",
+    [5, {"command": []}, {"command": "ls"}, {"command": ["no-such-program", "x"]}, {"other": 1}, [1], "no_module:f"],
+)
 def test_what_is_no_program_is_refused_by_name(agent: Any) -> None:
     with pytest.raises(ConfigError, match=r"environment\.agent"):
         import_kind(EnvironmentConfig(agent=agent))
@@ -353,7 +419,9 @@ def test_what_is_no_program_is_refused_by_name(agent: Any) -> None:
         ("x\n0.5\n", 0.5),
         ('{"a": 1}', {"a": 1}),
         ("", None),
-        ("true", None),
+        ("true", True),
+        ("False", False),
+        ("Reward: 1.0", None),
         ("done", None),
         ("[" * 9999, None),
     ],

@@ -570,6 +570,17 @@ def test_an_episode_that_failed_has_no_reward_for_what_it_said() -> None:
     assert [rollout.reward for rollout in group] == [0.0, 0.5]
 
 
+def test_reward_functions_do_not_see_episodes_that_failed() -> None:
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    groups = [make_group("a", "bb", "ccc"), make_group("a"), make_group("a")]
+    groups[0].rollouts[1].status = groups[1].rollouts[0].status = RolloutStatus.FAILED
+    found = Scorer({"length": RewardConfig()}, CharacterTokenizer(), {"length": length}).score(groups)
+    assert [own.scores for own in found] == [{"length": [1.0, None, 3.0]}, {"length": [None]}, {"length": [1.0]}]
+    assert not any(own.failures for own in found)
+
+
 @pytest.fixture
 def failing() -> tuple[RolloutGroup, list[GroupScores]]:
     return make_group("a", "b"), [GroupScores(group_id=5, scores={"x": [1.0, 0.0]}, failures={"y": "Oops: broken"})]

@@ -193,8 +193,8 @@ def test_each_low_reward_function_is_named_and_recovers_alone() -> None:
     assert [(finding.rule, finding.subject) for finding in found] == [
         *(("low_reward", "format"), ("low_reward", "accuracy"), ("low_reward", "format"))
     ]
-    assert "the reward format is given to only 5% of the completions" in found[0].message
-    assert "the reward accuracy is given to only 4% of the completions" in found[1].message
+    assert "only 5% of the completions earn the reward format" in found[0].message
+    assert "only 4% of the completions earn the reward accuracy" in found[1].message
     assert found[2].message == "low_reward of format has recovered: 0.253 (warns from 0.15)"
     watch = HealthWatch(make_config(), run_with(values))
     assert watch.tripped == [("low_reward", "accuracy")]

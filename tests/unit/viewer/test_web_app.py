@@ -197,6 +197,9 @@ def test_one_group_is_shown_with_all_that_the_ledger_has(tmp_path: Path) -> None
         ({"function": None}, ("", "", {"function": None})),
         ({"function": "search", "id": "c1"}, ("c1", "", {"function": "search", "id": "c1"})),
         ("search(1)", ("", "", "search(1)")),
+        ({"name": "search", "parameters": {"q": 1}}, ("", "search", {"q": 1})),
+        ({"id": "c1", "type": "tool_use", "name": "f", "input": {"q": 1}}, ("c1", "f", {"input": {"q": 1}})),
+        ({"name": "now"}, ("", "now", None)),
         (None, ("", "", None)),
     ],
 )
@@ -204,7 +207,14 @@ def test_tool_calls_of_any_form_are_shown(call: Any, shown: tuple[str, str, Any]
     (message,) = messages_of([{"role": "assistant", "tool_calls": [call]}])
     assert message["calls"] == [dict(zip(("id", "name", "arguments"), shown, strict=True))]
     if call is not None:  # a list that is missing around one call
-        assert messages_of([{"role": "assistant", "tool_calls": call}])[0]["calls"] == message["calls"]
+        for key in ("tool_calls", "function_call"):
+            assert messages_of([{"role": "assistant", key: call}])[0]["calls"] == message["calls"]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_shown_under_any_of_its_names(key: str) -> None:
+    (message,) = messages_of([{"role": "assistant", "content": "", "reasoning_content": None, key: "hmm"}])
+    assert message["reasoning"] == "hmm"
 
 
 def test_long_completions_are_cut_until_they_are_asked_for(client: TestClient) -> None:

@@ -25,7 +25,7 @@ from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.translation import translate, translate_setting, write
 
-FOLDER = Path(__file__).with_name("examples")
+FOLDER = Path(__file__).with_name("foreign") / "examples"
 RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.rglob("*.*"))}
 CALLS = ("Config", "Trainer", "load_dataset", "from_pretrained")
 EXPECTED: Mapping[str, Mapping[str, Any]] = {
@@ -808,7 +808,7 @@ def test_files_that_cannot_be_chosen_are_reported(entry: str, is_reported: bool,
         notes = translate(read_foreign(tmp_path / "run.yaml", system=system)).notes
         reasons = [reason for setting, reason in notes if setting.startswith("data_files: ")]
         assert len(reasons) == is_reported, notes
-        assert all("fetch them, and set data.path" in reason for reason in reasons)
+        assert all("set data.path to their folder or a pattern" in reason for reason in reasons)
 
 
 def test_a_number_that_differs_from_the_batch_names_it(tmp_path: Path) -> None:
@@ -860,7 +860,7 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_example_of_the_docs_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "importing.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
     script = page.split("For example, this script\n\n```bash\n")[1].partition("```")[0]
     (tmp_path / "train.sh").write_text(script)
     assert main(["import", str(tmp_path / "train.sh")]) == 0
