@@ -27,6 +27,8 @@ class EpisodeSetup:
     """Settings of a process that plays episodes; ``folder`` is the driver's working directory."""
 
     config: Config
+    is_scored: bool
+    """Whether the run has reward functions."""
     engines: Mapping[str, ActorHandle]
     folder: str
 
@@ -56,7 +58,7 @@ class EpisodeActor:
         start_reaper()  # of programs, servers of tools, and what environments start
         threads = THREADS_PER_EPISODE * setup.config.environment.concurrency
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="episode"))
-        player, messages = open_player(setup.config, self._client.sample)
+        player, messages = open_player(setup.config, self._client.sample, is_scored=setup.is_scored)
         await player.start()
         self._player = player
         self._started.set()

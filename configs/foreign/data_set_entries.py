@@ -115,7 +115,7 @@ def unread_files(values: ForeignValues) -> list[tuple[str, str]]:
     """Return the files of data sets that a run reads alone, where rlpipe can't select them, with the reason."""
     chosen = [(entry.get("path"), entry.get("data_files")) for entry in _entries(values)]
     return [
-        (f"data_files: {files}", LISTED_FILES if path in LOADERS else SELECTED_FILES)
+        (f"data_files: {files}", LISTED_FILES if isinstance(path, str) and path in LOADERS else SELECTED_FILES)
         for path, files in chosen
         if not (files is None or isinstance(files, Computed) or (isinstance(files, str) and path in LOADERS))
     ]

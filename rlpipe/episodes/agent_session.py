@@ -160,9 +160,13 @@ class ChatAnswer:
 @dataclass(slots=True)
 class _Asked:
     answer: asyncio.Task[ChatAnswer]
-    listens: Callable[[], bool]
-    """Whether the program still waits for the answer."""
-    is_received: bool = field(default=False)
+    listeners: list[Callable[[], bool]] = field(default_factory=list)
+    """For each request that is to get the answer, whether the program still waits for it."""
+    num_received: int = 0
+
+    @property
+    def is_given_up(self) -> bool:
+        return not self.num_received and not any(listens() for listens in self.listeners)
 
 
 class AgentSession:
@@ -239,18 +243,18 @@ class AgentSession:
             raise RequestRefused(409, "sealed", "the episode is over")
         equal = self._asked.setdefault(question.digest, [])
         known = [asked for asked in reversed(equal) if not _has_failed(asked.answer)]
-        asked = next((asked for asked in known if not (asked.is_received or asked.listens())), None)
+        asked = next((asked for asked in known if asked.is_given_up), None)
         if asked is None and is_retry and equal and not _has_failed(equal[-1].answer):  # else it was an earlier one's
             asked = equal[-1]
         if asked is None:
-            asked = _Asked(asyncio.ensure_future(self._answer(question)), listens)
+            asked = _Asked(asyncio.ensure_future(self._answer(question)))
             equal.append(asked)
-        asked.listens = listens
+        asked.listeners.append(listens)
         return await asyncio.shield(asked.answer)
 
     def received(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Add an answer to the graph, as the program receives it; the next request may come before it all is sent."""
-        self._request(question, answer).is_received = True
+        self._request(question, answer).num_received += 1
         if answer.node is not None or self._is_sealed:
             return
         begins = answer.continuation.node
@@ -270,10 +274,13 @@ class AgentSession:
         answer.node.is_whole = answer.is_whole
 
     def lost(self, question: ChatQuestion, answer: ChatAnswer) -> None:
-        """Take an answer back that did not reach the program; if it asks again, it gets the same one."""
+        """Take an answer back that no request has brought to the program; if it asks again, it gets the same one."""
         if answer.node is None or self._is_sealed or answer.node not in self.episode.graph.leaves:
             return
-        self._request(question, answer).is_received = False
+        asked = self._request(question, answer)
+        asked.num_received -= 1
+        if asked.num_received:
+            return
         self.episode.graph.remove_turn(answer.node)
         self._known.clear()  # its keys are ids of objects, which other objects may get later
         self._received.remove(answer)
@@ -392,7 +399,7 @@ class AgentSession:
 
 def _finite(value: Any) -> float:
     """Return a number of Python, numpy or torch, or a truth value, as a float; raise ``RequestRefused`` for others."""
-    plain = value.item() if hasattr(value, "item") else value
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(plain, int | float):
         with suppress(OverflowError):  # an integer beyond the floats
             if math.isfinite(plain):

@@ -92,17 +92,18 @@ class AgentFailed(Exception):
 class CommandAgent:
     """A command that gets the row as JSON on standard input, and the gateway in ``OPENAI_BASE_URL`` and ``_API_KEY``.
 
-    Its reward is the last line of its output, if that is a number or an object of numbers. It runs in a session of its
-    own, with few variables and a temporary folder as its home. When it has ended, or takes too long, all that it has
-    started is killed; a process that leaves its session and drops the episode's key from its environment is missed.
+    Its reward is the last line of its output, if that is a number, a truth value or an object of numbers. It runs in a
+    session of its own, with few variables and a temporary folder as its home. When it has ended, or takes too long,
+    all that it has started is killed; a process that leaves its session and drops the episode's key from its
+    environment is missed.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Make the agent; raise ``ConfigError`` if there is no such program."""
+        """Make the agent; raise ``ConfigError`` if there is no such program, or it may not be executed."""
         self._command = list(command)
         if shutil.which(self._command[0]) is None:
             raise ConfigError(
-                f"environment.agent: there is no program {self._command[0]}, which the command begins with"
+                f"environment.agent: there is no executable program {self._command[0]}, which the command begins with"
             )
         self._folder = ScratchFolder("rlpipe-agent-")
 

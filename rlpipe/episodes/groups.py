@@ -84,8 +84,6 @@ class GroupPlayer:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
         self._needs_reward = kind.agent is not None and not is_scored
-        self._gives_reward = self._needs_reward
-        """Whether a program has given a reward, so that episodes without one are those in which it could not."""
 
     @property
     def base_url(self) -> str | None:
@@ -119,14 +117,16 @@ class GroupPlayer:
         """
         if request.prompt.images:
             failure = "the row has images, and episodes have texts only"
+            if self._config.on_error == "raise":
+                raise EnvironmentFailed(f"group {request.group_id} can't be played: {failure}")
             return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[], failure=failure)
         began = asyncio.get_running_loop().time()
         played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
         episodes = [episode for episode, _ in played]
-        self._gives_reward |= any(own.is_rewarded and own.failure is None for own in episodes)
+        gives_reward = self._needs_reward or any(own.is_rewarded and own.failure is None for own in episodes)
         for own in episodes:
             if own.status is RolloutStatus.TRUNCATED:  # a program may not get to give one; left out, it would not count
-                own.is_rewarded |= self._gives_reward
+                own.is_rewarded |= gives_reward
             elif self._needs_reward and not own.is_rewarded:
                 own.fail(NO_REWARD)
                 own.is_rewarded = True
@@ -239,9 +239,10 @@ class GroupPlayer:
         return session.seal()
 
 
-def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer, list[str]]:
+def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = True) -> tuple[GroupPlayer, list[str]]:
     """Return a player of a config's environment, and what the user should know of its limits and the chat template.
 
+    ``is_scored`` says whether the run has reward functions, from the config or from the caller.
     Raises ``ConfigError`` if the environment, a tool or the parser can't be used, and ``DataError`` if the model has no
     chat template.
     """
@@ -265,7 +266,7 @@ def open_player(config: Config, sample: SampleTurnOfGroup) -> tuple[GroupPlayer,
         sample=sample,
         # An engine that did not know the end marker, as with a base model, would sample the next message, too.
         stop_token_ids=sorted((end_ids & special) - known),
-        is_scored=bool(config.scoring.rewards),
+        is_scored=is_scored,
     )
     notes = [
         f"after {messages} the conversation is rendered anew, as a separate sequence: {reason}"

@@ -25,7 +25,7 @@ from rlpipe.common.imports import describe_error, enter_folder
 from rlpipe.common.temporary_folders import remove_folder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
-from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_step, as_text, cut_off
+from rlpipe.episodes.tools import Environment, InvalidArguments, Step, Tool, as_step, as_text, cut_off, uncancelled
 from rlpipe.errors import InputError
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority
@@ -156,7 +156,7 @@ class ServedObject:
                 self._tools = {own.name: own for own in self._environment.tools()}
             value = getattr(self._environment, name)(*arguments)
             if asyncio.iscoroutine(value):
-                value = await value
+                value = await uncancelled(value)
             if name == "step":
                 as_step(value)
             if name == "close":

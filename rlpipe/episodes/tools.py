@@ -129,15 +129,21 @@ class _Locked:
 
 
 async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function or a coroutine function returns; a function runs in a thread, so that it may block.
+    """Return what a function or a coroutine function returns; a function runs in a thread, so that it may block."""
+    if inspect.iscoroutinefunction(function):
+        return await uncancelled(function(*args, **kwargs))
+    found = await asyncio.to_thread(function, *args, **kwargs)
+    return await uncancelled(found) if inspect.isawaitable(found) else found
 
-    Raises ``RuntimeError`` if the function waited for a task that was cancelled, though this one is not.
+
+async def uncancelled(coroutine: Awaitable[Any]) -> Any:
+    """Return what a user's coroutine returns.
+
+    Raises ``RuntimeError`` if it waited for a task that was cancelled, while the one that it runs in is not: the code
+    that plays episodes would end without an error.
     """
     try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        found = await asyncio.to_thread(function, *args, **kwargs)
-        return await found if inspect.isawaitable(found) else found
+        return await coroutine
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -334,8 +340,8 @@ def as_messages(observation: Observation, what: str) -> ChatMessages:
         raise TypeError(f"{what} is {observation!r:.100}: give a text or a list of messages")
     messages: ChatMessages = whole_characters([dict(own) for own in observation])
     for part in (part for own in messages if isinstance(own.get("content"), list) for part in own["content"]):
-        if isinstance(part, Mapping) and part.get("type", "text") != "text":
-            raise TypeError(f"{what} has a part of type {part['type']!r:.50}: episodes have texts only")
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise TypeError(f"{what} has the part {part!r:.50}: episodes have texts only")
     return messages
 
 

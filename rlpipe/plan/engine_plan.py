@@ -365,16 +365,16 @@ def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineC
     setup = case.setup
     work = setup.groups_per_engine * setup.group_size
     if speed.running == setup.max_sequences < work:
-        capacity = case.memory.sequences_mean if setup.kind == "vllm" else case.memory.sequences_full
+        fitting = case.memory.sequences_mean if setup.kind == "vllm" else case.memory.sequences_full
         name = "max_num_seqs" if setup.kind == "vllm" else "max_batch_size"
-        changed = replace(case, setup=replace(setup, max_sequences=min(work, capacity)))
+        changed = replace(case, setup=replace(setup, max_sequences=min(work, fitting)))
         if changed.problem is None:
-            yield f"rollout.engine_args.{name}={min(work, capacity)}", changed
+            yield f"rollout.engine_args.{name}={min(work, fitting)}", changed
     if setup.groups_per_step > setup.num_engines and setup.engines_per_device == 1:
         more = replace(setup, num_engines=setup.num_engines + 1)
         yield f"rollout.num_engines={setup.num_engines + 1}", replace(case, setup=more)
-    fitting = ((text, changed) for text, changed in _more_devices(case) if changed.problem is None)
-    yield from islice(fitting, 1)
+    possible = ((text, changed) for text, changed in _more_devices(case) if changed.problem is None)
+    yield from islice(possible, 1)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -184,7 +184,7 @@ def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
     work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
     found = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
     found |= {
-        "room": asdict(found.pop("budget")),
+        "room": asdict(found.pop("budget")),  # scripts read this key
         "changes": [remedy.as_json("device_bytes") for remedy in plan.changes],
     }
     if plan.memory is not None:

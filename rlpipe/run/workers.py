@@ -43,6 +43,7 @@ from rlpipe.run.prepare import ResumePoint, RewardLike, Run
 from rlpipe.run.scoring_pools import LearnerPool, ScorerPool, ScoringPool, Spawn
 from rlpipe.scoring.pools import FEATURE_PATH, RewardPool, resolve_pools, split_learner
 from rlpipe.scoring.processes import MemoryLimit
+from rlpipe.scoring.rewards import ENVIRONMENT_PATH
 from rlpipe.tracking.phases import PHASES
 
 if TYPE_CHECKING:
@@ -285,7 +286,12 @@ def start_episodes(
     run: Run, needs: Sequence[Need], reservation: Reservation, engines: Mapping[str, ActorHandle]
 ) -> EpisodePool:
     """Start the processes that play episodes, without waiting until they are ready."""
-    setup = EpisodeSetup(config=replace(run.config, model=run.model), engines=engines, folder=os.getcwd())
+    setup = EpisodeSetup(
+        config=replace(run.config, model=run.model),
+        is_scored=any(reward.path != ENVIRONMENT_PATH for reward in run.rewards.values()),
+        engines=engines,
+        folder=os.getcwd(),
+    )
     processes = {
         need.name: start_actor(
             EpisodeActor, need, need.name, setup, reservation=reservation, max_concurrency=ASYNC_CALLS, restarts=True

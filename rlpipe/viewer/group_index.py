@@ -124,7 +124,8 @@ class GroupIndex:
             try:
                 yield self._connection
             finally:
-                self._connection.execute("COMMIT")
+                if self._connection.in_transaction:  # SQLite has ended it after some errors
+                    self._connection.execute("COMMIT")
 
     def find_text(self, connection: sqlite3.Connection, text: str) -> int:
         """Put the prompts that have a text, in any case, into the connection's table ``found``; return their number."""

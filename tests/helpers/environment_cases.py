@@ -73,6 +73,11 @@ async def solve(row: Mapping[str, Any], episode: Any) -> float:
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 
 
+async def talk(row: Mapping[str, Any], episode: Any) -> None:
+    """Talk as ``solve`` does, without a reward."""
+    await solve(row, episode)
+
+
 class MultiplyTwice:
     """Read two turns as calls of ``multiply``, and the third as the answer, in the form that it is asked in.
 

@@ -17,7 +17,7 @@ COMMANDS = {
     "examples": ("sft", "--set", "algorithm.num_steps=2", "learner.schedule.warmup_steps=0"),
     "host_adam": ("--elements", "65536", "--steps", "3", "--sides", "torch"),
     "kernels": (
-        *("--cases", "head", "rows", "lora", "features", "--sides", "rlpipe", "torch", "trl", "peft"),
+        *("--cases", "head", "rows", "lora", "features", "--sides", "rlpipe", "trl", "peft"),
         *("--tokens", "64", "--vocabulary", "512", "--hidden", "32", "--chunk-tokens", "16", "--layer", "32"),
         *("--sequence", "16", "--turns", "2"),
     ),

@@ -104,6 +104,24 @@ def test_custom_reward_in_python(tiny_policy: Path, tmp_path: Path) -> None:
     assert all({"rewards/alphabet/mean", "rewards/Novelty/mean"} <= step.keys() for step in trained_steps(tmp_path))
 
 
+ENVIRONMENTS = {
+    **dict.fromkeys(("guess", "tictactoe", "calculator", "frozen_lake"), ()),
+    "guess, as an agent": ("environment.path=null", "environment.agent=examples/guess/agent.py:solve"),
+    "guess, with the template's history": ("environment.history=template", "weights.on_update=inflight"),
+}
+"""Options by example, which the name begins with."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_environments(name: str, tiny_policy: Path, tmp_path: Path) -> None:
+    example = f"examples/{name.partition(',')[0]}/run.yaml"
+    options = [*SMALL_GROUPS, "rollout=hf", "data.held_out.size=4", *ENVIRONMENTS[name]]
+    steps = run(tmp_path, tiny_policy, "--config", example, *options)
+    assert [step["episodes/failed"] for step in steps] == [0, 0]
+    assert all(np.isfinite(step["reward"]) for step in steps)
+
+
 @pytest.mark.slow
 def test_own_data(tiny_policy: Path, tmp_path: Path) -> None:
     steps = run(tmp_path, tiny_policy, "--config", "examples/own_data/run.yaml", *SMALL_GROUPS, "rollout=hf")

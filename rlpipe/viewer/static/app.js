@@ -98,16 +98,20 @@ async function draw() {
   try {
     const made = await VIEWS[context.view](body, context);
     if (own !== generation) { made?.close?.(); return; }
-    [current, problem] = [made, null];
-    fill(main, exported && exportNotice(), body);
+    current = made;
+    if (problem === null) fill(main, exported && exportNotice(), body);
+    else main.append(body);  // a screen reader would say the problem again if it were drawn again
     await current?.shown?.();
     if (own !== generation) return;
+    if (problem !== null) fill(main, exported && exportNotice(), body);
+    problem = null;
     main.dataset.view = context.view;
   } catch (error) {
     if (own !== generation) return;
     current?.close?.();
     current = null;
-    if (error.message === problem) return;  // a screen reader would say it again
+    body.remove();
+    if (error.message === problem) return;
     problem = error.message;
     fill(main, exported && exportNotice(), notice(problem, "bad"));
     main.dataset.view = `${context.view} failed`;

@@ -797,6 +797,7 @@ def test_a_part_of_a_file_that_is_left_out_is_reported(tmp_path: Path) -> None:
         ("{path: someone/rows, data_files: part.jsonl}", True),
         ("{path: someone/rows, data_files: [part.jsonl, more.jsonl]}", True),
         ("{path: json, data_files: [part.jsonl, more.jsonl]}", True),
+        ("{path: [json], data_files: [part.jsonl]}", True),
         ("{path: json, data_files: part.jsonl}", False),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gateway_cases import CALL, LOOK, RULES, Scene, play
 
-from rlpipe.episodes.agent_session import ChatQuestion
+from rlpipe.episodes.agent_session import ChatQuestion, RequestRefused
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import MAX_CALLS
 from rlpipe.episodes.session import Rules, SampledTurn
@@ -271,6 +271,21 @@ def test_a_client_that_gives_up_and_asks_again_gets_the_turn_that_was_sampled() 
     assert len(scene.contexts) == len(episode.graph.turns) == 1
 
 
+def test_an_answer_is_lost_only_if_none_of_its_requests_brings_it() -> None:
+    async def program(scene: Scene) -> list[int]:
+        session, question = scene.session, ChatQuestion.parse({"messages": [{"role": "user", "content": "x"}]})
+        answer, again = await asyncio.gather(*(session.ask(question, is_retry=retry) for retry in (False, True)))
+        assert answer is again
+        counts = []
+        for call in (session.received, session.received, session.lost, session.lost):
+            call(question, answer)
+            counts.append(len(session.episode.graph.turns))
+        return counts
+
+    _, counts = play(Scene(["North."]), program)
+    assert counts == [1, 1, 1, 0]
+
+
 def test_a_retry_among_equal_questions_gets_the_turn_that_was_given_up() -> None:
     async def program(scene: Scene) -> list[str | None]:
         body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
@@ -467,6 +482,15 @@ def test_a_reward_may_be_any_kind_of_number(reward: Any) -> None:
 
     episode, _ = play(Scene(["x"]), program)
     assert episode.turn_rewards == [1.0]
+
+
+@pytest.mark.parametrize("reward", [np.ones(2), torch.ones(1), "1", None, 10**400])
+def test_a_reward_is_nothing_else(reward: Any) -> None:
+    async def program(scene: Scene) -> None:
+        with pytest.raises(RequestRefused, match="is not a finite number"):
+            scene.session.set_reward(reward)
+
+    play(Scene([]), program)
 
 
 def test_rewards_of_no_answer_at_all_are_0() -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.types import NO_TURN, PlacedImage, RolloutGroup, RolloutStatus
+from rlpipe.types import NO_TURN, PlacedImage, RolloutStatus
 
 
 def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:
@@ -162,17 +162,6 @@ def test_a_truncated_episode_counts_as_0_alongside_rewarded_ones() -> None:
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0]
 
 
-def test_once_a_program_has_given_a_reward_all_its_truncated_episodes_count() -> None:
-    player, _ = player_of([["1"] * 9, ["20", *["1"] * 9]], kind=agent_kind(f"{__file__}:solve"), max_turns=3)
-
-    async def run() -> list[RolloutGroup]:
-        await player.start()
-        return [await player.play(request_of({"number": number}, group_size=2)) for number in (20, 99)]
-
-    rewards = [[own.episode.reward for own in group if own.episode] for group in asyncio.run(run())]
-    assert rewards == [[0.0, 1.0], [0.0, 0.0]]
-
-
 async def wait_for_a_cancelled_task(row: dict[str, Any], episode: EndpointAccess) -> float:
     """Play, and wait for a task that the program itself has cancelled."""
     client = openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key)
@@ -187,13 +176,26 @@ def test_a_program_that_waits_for_a_cancelled_task_has_failed() -> None:
     assert [(own.status, own.episode.reward) for own in group if own.episode] == [(RolloutStatus.FAILED, 0.0)] * 2
 
 
-class CancelledGame(Guess):
-    async def step(self, action: str) -> Step:
-        raise asyncio.CancelledError
+CANCELLED = """
+import asyncio, rlpipe
+
+class Cancelled(rlpipe.Environment):
+    def reset(self, row, seed):
+        return "Wait."
+
+    async def step(self, action):
+        (task := asyncio.create_task(asyncio.sleep(1000))).cancel()
+        await task
+"""
 
 
-def test_an_environment_that_waits_for_a_cancelled_task_has_failed() -> None:
-    group, _ = play(["1"], ["2"], kind=EpisodeKind(make=CancelledGame, tools=[], has_reward=True))
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_environment_that_waits_for_a_cancelled_task_has_failed(isolation: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CANCELLED)
+    options = {"path": f"{tmp_path}/own.py:Cancelled", "isolation": isolation}
+    kinds = isolated(**options) if isolation == "process" else nullcontext(import_kind(EnvironmentConfig(**options)))
+    with kinds as kind:
+        group, _ = play(["1"], ["2"], kind=kind)
     assert "it waited for a task that was cancelled" in (group.failure or "")
 
 
@@ -209,12 +211,13 @@ def test_rows_with_images_are_refused() -> None:
 
 class Painted(Guess):
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        return [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "x.png"}]}]
+        return [{"role": "user", "content": [{"type": "text", "text": "?"}, row["part"]]}]
 
 
-def test_observations_with_images_are_refused() -> None:
-    group, _ = play(["1"], ["2"], kind=EpisodeKind(make=Painted, tools=[], has_reward=True))
-    assert "reset's observation has a part of type 'image': episodes have texts only" in (group.failure or "")
+@pytest.mark.parametrize("part", [{"type": "image", "image": "x.png"}, {"image": "x.png"}, "x"])
+def test_observations_with_images_are_refused(part: Any) -> None:
+    group, _ = play(["1"], ["2"], kind=EpisodeKind(make=Painted, tools=[], has_reward=True), row={"part": part})
+    assert f"reset's observation has the part {part!r}: episodes have texts only" in (group.failure or "")
 
 
 SENDS_ITS_REWARD = """
