@@ -1,4 +1,4 @@
-"""Gymnasium's FrozenLake on random maps of 4×4 fields: the policy sees the map at each turn, and names a direction."""
+"""Gymnasium's FrozenLake on random maps of 4×4 fields: the policy sees the map and its place, and names a direction."""
 
 import json
 import random
@@ -21,7 +21,10 @@ NUM_WALKS = 4000
 
 
 def show(env: Any, place: int) -> str:
-    """Return the map, on which the player is ``P``, and below it the fields to its left, below, right and above."""
+    """Return the map, on which the player is ``P``, and below it the fields to its left, below, right and above.
+
+    Beyond the border is its own field.
+    """
     fields = [field.decode() for field in env.unwrapped.desc.flat]
     around = "".join(fields[neighbour(int(place), move)] for move in MOVES)
     fields[int(place)] = "P"

@@ -119,12 +119,11 @@ def test_a_program_plays_on_the_runs_engines(make: Make, tmp_path: Path) -> None
     assert all(row["episodes/turns"] == 2 and row["episodes/branches"] == 1 for row in rows)
 
 
-def half(completions: list[Any], **_: Any) -> list[float]:
-    return [0.5] * len(completions)
-
-
 @pytest.mark.slow
 def test_a_program_without_a_reward_needs_a_reward_function(make: Make, tmp_path: Path) -> None:
+    def half(completions: list[Any], **_: Any) -> list[float]:
+        return [0.5] * len(completions)
+
     options = ["environment.path=null", f"environment.agent={FILE}:talk", "~scoring.rewards.digits"]
     config = make(tmp_path / "scored", *options, "algorithm.num_steps=1", "algorithm.advantage.name=reinforce")
     rlpipe.train(config, rewards=[half])
