@@ -27,10 +27,10 @@ class EpisodeSetup:
     """Settings of a process that plays episodes; ``folder`` is the driver's working directory."""
 
     config: Config
-    is_scored: bool
-    """Whether the run has reward functions."""
     engines: Mapping[str, ActorHandle]
     folder: str
+    is_scored: bool = True
+    """Whether the run has reward functions."""
 
 
 class EpisodeActor:

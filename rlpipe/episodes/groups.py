@@ -127,7 +127,7 @@ class GroupPlayer:
         for own in episodes:
             if own.status is RolloutStatus.TRUNCATED:  # a program may not get to give one; left out, it would not count
                 own.is_rewarded |= gives_reward
-            elif self._needs_reward and not own.is_rewarded:
+            elif self._needs_reward and own.failure is None and not own.is_rewarded:
                 own.fail(NO_REWARD)
                 own.is_rewarded = True
         group = RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[])

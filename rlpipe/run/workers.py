@@ -288,9 +288,9 @@ def start_episodes(
     """Start the processes that play episodes, without waiting until they are ready."""
     setup = EpisodeSetup(
         config=replace(run.config, model=run.model),
-        is_scored=any(reward.path != ENVIRONMENT_PATH for reward in run.rewards.values()),
         engines=engines,
         folder=os.getcwd(),
+        is_scored=any(reward.path != ENVIRONMENT_PATH for reward in run.rewards.values()),
     )
     processes = {
         need.name: start_actor(

@@ -400,8 +400,10 @@ def test_without_reward_functions_a_program_must_give_a_reward() -> None:
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0]
 
 
-def test_a_program_that_never_asks_fails_its_episode() -> None:
-    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", "print(1.0)"]}))
+@pytest.mark.parametrize(("code", "is_scored"), [("print(1.0)", True), ("pass", False)])
+def test_a_program_that_never_asks_fails_its_episode(code: str, is_scored: bool) -> None:
+    kind = agent_kind({"command": [sys.executable, "-c", code]})
+    group, _ = play(["1"], ["2"], kind=kind, is_scored=is_scored)
     assert group.failure is not None
     assert "it ended without a turn of the policy (done)" in group.failure
 
