@@ -32,7 +32,7 @@ class Player:
 
 def test_a_group_that_is_sent_early_or_twice_is_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
     player = Player()
-    monkeypatch.setattr(episodes, "open_player", lambda config, sample: (player, []))
+    monkeypatch.setattr(episodes, "open_player", lambda config, sample, is_scored: (player, []))
     monkeypatch.setattr(episodes, "start_reaper", lambda: None)
     config: Any = SimpleNamespace(environment=SimpleNamespace(concurrency=1))
 
