@@ -20,6 +20,7 @@ from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
 from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, read_turn, tokens_after
 from rlpipe.episodes.tools import whole_characters
+from rlpipe.scoring.validation import unwrapped
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
@@ -399,7 +400,7 @@ class AgentSession:
 
 def _finite(value: Any) -> float:
     """Return a number of Python, numpy or torch, or a truth value, as a float; raise ``RequestRefused`` for others."""
-    plain = value.item() if getattr(value, "ndim", None) == 0 else value
+    plain = unwrapped(value)
     if isinstance(plain, int | float):
         with suppress(OverflowError):  # an integer beyond the floats
             if math.isfinite(plain):

@@ -37,13 +37,17 @@ def check_scores(returned: Any, group_size: int) -> list[float | None]:
 def _check_value(value: Any, index: int) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, bool | int | float) and getattr(value, "ndim", None) == 0:
-        value = value.item()
+    value = unwrapped(value)
     if not isinstance(value, bool | int | float):
         raise TypeError(f"value {index} is {shortened(repr(value), 60)}, not a number")
     if not math.isfinite(value):
         raise ValueError(f"value {index} is {value}; return a finite number, or None to leave the completion out")
     return float(value)
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the number in a scalar of numpy or torch; other values as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def describe_exception(error: BaseException) -> str:
