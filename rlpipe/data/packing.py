@@ -294,10 +294,9 @@ def _siblings(rollouts: Sequence[Rollout]) -> Iterator[list[tuple[list[int], int
 
 def _shared_with_branches(sequences: Sequence[Rollout]) -> Iterator[int]:
     """Yield the tokens that each sequence has in common with an earlier branch of its own episode."""
-    for _, branches in groupby(sequences, key=lambda sequence: sequence.sample_index):
-        prefixes = PrefixIndex()
-        for branch in branches:
-            yield prefixes.add(branch.token_ids)[1]
+    for _, episode in groupby(sequences, key=lambda sequence: sequence.sample_index):
+        branches, prefixes = list(episode), PrefixIndex()
+        yield from (prefixes.add(branch.token_ids)[1] for branch in branches) if len(branches) > 1 else (0,)
 
 
 def _share_out(units: list[_Unit], num_ranks: int) -> list[list[_Unit]]:

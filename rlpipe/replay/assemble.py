@@ -423,5 +423,6 @@ def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, f
 
 def _version_spread(rollout: Rollout) -> int:
     """Return how many versions lie between the oldest and the newest that sampled a rollout, in all its branches."""
-    versions = np.concatenate([sequence.policy_versions[sequence.loss_mask] for sequence in rollout.sequences])
-    return int(np.ptp(versions)) if len(versions) else 0
+    sampled = [sequence.policy_versions[sequence.loss_mask] for sequence in rollout.sequences]
+    ends = [end for versions in sampled if len(versions) for end in (versions.min(), versions.max())]
+    return int(max(ends) - min(ends)) if ends else 0

@@ -74,7 +74,8 @@ class ReplayCache:
         return [group.group_id for group in self._groups]
 
     def keep(self, groups: Iterable[RolloutGroup]) -> None:
-        self._groups.extend(group for group in groups if self._has_signal(group))
+        if self._groups.maxlen:
+            self._groups.extend(group for group in groups if self._has_signal(group))
 
     def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
         """Add groups with differing rewards as older ones, until the cache is full."""
@@ -86,8 +87,8 @@ class ReplayCache:
 
     def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
-        wanted = sum(not self._has_signal(group) for group in groups)
-        if not wanted or not self._groups:
+        wanted = sum(not self._has_signal(group) for group in groups) if self._groups else 0
+        if not wanted:
             return []
         choose = REPLAY_POLICIES[self._policy.name] if self._policy.path is None else own_choice
         found = choose(tuple(self._groups), ReplayInputs(groups=groups, num_wanted=wanted, config=self._policy))

@@ -95,9 +95,11 @@ def pack_record(group: RolloutGroup) -> str:
 
 def _advantage_record(rollout: Rollout) -> dict[str, Any]:
     """Return the advantage that all loss tokens share, or else their mean and the runs of equal ones."""
+    if rollout.advantages is None:
+        return {"advantage": None}
     values = rollout.loss_advantages
     if not len(values):
-        return {"advantage": None if rollout.advantages is None else float(rollout.advantages[-1])}
+        return {"advantage": float(rollout.advantages[-1])}
     if (values == values[0]).all():
         return {"advantage": float(values[0])}
     starts = np.flatnonzero(np.diff(values, prepend=np.nan))
