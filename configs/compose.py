@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -67,10 +68,11 @@ def list_groups() -> dict[str, list[str]]:
 
 
 def describe_choice(group: str, choice: str) -> str:
-    """Return the first comment in the choice's file, without the ``#``; empty if there is none."""
+    """Return the first sentence of the comment at the top of the choice's file; empty if there is none."""
     lines = (config_folder() / group / f"{choice}.yaml").read_text().splitlines()
-    comments = [line for line in lines if line.startswith("# ") and "@package" not in line]
-    return comments[0].removeprefix("# ") if comments else ""
+    comments = takewhile(lambda line: line.startswith("# "), (line for line in lines if "@package" not in line))
+    text = " ".join(line.removeprefix("# ") for line in comments)
+    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
 
 
 def validate(config: Config, *, need_files: bool = True) -> None:

@@ -114,7 +114,7 @@ class AdvantageConfig(UserFunction):
     name: str = option(
         "grpo",
         "How rewards become advantages. With path, what your function gets in addition to the rewards: those of greedy "
-        "completions (remax), the energies of optimal_token_baseline, or the estimates of gae.",
+        "completions (remax), each token's squared gradient norm (optimal_token_baseline), or the estimates of gae.",
         choices=ADVANTAGES,
     )
     scale: str = option(
@@ -237,8 +237,8 @@ class LossConfig(UserFunction):
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
     entropy_target: float | None = option(
         None,
-        "Entropy in nats above which there is no bonus; its weight grows by entropy_step with each update that is not "
-        "above, and shrinks with each that is; null: the weight is constant.",
+        "Entropy in nats above which there is no bonus. After each update the bonus's weight grows by entropy_step if "
+        "the entropy was at or below it, and shrinks if it was above; null: the weight is constant.",
         above=0,
         maximum=100,
     )

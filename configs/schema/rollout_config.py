@@ -40,7 +40,7 @@ class SamplingConfig(Freezable):
 @dataclass(kw_only=True)
 class RolloutConfig(Freezable):
     engine: str = option("auto", "auto: vllm if it can be imported, else hf.", choices=("auto", "vllm", "hf"))
-    num_engines: int = option(1, "Rollout actors.", minimum=1, maximum=MAX_PROCESSES)
+    num_engines: int = option(1, "Number of rollout engines.", minimum=1, maximum=MAX_PROCESSES)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
     resources: dict[str, float] = option(
@@ -51,8 +51,8 @@ class RolloutConfig(Freezable):
     )
     dtype: str | None = option(
         None,
-        "Type of the engines' weights and activations, if it is another than model.dtype; needs "
-        "algorithm.correction.mode.",
+        "Type of the engines' weights and activations, if it is another than model.dtype; needs an "
+        "algorithm.correction.mode other than none.",
         choices=("float32", "bfloat16", "float16"),
     )
     tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1, maximum=MAX_PROCESSES)

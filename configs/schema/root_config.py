@@ -63,7 +63,8 @@ class WeightsConfig(Freezable):
     )
     serve: str = option(
         "auto",
-        "Engines apply the adapter at run time, or merge each version into their weights; auto: what suits the run.",
+        "Engines apply the adapter at run time, or merge each version into their weights; auto: merged if it can't be "
+        "applied, or if merging is faster on a CPU.",
         choices=("auto", "adapter", "merged"),
     )
     on_update: str = option(
@@ -116,7 +117,10 @@ class TrackingConfig(Freezable):
 class ClusterConfig(Freezable):
     address: str | None = option(None, "Ray cluster to join; null: the one at RAY_ADDRESS, or a new local one.")
     num_cpus: int | None = option(
-        None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1, maximum=MAX_PROCESSES
+        None,
+        "CPUs of a local cluster; null: the machine's, or what the run reserves if that is more.",
+        minimum=1,
+        maximum=MAX_PROCESSES,
     )
     preload: bool = option(
         True, "Fork the processes of a local cluster from preloaded ones, for a faster start (Linux)."

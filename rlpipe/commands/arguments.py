@@ -39,14 +39,16 @@ def add_command(
     return parser
 
 
-def add_run_arguments(parser: OneLineParser) -> None:
+def add_run_arguments(parser: OneLineParser, *, takes_runs: bool = False) -> None:
+    """Add a config's file and options; a command that ``takes_runs`` accepts a run's folder in their place."""
     parser.add_argument("--config", metavar="FILE", help="a YAML file with options and group choices")
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],
-        metavar="FILE or key=value",
-        help="a YAML file as for --config; options and group choices",
+        metavar="RUN, FILE or key=value" if takes_runs else "FILE or key=value",
+        help=("the output folder of a run; or " if takes_runs else "")
+        + "a YAML file as for --config; options and group choices",
     )
 
 

@@ -30,7 +30,7 @@ def add_doctor(commands: Commands) -> None:
     parser = add_command(
         commands, "doctor", run_doctor, "check a run before it starts, or say why one has ended", epilog=NOTES
     )
-    add_run_arguments(parser)
+    add_run_arguments(parser, takes_runs=True)
     parser.add_argument("--quick", action="store_true", help="skip the trial step")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 

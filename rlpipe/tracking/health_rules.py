@@ -271,7 +271,8 @@ RULES = (
         warn=1.0,
         message="samples of a prompt are nearly the same (their features' similarity is {value:.2g})",
         causes="a policy that has collapsed onto one answer",
-        fix="a higher algorithm.ebft.diversity_coef, or a higher rollout.sampling.temperature",
+        fix="a higher algorithm.ebft.features.diversity_coef, or a higher sampling temperature: "
+        "rollout.sampling.temperature, or algorithm.ebft.strided.temperature",
     ),
     HealthRule(
         name="ebft_cfm",
