@@ -140,18 +140,18 @@ class Isolation:
         """Start a host; nothing sees it before it has imported its modules."""
         for _ in range(STARTS):
             host = _IsolatedHost(self._config, self._max_outage_s)
-            found = host.start()
-            if "schemas" in found:
-                self._host, self._schemas = host, found["schemas"]
+            report = host.start()
+            if "schemas" in report:
+                self._host, self._schemas = host, report["schemas"]
                 return
             host.close()
-            if found:
+            if report:
                 break
         isolation = f"environment.isolation={self._config.isolation}"
-        if "obstacle" in found:
-            raise ConfigError(f"{isolation} can't be used on this machine: {found['obstacle']}; set process")
+        if "obstacle" in report:
+            raise ConfigError(f"{isolation} can't be used on this machine: {report['obstacle']}; set process")
         silent = f"its process died at {STARTS} starts; its output says why"
-        raise ConfigError(f"{isolation}: {found.get('wrong', silent)}")
+        raise ConfigError(f"{isolation}: {report.get('wrong', silent)}")
 
 
 class _IsolatedHost:
@@ -170,13 +170,13 @@ class _IsolatedHost:
         self._socket.settimeout(START_TIMEOUT_S)
         try:
             self._socket.send(pickle.dumps(setup))
-            found: dict[str, Any] = json.loads(self._socket.recv(MAX_SETUP_BYTES) or b"{}")
+            report: dict[str, Any] = json.loads(self._socket.recv(MAX_SETUP_BYTES) or b"{}")
         except TimeoutError:
-            found = {"wrong": f"it took longer than {START_TIMEOUT_S:g} seconds to import"}
+            report = {"wrong": f"it took longer than {START_TIMEOUT_S:g} seconds to import"}
         except OSError:
-            found = {}
+            report = {}
         self._socket.settimeout(None)
-        return found
+        return report
 
     def fork(self, tool: str | None, fds: Sequence[int]) -> None:
         """Have a process forked for a tool or the environment; raise ``OSError`` if the host has died."""

@@ -222,8 +222,8 @@ class Controller:
         if not generated:
             return []
         groups = await self._without_changed(await self._unscored(generated), generated)
-        for own in groups:
-            add_columns(own, generated[own.group_id])
+        for stored in groups:
+            add_columns(stored, generated[stored.group_id])
         return [tasks.create_task(self._scoring.score_stored(groups))]
 
     async def _unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -235,7 +235,7 @@ class Controller:
         self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]
     ) -> list[RolloutGroup]:
         """Discard groups whose row of the data is another one now, and return the others; prompts are by group id."""
-        changed = {own.group_id: ROW_CHANGED for own in groups if not answers(own, prompts[own.group_id])}
+        changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
         if changed:
             call: Any = self._replay.discard.remote(changed)
             await self._settle(await self._ask(call, f"discard {len(changed)} groups"))
@@ -313,7 +313,9 @@ class Controller:
 
     async def _stored(self, requests: Sequence[GroupRequest]) -> list[RolloutGroup]:
         """Return those of the groups that are stored without scores; the machine that sampled them may be lost."""
-        prompts = {own.group_id: own.prompt for own in requests if not self._evaluator.owns(own.group_id)}
+        prompts = {
+            request.group_id: request.prompt for request in requests if not self._evaluator.owns(request.group_id)
+        }
         groups = await self._unscored(prompts) if prompts else []
         for group in groups:
             add_columns(group, prompts[group.group_id])
@@ -404,8 +406,8 @@ class Controller:
         if version == self._first_step:
             PHASES.begin("evaluating the initial policy")
         self._pool.dispatch(requests)
-        found = await result
-        self._reporter.evaluated(version, found.metrics, found.groups)
+        evaluated = await result
+        self._reporter.evaluated(version, evaluated.metrics, evaluated.groups)
 
     def _report(self, report: StepReport) -> None:
         if report.step < self._num_steps:

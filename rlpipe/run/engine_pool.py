@@ -330,9 +330,9 @@ class EpisodePool:
         with PHASES.phase("loading the environment"):
             async with asyncio.TaskGroup() as tasks:
                 for name in self._processes:
-                    tasks.create_task(self._start_one(name))
+                    tasks.create_task(self._start_process(name))
 
-    async def _start_one(self, name: str) -> None:
+    async def _start_process(self, name: str) -> None:
         started = self._start(name)
 
         def again() -> tuple[str, ObjectRef]:
@@ -351,13 +351,13 @@ class EpisodePool:
         new: dict[str, list[GroupRequest]] = {}
         moved: dict[str, list[int]] = {}
         for request in requests:
-            own = self._playing.get(request.group_id)
-            if own is None:
-                own = self._playing[request.group_id] = _Playing(request, self._least_busy(), engine)
-                new.setdefault(own.process, []).append(request)
+            playing = self._playing.get(request.group_id)
+            if playing is None:
+                playing = self._playing[request.group_id] = _Playing(request, self._least_busy(), engine)
+                new.setdefault(playing.process, []).append(request)
             else:
-                own.engine = engine
-                moved.setdefault(own.process, []).append(request.group_id)
+                playing.engine = engine
+                moved.setdefault(playing.process, []).append(request.group_id)
         for process, share in new.items():
             self._processes[process].play.remote(share, engine)
         for process, group_ids in moved.items():
@@ -365,8 +365,8 @@ class EpisodePool:
 
     def _least_busy(self) -> str:
         busy = dict.fromkeys(self._processes, 0)
-        for own in self._playing.values():
-            busy[own.process] += 1
+        for playing in self._playing.values():
+            busy[playing.process] += 1
         return min(busy, key=lambda name: busy[name])
 
     async def run(self, finished: Collected, notice: Notice) -> None:
@@ -383,7 +383,7 @@ class EpisodePool:
         while True:
             call: Any = self._processes[name].collect.options(num_returns=2)
             # A group that was lost after it came is played again, and not received yet.
-            received = [own.group_id for own in receipts if own.group_id not in self._playing]
+            received = [receipt.group_id for receipt in receipts if receipt.group_id not in self._playing]
             receipts_ref, groups = call.remote(POLL_S, MAX_GROUPS_PER_COLLECT, received)
             try:
                 receipts = await wait_within(POLL_S + self._cluster.dead_after_s, receipts_ref)
@@ -410,8 +410,8 @@ class EpisodePool:
 
     async def _replace(self, name: str, reason: str, notice: Notice) -> None:
         """Wait until Ray has replaced a process, and begin its groups again."""
-        await self._start_one(name)
-        lost = [own for own in self._playing.values() if own.process == name]
+        await self._start_process(name)
+        lost = [playing for playing in self._playing.values() if playing.process == name]
         notice("episodes", f"{name} died: {reason}; its {len(lost)} groups begin again", "death")
-        for own in lost:
-            self._processes[name].play.remote([own.request], own.engine)
+        for playing in lost:
+            self._processes[name].play.remote([playing.request], playing.engine)

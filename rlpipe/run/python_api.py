@@ -94,10 +94,10 @@ def train(
     several = _several(rewards)
     if not isinstance(config, Config):
         file = os.fspath(config) if isinstance(config, str | os.PathLike) else None
-        given: list[Any] = [{} if file else config or {}, options, {} if model is None else {"model": model}]
-        config = make_config(given, dataset, num_epochs, file)
-    elif others := [*options, *(name for name, value in also.items() if value is not None)]:
-        raise ConfigError(f"{others[0]}: a finished Config takes no further options; pass its options as a dictionary")
+        trees: list[Any] = [{} if file else config or {}, options, {} if model is None else {"model": model}]
+        config = make_config(trees, dataset, num_epochs, file)
+    elif surplus := [*options, *(name for name, value in also.items() if value is not None)]:
+        raise ConfigError(f"{surplus[0]}: a finished Config takes no further options; pass its options as a dictionary")
     return cast(Summary, pipeline.train(config, several))
 
 
@@ -152,8 +152,8 @@ def make_config(
 def _describe_rows(dataset: Any) -> dict[str, Any]:
     """Return the options of ``data`` that read a data set."""
     if isinstance(dataset, str):
-        found = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
-        return {"source": next(found, "datasets"), "path": dataset}
+        sources = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
+        return {"source": next(sources, "datasets"), "path": dataset}
     if not isinstance(dataset, Iterable):
         raise DataError(f"dataset={dataset!r:.100}: give a file, a folder, a hub id, or rows")
     source = "parquet" if isinstance(dataset, Table) else "jsonl"

@@ -51,7 +51,10 @@ def passes_tests(
     if log_metric is not None:
         for program in programs:
             log_metric("programs/suspicious", float(program is not None and SUSPICIOUS.search(program) is not None))
-    return [_score(program, _listed(own), partial, timeout_s) for program, own in zip(programs, tests, strict=True)]
+    return [
+        _score(program, _listed(row_tests), partial, timeout_s)
+        for program, row_tests in zip(programs, tests, strict=True)
+    ]
 
 
 passes_tests.needs_sandbox = True  # type: ignore[attr-defined]
@@ -89,7 +92,7 @@ def _passes(program: str, test: Test, timeout_s: float) -> bool:
     return printed is not None and _normal(printed) == _normal(test["output"])
 
 
-def _run(code: str, given: str, timeout_s: float) -> str | None:
+def _run(code: str, stdin: str, timeout_s: float) -> str | None:
     """Return what the code prints, or None if it fails, takes too long or prints too much."""
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -97,7 +100,7 @@ def _run(code: str, given: str, timeout_s: float) -> str | None:
         file.write_text(code, errors="surrogatepass")
         process = start_program([str(file)], folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            printed = _exchange(process, given.encode(errors="surrogatepass"), deadline)
+            printed = _exchange(process, stdin.encode(errors="surrogatepass"), deadline)
             if printed is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
                 return None
         except subprocess.TimeoutExpired:
@@ -111,14 +114,14 @@ def _run(code: str, given: str, timeout_s: float) -> str | None:
     return printed.decode(errors="replace")
 
 
-def _exchange(process: subprocess.Popen[bytes], given: bytes, deadline: float) -> bytes | None:
+def _exchange(process: subprocess.Popen[bytes], stdin: bytes, deadline: float) -> bytes | None:
     """Write the input and return the output, or None if that takes too long or the output is too long."""
     assert process.stdin is not None
     assert process.stdout is not None
-    left, printed = memoryview(given), bytearray()
+    remaining, printed = memoryview(stdin), bytearray()
     with DefaultSelector() as selector:
         selector.register(process.stdout, EVENT_READ)
-        if left:
+        if remaining:
             selector.register(process.stdin, EVENT_WRITE)
         else:
             process.stdin.close()
@@ -134,8 +137,8 @@ def _exchange(process: subprocess.Popen[bytes], given: bytes, deadline: float) -
                         selector.unregister(process.stdout)
                 else:
                     with suppress(BrokenPipeError):
-                        left = left[os.write(key.fd, left[:PIPE_BUF]) :]
-                        if left:
+                        remaining = remaining[os.write(key.fd, remaining[:PIPE_BUF]) :]
+                        if remaining:
                             continue
                     selector.unregister(process.stdin)
                     with suppress(BrokenPipeError):

@@ -163,9 +163,9 @@ class Judge(RewardActor, ABC):
         """Return the value in the judge's answer to the template, filled with the group's row and ``values``."""
         body = {**self._body, "messages": self._messages(group, values)}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        known = self._cache.get(key) if self._cache is not None else None
-        if known is not None:
-            return self.parse(known)
+        cached = self._cache.get(key) if self._cache is not None else None
+        if cached is not None:
+            return self.parse(cached)
         if isinstance(self._client, JsonClient):
             answer, value = await self._client.post("/chat/completions", body, self._read_completion)
         else:
@@ -181,8 +181,8 @@ class Judge(RewardActor, ABC):
     def _messages(self, group: RolloutGroup, values: Mapping[str, Any]) -> list[dict[str, str]]:
         prompt = group.prompt.prompt
         messages = [] if isinstance(prompt, str) else prompt
-        asked = prompt if isinstance(prompt, str) else _last_user_turn(prompt)
-        text = self._template.render({**group.prompt.task, "prompt": asked, "messages": messages, **values})
+        question = prompt if isinstance(prompt, str) else _last_user_turn(prompt)
+        text = self._template.render({**group.prompt.task, "prompt": question, "messages": messages, **values})
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": text}]
 
@@ -201,8 +201,8 @@ class Judge(RewardActor, ABC):
 
 def _check_source(url: str | None, model: str | None, engine: str | None, cache: str | None) -> None:
     if (url is None) == (engine is None):
-        found = "neither" if url is None else "both"
-        raise ValueError(f"a judge needs either url (a server) or engine (base or policy), found {found}: set one")
+        sources = "neither" if url is None else "both"
+        raise ValueError(f"a judge needs either url (a server) or engine (base or policy), found {sources}: set one")
     if engine not in (None, *get_args(Weights)):
         raise ValueError(f"engine is {engine!r}; set {' or '.join(get_args(Weights))}")
     if (url is None) != (model is None):
@@ -233,8 +233,8 @@ class NumberJudge(Judge):
     def parse(self, answer: str) -> float:
         text = answer
         if self._pattern is not None:
-            found = list(self._pattern.finditer(answer))
-            text = found[-1][1] if found else ""
+            matches = list(self._pattern.finditer(answer))
+            text = matches[-1][1] if matches else ""
         number = last_number(text)
         if number is None or not self._minimum <= number <= self._maximum:
             raise UnusableAnswer(
@@ -297,7 +297,7 @@ class PairwiseJudge(Judge):
         for (first, second), result in zip(games, results, strict=True):
             won[first].append(result)
             won[second].append(1 - result)
-        return [math.fsum(own) / len(own) for own in won]
+        return [math.fsum(outcomes) / len(outcomes) for outcomes in won]
 
     def _pairs(self, count: int) -> list[tuple[int, int]]:
         if self._opponents is None:

@@ -110,8 +110,8 @@ class ProgramHost:
     def _run(self, request: dict[str, Any]) -> Any:
         match request:
             case {"names": names}:
-                found = {name: getattr(self._program, name) for name in names if hasattr(self._program, name)}
-                return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+                values = {name: getattr(self._program, name) for name in names if hasattr(self._program, name)}
+                return {name: value for name, value in values.items() if not isinstance(value, types.ModuleType)}
             case {"call": index, "arguments": [positional, named]}:
                 values, options = decode(positional, self._find), decode(named, self._find)
                 result = self._objects[index](*values, **options)
@@ -202,8 +202,8 @@ SHOWN = ("__call__", "__iter__", "__getitem__", "__len__", "__bool__")
 
 def main() -> None:
     requests, answers = (int(argument) for argument in sys.argv[1:3])
-    with os.fdopen(requests, "rb") as given, os.fdopen(answers, "wb") as written:
-        ProgramHost(given, written).serve()
+    with os.fdopen(requests, "rb") as request_pipe, os.fdopen(answers, "wb") as answer_pipe:
+        ProgramHost(request_pipe, answer_pipe).serve()
 
 
 if __name__ == "__main__":

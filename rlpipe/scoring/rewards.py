@@ -172,9 +172,9 @@ def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: s
             f"reward {source} has no parameter {_listed(unknown)}, which kwargs sets; "
             f"its parameters are ({_listed(signature.named)})"
         )
-    taken = set(kwargs) & PROVIDED
-    if taken:
-        raise RewardImportError(f"reward {source}: {_listed(taken)} comes from the run; remove it from kwargs")
+    reserved = set(kwargs) & PROVIDED
+    if reserved:
+        raise RewardImportError(f"reward {source}: {_listed(reserved)} comes from the run; remove it from kwargs")
 
 
 def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> Reward:

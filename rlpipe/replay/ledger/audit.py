@@ -236,11 +236,11 @@ def audit(ledger: Ledger) -> Audit:
             0
         ],
         events=_counts(ledger, "SELECT kind, count(*) FROM events GROUP BY kind"),
-        findings=[_ask(ledger, check, values) for check in CHECKS],
+        findings=[_run_check(ledger, check, values) for check in CHECKS],
     )
 
 
-def _ask(ledger: Ledger, check: Check, values: tuple[Any, ...]) -> Finding:
+def _run_check(ledger: Ledger, check: Check, values: tuple[Any, ...]) -> Finding:
     query = f"{TABLES} SELECT count(*) OVER (), * FROM ({check.contradictions}) LIMIT {MAX_KEPT}"
     rows = ledger.rows(query, *values)
     return Finding(
@@ -267,8 +267,8 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
 
 def _compared(ledger: Ledger, eras: Sequence[tuple[int, int, Mapping[str, Any]]]) -> tuple[Any, ...]:
     trees = [tree for _, _, tree in eras]
-    one_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
-    has_epochs = one_data and trees[0]["data"].get("source") != "mix"
+    same_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
+    has_epochs = same_data and trees[0]["data"].get("source") != "mix"
     limits = [
         [
             first,
@@ -283,7 +283,7 @@ def _compared(ledger: Ledger, eras: Sequence[tuple[int, int, Mapping[str, Any]]]
     return (
         ledger.cursor.epoch,
         ledger.cursor.position,
-        ledger.get("num_rows") if one_data else None,
+        ledger.get("num_rows") if same_data else None,
         ledger.checkpoint_step,
         has_ended(ledger),
         max(tree["replay"]["refill_attempts"] for tree in trees),

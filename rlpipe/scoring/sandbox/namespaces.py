@@ -69,16 +69,16 @@ def usable_namespaces() -> Namespaces:
                 os._exit(1)
         os.close(write_end)
         with open(read_end) as file:
-            found = file.read()
+            answer = file.read()
         os.waitpid(pid, 0)
-        if found:
-            return Namespaces(flags=flags, **json.loads(found))
+        if answer:
+            return Namespaces(flags=flags, **json.loads(answer))
     return Namespaces()
 
 
 def _try_namespaces(flags: int, write_end: int) -> None:
     enter_namespaces(Namespaces(flags=flags), "/")
-    steps = {"has_mounts": lambda: _mount_own("/tmp"), "limits_tasks": _limit_tasks}
+    steps = {"has_mounts": lambda: _mount_private("/tmp"), "limits_tasks": _limit_tasks}
     worked = {}
     for name, step in steps.items():
         try:
@@ -115,7 +115,7 @@ def enter_namespaces(namespaces: Namespaces, scratch: str, unused: Sequence[int]
         os.close(alive)
         os.write(is_alive, b"x")  # fails if the parent ended before it could signal that
         if namespaces.has_mounts:
-            _mount_own(scratch)
+            _mount_private(scratch)
         if namespaces.limits_tasks:
             _limit_tasks()
         call = os.fork()
@@ -146,7 +146,7 @@ def _unshare(flags: int) -> None:
     call_prctl(PR_SET_DUMPABLE, 0)
 
 
-def _mount_own(scratch: str) -> None:
+def _mount_private(scratch: str) -> None:
     _mount("none", "/", None, RECURSIVE | PRIVATE)
     _mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES | NO_EXECUTION)
     for target, megabytes, mode in ((scratch, SCRATCH_MB, 700), ("/dev/shm", SHARED_MEMORY_MB, 1777)):

@@ -151,7 +151,7 @@ def _refuse_commands(commands: Sequence[int]) -> list[Instruction]:
     return [(LOAD, 0, 0, SECOND_ARGUMENT_AT), *checks, (RETURN, 0, 0, ALLOW), refusal]
 
 
-def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
+def _allow_younger(own_pid: int, protected: Sequence[int]) -> list[Instruction]:
     """Return the instructions that check the process in the first argument.
 
     0 is the process itself or its group; a negative number, which is a large unsigned one here, is another group.
@@ -159,8 +159,8 @@ def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
     refused = [number for pid in protected for number in (pid, PID_SPACE - pid)]
     checks: list[Instruction] = [
         *((JUMP_EQUAL, len(refused) - index + 2, 0, number) for index, number in enumerate(refused)),
-        (JUMP_AT_LEAST, 0, 2, own),
-        (JUMP_GREATER, 1, 0, PID_SPACE - own),
+        (JUMP_AT_LEAST, 0, 2, own_pid),
+        (JUMP_GREATER, 1, 0, PID_SPACE - own_pid),
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, FAIL_WITH | errno.EPERM),
     ]
@@ -173,9 +173,9 @@ def install_filter(program: Sequence[Instruction]) -> None:
         code.to_bytes(2, sys.byteorder) + bytes([true, false]) + constant.to_bytes(4, sys.byteorder)
         for code, true, false, constant in program
     )
-    whole = _Program(len(program), packed)
+    filter_program = _Program(len(program), packed)
     call_prctl(PR_SET_NO_NEW_PRIVS, 1)
-    call_prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(whole))
+    call_prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(filter_program))
 
 
 def call_prctl(option: int, *arguments: int) -> None:
@@ -193,8 +193,8 @@ def drop_capabilities(*, keep_mapping: bool = False) -> None:
     header = _CapabilityHeader(CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for capabilities 32 and up
     if libc().capget(ctypes.byref(header), sets) == 0:
-        kept = sets[1] & (KEPT_CAPABILITIES | SET_FILE_CAPABILITIES * keep_mapping)
-        sets[:] = [kept, kept, 0, 0, 0, 0]
+        capabilities = sets[1] & (KEPT_CAPABILITIES | SET_FILE_CAPABILITIES * keep_mapping)
+        sets[:] = [capabilities, capabilities, 0, 0, 0, 0]
         if libc().capset(ctypes.byref(header), sets) == 0:
             return
     raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")

@@ -89,7 +89,7 @@ def list_attempts(file: Path, pid: int, port: int) -> list[Attempt]:
             name="leave a process behind",
             program="import os\nif os.fork() == 0:\n    os.setsid()\n"
             f"    os.execv('/bin/sh', ['{MARK}', '-c', 'sleep 600; true'])\nraise SystemExit",
-            did_harm=lambda: any(map(_is_left, list_processes())),
+            did_harm=lambda: any(map(_has_mark, list_processes())),
         ),
     ]
 
@@ -126,7 +126,7 @@ def _works(sandbox: Sandbox, program: str) -> bool:
         return False
 
 
-def _is_left(pid: int) -> bool:
+def _has_mark(pid: int) -> bool:
     try:
         return MARK.encode() in (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
