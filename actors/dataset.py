@@ -97,8 +97,8 @@ class DatasetActor(StepServer):
 
     async def _pack_ahead(self) -> None:
         await asyncio.sleep(ANSWER_LEAVES_S)
-        due = self._board.due
-        if due is not None and due < self._setup.algorithm.num_steps:
+        step = self._board.due
+        if step is not None and step < self._setup.algorithm.num_steps:
             with suppress(Exception):  # which the rank's own request raises again
                 await self._fill()
 
@@ -219,19 +219,19 @@ class DatasetActor(StepServer):
         sequences = self._rows(step)
         batches = self._pack_step(step, sequences)
         self._with_reference(batches)
-        place = self._cursors[step + 1]
+        cursor = self._cursors[step + 1]
         trained = [sequence for row in sequences for sequence in row.sequences]
         metrics = {
             "num_tokens": float(sum(len(sequence.token_ids) for sequence in trained)),
             "num_completion_tokens": float(sum(sequence.num_loss_tokens for sequence in trained)),
-            "epoch": float(place.epoch),
+            "epoch": float(cursor.epoch),
             "rows/cut": float(sum(sequence.status is RolloutStatus.TRUNCATED for sequence in sequences)),
             **source.metrics,
             "time/pack": time.perf_counter() - started,
         }
         for batch in batches:
             batch.metrics = metrics
-            batch.resume = {"epoch": place.epoch, "position": place.position}
+            batch.resume = {"epoch": cursor.epoch, "position": cursor.position}
             if source.num_rows is not None:
                 batch.resume["num_rows"] = source.num_rows
         return batches
@@ -241,9 +241,9 @@ class DatasetActor(StepServer):
 
         A process that replaced a dead one reads through the rows from ``first_step`` on.
         """
-        known = max(earlier for earlier in self._cursors if earlier <= step)
-        source.seek(self._cursors[known])
-        for passed in range(known, step):
+        start = max(earlier for earlier in self._cursors if earlier <= step)
+        source.seek(self._cursors[start])
+        for passed in range(start, step):
             source.take(self._setup.algorithm.groups_per_step)
             self._cursors[passed + 1] = source.cursor
 

@@ -106,9 +106,9 @@ def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> No
     """Move a YAML file among the overrides to ``config``, as if it had been passed with ``--config``."""
     is_file = [text.endswith((".yaml", ".yml")) and "=" not in text and text[0] != "~" for text in arguments.overrides]
     files = [text for text, yes in zip(arguments.overrides, is_file, strict=True) if yes]
-    given = [*files, *([] if arguments.config is None else [arguments.config])]
-    if len(given) > 1:
-        parser.error(f"only one config file can be given, not {' and '.join(given)}")
+    config_files = [*files, *([] if arguments.config is None else [arguments.config])]
+    if len(config_files) > 1:
+        parser.error(f"only one config file can be given, not {' and '.join(config_files)}")
     if files:
         arguments.config = files[0]
         arguments.overrides = [text for text in arguments.overrides if text not in files]

@@ -71,13 +71,13 @@ register_surrogate = registrar(SURROGATES)
 def find_surrogate(config: LossConfig) -> Surrogate:
     """Return the surrogate of a config: the user's own if it names one."""
     if config.path is not None:
-        return partial(_call_own, config)
+        return partial(_call_custom, config)
     if config.name not in SURROGATES:
         raise ValueError(f"loss.name is {config.name!r}; use {', '.join(SURROGATES)}")
     return SURROGATES[config.name]
 
 
-def _call_own(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
+def _call_custom(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
     """Return the output of the user's function, which may return ``per_token`` alone; ``RunError`` if it is unfit."""
     fail = partial(own_error, config, LOSS)
     output = call_function(config, LOSS, inputs)
@@ -188,8 +188,8 @@ def dppo_kl(inputs: SurrogateInputs) -> SurrogateOutput:
     """Return what dppo_tv does, with the KL divergence between token and others as the distance (arXiv:2602.04879)."""
     logprobs, old_logprobs, eps = inputs.logprobs.detach(), inputs.old_logprobs, 1e-8
     new, old = logprobs.exp(), old_logprobs.exp()
-    others = (1 - old) * torch.log((1 - old + eps) / (1 - new + eps))
-    divergence = old * (old_logprobs - logprobs) + others
+    other_tokens = (1 - old) * torch.log((1 - old + eps) / (1 - new + eps))
+    divergence = old * (old_logprobs - logprobs) + other_tokens
     return _within(
         inputs,
         (divergence <= inputs.config.clip_high) | (new <= old),
@@ -243,8 +243,8 @@ def clip_cov(inputs: SurrogateInputs) -> SurrogateOutput:
     ratio, advantages = importance_ratio(inputs), inputs.advantages
     is_clipped = (ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high) - ratio) * advantages < 0
     covariance = _covariance(inputs)
-    found = inputs.mask & ~is_clipped & (covariance > config.low) & (covariance < config.high)
-    indices = found.nonzero()[:, 0]
+    candidates = inputs.mask & ~is_clipped & (covariance > config.low) & (covariance < config.high)
+    indices = candidates.nonzero()[:, 0]
     order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(len(indices)))
     count = max(int(config.share * int(inputs.mask.sum())), 1)
     dropped = torch.zeros_like(inputs.mask)

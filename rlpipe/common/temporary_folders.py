@@ -22,9 +22,9 @@ class ScratchFolder:
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        there = tempfile.gettempdir() if parent is None else str(parent)
-        remove_abandoned(there, prefix)
-        self.path, lock = _locked_folder(there, prefix)
+        folder = tempfile.gettempdir() if parent is None else str(parent)
+        remove_abandoned(folder, prefix)
+        self.path, lock = _locked_folder(folder, prefix)
         self.close = weakref.finalize(self, _end_folder, self.path, lock)
         """Remove the folder with its content, which otherwise happens at the process's end."""
 

@@ -293,7 +293,7 @@ HISTORIES: Sequence[ChatMessages] = (
     [{"role": "system", "content": "You know the way."}, _user("Which way?")],
     [_user("Hello"), _assistant("Hello, where to?"), _user("To the sea, {please}.\n")],
     [_user("Where?"), _called(FIRST), _result(FIRST, "north"), _assistant("North."), _user("And then?")],
-    [_user("Два пути\n\nили три?"), _assistant("<b>Два</b>"), _user("1 + 1 = ?"), _said("2"), _user("  Why?  ")],
+    [_user("Два пути\n\nили три?"), _assistant("<b>Два</b>"), _user("1 + 1 = ?"), _assistant("2"), _user("  Why?  ")],
     [_user("```\ndef way(): ...\n```"), _assistant("It has no end.\n"), _user("Has it none?")],
     [_user("a" * 500)],
 )

@@ -93,7 +93,7 @@ class _DigestingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        for info in (result.storage_data for own in results for result in own):
+        for info in (result.storage_data for rank_results in results for result in rank_results):
             self.digests[info.relative_path] = vars(info).pop("digest")
         super().finish(metadata, results)
 
@@ -142,25 +142,25 @@ class _Unpickler(pickle.Unpickler):
 def _read_metadata(folder: Path) -> Metadata:
     try:
         with (folder / filesystem._metadata_fn).open("rb") as file:
-            found = _Unpickler(file).load()
-        _check(found, {path.name: path.stat().st_size for path in folder.iterdir()})
+            checkpoint_metadata = _Unpickler(file).load()
+        _check(checkpoint_metadata, {path.name: path.stat().st_size for path in folder.iterdir()})
     except Exception as error:  # noqa: BLE001 - a damaged pickle can raise any
         raise ConfigError(_unreadable(folder, f"{filesystem._metadata_fn}: {describe_error(error)}")) from None
-    return found  # type: ignore[no-any-return]
+    return checkpoint_metadata  # type: ignore[no-any-return]
 
 
-def _check(found: Any, sizes: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` unless ``found`` describes whole tensors, stored in files of the given names and sizes."""
-    if not isinstance(found, Metadata):
+def _check(checkpoint_metadata: Any, sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` unless the metadata describe whole tensors, in files of the given names and sizes."""
+    if not isinstance(checkpoint_metadata, Metadata):
         raise ValueError("it does not describe a checkpoint")
-    for name, entry in found.state_dict_metadata.items():
+    for name, entry in checkpoint_metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{name} is not a tensor")
         for chunk in entry.chunks:
-            parts = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-            if not all(0 <= offset <= offset + size <= whole for offset, size, whole in parts):
+            bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if not all(0 <= offset <= offset + size <= length for offset, size, length in bounds):
                 raise ValueError(f"a part of {name} lies outside of it")
-            stored = found.storage_data[MetadataIndex(name, chunk.offsets)]
+            stored = checkpoint_metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             if not 0 <= stored.offset <= stored.offset + stored.length <= sizes.get(stored.relative_path, -1):
                 raise ValueError(f"{stored.relative_path} does not hold {name}")
             if stored.transform_descriptors:

@@ -91,7 +91,7 @@ def test_ray_is_hidden_while_libraries_load() -> None:
 
 def test_a_worker_has_its_variables_and_those_that_imports_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
-    monkeypatch.setattr(server, "_given", before)
+    monkeypatch.setattr(server, "_base_environment", before)
     try:
         os.environ["SET_BY_AN_IMPORT"] = "1"
         server._set_environment({"OF_THE_WORKER": "2"})
