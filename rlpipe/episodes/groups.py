@@ -127,9 +127,8 @@ class GroupPlayer:
             episode.is_rewarded and episode.failure is None for episode in episodes
         )
         for episode in episodes:
-            if (
-                episode.status is RolloutStatus.TRUNCATED
-            ):  # a program may not get to give one; left out, it would not count
+            # A program that was cut off may have given no reward; without one, its episode would not count.
+            if episode.status is RolloutStatus.TRUNCATED:
                 episode.is_rewarded |= gives_reward
             elif self._needs_reward and episode.failure is None and not episode.is_rewarded:
                 episode.fail(NO_REWARD)

@@ -180,8 +180,8 @@ def _check_owner(ledger: Ledger, start: RunStart) -> None:
         owner_output, owner_id = Path(owner["output"]), str(owner["id"])
     if owner_id != output_id(output) or (owner_id == output_id(owner_output) and not owner_output.samefile(output)):
         raise ConfigError(
-            f"the ledger {ledger.path} belongs to the run in {owner_output}, not to output={output}: choose another name "
-            "or ledger.folder, or resume that run"
+            f"the ledger {ledger.path} belongs to the run in {owner_output}, not to output={output}: choose another "
+            "name or ledger.folder, or resume that run"
         )
 
 
