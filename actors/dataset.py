@@ -196,7 +196,7 @@ class DatasetActor(StepServer):
         """Return the rows of a step, and keep the place where the next one begins."""
         source = self._open()
         with forward_logs(self._report_once, warnings=True):
-            self._go_to(source, step)
+            self._seek(source, step)
             rows = source.take(self._setup.algorithm.groups_per_step)
         self._cursors[step + 1] = source.cursor
         return rows
@@ -236,16 +236,16 @@ class DatasetActor(StepServer):
                 batch.resume["num_rows"] = source.num_rows
         return batches
 
-    def _go_to(self, source: SequenceSource, step: int) -> None:
+    def _seek(self, source: SequenceSource, step: int) -> None:
         """Move ``source`` to the first row of ``step``.
 
         A process that replaced a dead one reads through the rows from ``first_step`` on.
         """
         start = max(earlier for earlier in self._cursors if earlier <= step)
         source.seek(self._cursors[start])
-        for passed in range(start, step):
+        for taken_step in range(start, step):
             source.take(self._setup.algorithm.groups_per_step)
-            self._cursors[passed + 1] = source.cursor
+            self._cursors[taken_step + 1] = source.cursor
 
     def _keep_report(self, report: StepReport) -> None:
         if report.step > self._last_step():

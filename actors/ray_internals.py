@@ -80,8 +80,8 @@ def private_services() -> Iterator[None]:
         if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
             yield
             return
-        switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
+        variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, variables):
             yield
 
 

@@ -89,10 +89,10 @@ class WeightsActor(Notifier):
             if any(failure.cause is Cause.LEARNER for failure in lost.values()):
                 self._newest = None
                 return
-            self._settle(manifest, engines, lost, started)
+            self._set_served(manifest, engines, lost, started)
         await self.notify()
 
-    def _settle(
+    def _set_served(
         self, manifest: WeightsManifest, engines: Sequence[str], lost: Mapping[str, NotLoaded], started: float
     ) -> None:
         self._enrolled -= lost.keys()
@@ -258,7 +258,7 @@ class DirectWeightsActor(WeightsActor):
             answers = {name: await task for name, task in self._receiving.items()}
             compared = {name: self._compare(name, manifest, answer) for name, answer in answers.items()}
             self._receiving = {}
-            self._settle(
+            self._set_served(
                 manifest,
                 sorted(answers),
                 {name: failure for name, failure in compared.items() if failure is not None},

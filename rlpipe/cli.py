@@ -105,7 +105,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> None:
     """Move a YAML file among the overrides to ``config``, as if it had been passed with ``--config``."""
     is_file = [text.endswith((".yaml", ".yml")) and "=" not in text and text[0] != "~" for text in arguments.overrides]
-    files = [text for text, yes in zip(arguments.overrides, is_file, strict=True) if yes]
+    files = [text for text, is_config in zip(arguments.overrides, is_file, strict=True) if is_config]
     config_files = [*files, *([] if arguments.config is None else [arguments.config])]
     if len(config_files) > 1:
         parser.error(f"only one config file can be given, not {' and '.join(config_files)}")

@@ -48,10 +48,10 @@ class Lake(FrozenLake):  # type: ignore[valid-type, misc]
     """FrozenLake whose reward is the share of the way that a move gains; a hole takes back all that was gained."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
-        shown = str(super().reset(row, seed))
+        observation = str(super().reset(row, seed))
         self._distances = distances([field.decode() for field in self.env.unwrapped.desc.flat])
         self._gained = 0.0
-        return shown
+        return observation
 
     def step(self, action: str) -> rlpipe.Step:
         step = super().step(action)
@@ -83,15 +83,15 @@ def stray_walk(desc: list[str], rng: random.Random) -> list[dict[str, str]]:
     lake, remaining, position = Lake(), distances("".join(desc)), 0
     messages = [{"role": "user", "content": str(lake.reset({"make": {"desc": desc}}, seed=0))}]
     while True:
-        ways = {move: neighbour(position, move) for move in MOVES}
-        best = [move for move, field in ways.items() if remaining.get(field, SIZE * SIZE) < remaining[position]]
+        targets = {move: neighbour(position, move) for move in MOVES}
+        best = [move for move, field in targets.items() if remaining.get(field, SIZE * SIZE) < remaining[position]]
         move = rng.choice([*MOVES] if rng.random() < STRAY else best)
         step = lake.step(move)
         messages.append({"role": "assistant", "content": move})
         if step.done:
             return messages
         messages.append({"role": "user", "content": str(step.observation)})
-        position = ways[move]
+        position = targets[move]
 
 
 def distances(fields: list[str] | str) -> dict[int, int]:

@@ -111,8 +111,8 @@ def robust(scores: PairScores) -> Tensor:
 def exo(scores: PairScores) -> Tensor:
     """Return EXO's reverse KL for pairs (arXiv:2402.00856, equation 16)."""
     logits, flipped = scores.config.beta * scores.difference, scores.config.label_smoothing
-    won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-flipped))
-    return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(flipped))
+    positive_term = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-flipped))
+    return positive_term + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(flipped))
 
 
 @register_pair_loss("nca_pair")
@@ -167,10 +167,10 @@ def _smoothed(logits: Tensor, flipped: float) -> Tensor:
 
 def _log1mexp(logs: Tensor) -> Tensor:
     """Return log(1 - exp(x)) of ``logs`` below 0, exact near 0 and far from it."""
-    below = logs.clamp(max=-torch.finfo(logs.dtype).tiny)  # a completion of probability 1 has finite odds, too
-    near = below > -math.log(2)
-    log_near = torch.log(-torch.expm1(torch.where(near, below, -1.0)))
-    return torch.where(near, log_near, torch.log1p(-torch.exp(below)))
+    clamped = logs.clamp(max=-torch.finfo(logs.dtype).tiny)  # a completion of probability 1 has finite odds, too
+    is_near = clamped > -math.log(2)
+    log_near = torch.log(-torch.expm1(torch.where(is_near, clamped, -1.0)))
+    return torch.where(is_near, log_near, torch.log1p(-torch.exp(clamped)))
 
 
 MEAN_LOSSES = ("ipo", "orpo", "simpo")

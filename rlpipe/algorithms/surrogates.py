@@ -180,7 +180,7 @@ def dppo_tv(inputs: SurrogateInputs) -> SurrogateOutput:
     variation between the two policies, of this token against all others.
     """
     moved = (inputs.logprobs.exp() - inputs.old_logprobs.exp()).detach()
-    return _within(inputs, moved <= inputs.config.clip_high, moved >= -inputs.config.clip_low)
+    return _truncated_gradient(inputs, moved <= inputs.config.clip_high, moved >= -inputs.config.clip_low)
 
 
 @register_surrogate("dppo_kl")
@@ -190,14 +190,14 @@ def dppo_kl(inputs: SurrogateInputs) -> SurrogateOutput:
     new, old = logprobs.exp(), old_logprobs.exp()
     other_tokens = (1 - old) * torch.log((1 - old + eps) / (1 - new + eps))
     divergence = old * (old_logprobs - logprobs) + other_tokens
-    return _within(
+    return _truncated_gradient(
         inputs,
         (divergence <= inputs.config.clip_high) | (new <= old),
         (divergence <= inputs.config.clip_low) | (new >= old),
     )
 
 
-def _within(inputs: SurrogateInputs, may_rise: Tensor, may_fall: Tensor) -> SurrogateOutput:
+def _truncated_gradient(inputs: SurrogateInputs, may_rise: Tensor, may_fall: Tensor) -> SurrogateOutput:
     """Return the truncated policy gradient of the tokens that may still move in the direction of their advantage."""
     rises = inputs.advantages > 0
     kept = torch.where(rises, may_rise, may_fall)

@@ -91,8 +91,8 @@ def create_once(target: Path, create: Callable[[], object]) -> None:
     lock.mkdir(parents=True, exist_ok=True)
     has_waited = False
     while True:
-        with held(lock) as alone:
-            if alone:
+        with held(lock) as has_lock:
+            if has_lock:
                 if not target.exists():
                     create()
                 return
@@ -195,8 +195,8 @@ def unseal(text: str) -> dict[str, Any]:
         record = json.loads(text)
         if not isinstance(record, dict):
             raise ValueError("it is not a JSON object")
-        written = record.pop(SEAL, None)
-        if (written is not None or DIGESTS in record) and written != _record_digest(record):
+        digest = record.pop(SEAL, None)
+        if (digest is not None or DIGESTS in record) and digest != _record_digest(record):
             raise ValueError("it has changed since it was written")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -175,8 +175,8 @@ def _with_text(message: Mapping[str, Any], added: Any) -> dict[str, Any]:
     content = message.get("content") or ""
     if not isinstance(added, str):
         raise TypeError(f"reset returned {added!r:.100}, which can't be appended to the prompt: return a text or None")
-    more: Any = added if isinstance(content, str) else [{"type": "text", "text": added}]
-    return {**message, "content": content + more}
+    addition: Any = added if isinstance(content, str) else [{"type": "text", "text": added}]
+    return {**message, "content": content + addition}
 
 
 def _check_trl_reward(function: Callable[..., Any]) -> None:

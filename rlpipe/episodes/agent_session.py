@@ -79,7 +79,7 @@ class ChatQuestion:
             messages, tools = whole_characters(messages), whole_characters(tools)
         except RecursionError:
             raise RequestRefused(400, "invalid", "messages or tools are nested too deeply") from None
-        return cls(messages=_as_read(messages), tools=tools, max_tokens=limit, stop=list(stop))
+        return cls(messages=_normalize(messages), tools=tools, max_tokens=limit, stop=list(stop))
 
     @property
     def digest(self) -> str:
@@ -94,7 +94,7 @@ def require_one_of(values: Sequence[Any], name: str, value: Any) -> None:
         raise RequestRefused(400, "unsupported", f"{name}={value!r:.50} is not supported in training")
 
 
-def _as_read(messages: ChatMessages) -> ChatMessages:
+def _normalize(messages: ChatMessages) -> ChatMessages:
     """Return messages as chat templates and reward functions take them.
 
     They have known roles, content that is a string, and results with the names of their functions.
@@ -226,8 +226,8 @@ class AgentSession:
                 self.episode.end_early("length")
             path, opening = self.episode.graph.turns[-1].path(), self.episode.opening
             messages = [message for node in path for message in node.messages]
-            begins = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
-            self.episode.messages = messages[len(opening) :] if begins else messages
+            has_opening = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
+            self.episode.messages = messages[len(opening) :] if has_opening else messages
         for pending in chain.from_iterable(self._asked.values()):
             pending.answer.cancel()
         return self.episode
@@ -258,14 +258,14 @@ class AgentSession:
         self._request(question, answer).num_received += 1
         if answer.node is not None or self._is_sealed:
             return
-        begins = answer.continuation.node
-        if begins is None and answer.branching is None:  # it was asked when nothing was received yet
+        node = answer.continuation.node
+        if node is None and answer.branching is None:  # it was asked when nothing was received yet
             branching = locate(self.episode.graph, answer.continuation.new).branching
             answer.counted = None if branching is Branching.FIRST else branching
         else:
             answer.counted = answer.branching
-        observed = self.episode.graph.observe(begins, answer.continuation.new, answer.context)
-        if begins is None:
+        observed = self.episode.graph.observe(node, answer.continuation.new, answer.context)
+        if node is None:
             self._tools[id(observed)] = answer.tools
             self.episode.opening = self.episode.opening or answer.continuation.new
         if answer.counted is not None:
@@ -299,7 +299,7 @@ class AgentSession:
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         if self._num_sampled - self._num_failed >= self._rules.max_turns:
-            raise self._meet("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
+            raise self._end_at_limit("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
             raise RequestRefused(400, "unsupported", message)
@@ -317,7 +317,7 @@ class AgentSession:
         if remaining_tokens <= 0:
             limit = self._rules.max_model_len
             message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
-            raise self._meet("length", "context_length_exceeded", message)
+            raise self._end_at_limit("length", "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, remaining_tokens, question.max_tokens or remaining_tokens)
         if self.episode.end == "length":  # the program has made room, and goes on
             self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
@@ -337,8 +337,8 @@ class AgentSession:
         if surplus := parsed.calls[MAX_CALLS:]:
             self.episode.invalid_calls += len(surplus)
             parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False
-        if wrong := sum(call.problem is not None for call in parsed.calls):
-            self.episode.invalid_calls += wrong
+        if num_invalid := sum(call.problem is not None for call in parsed.calls):
+            self.episode.invalid_calls += num_invalid
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
         return ChatAnswer(
             id=f"chatcmpl-{number}",
@@ -355,7 +355,7 @@ class AgentSession:
             fills_room=sampled.finish_reason == "length" and len(sampled.token_ids) >= remaining_tokens,
         )
 
-    def _meet(self, limit: str, code: str, message: str) -> RequestRefused:
+    def _end_at_limit(self, limit: str, code: str, message: str) -> RequestRefused:
         self.limits_met[message] = limit
         self.episode.end_early(limit)
         return RequestRefused(400, code, message)
@@ -404,11 +404,11 @@ class AgentSession:
 
 def _finite(value: Any) -> float:
     """Return a number of Python, numpy or torch, or a truth value, as a float; raise ``RequestRefused`` for others."""
-    plain = unwrapped(value)
-    if isinstance(plain, int | float):
+    number = unwrapped(value)
+    if isinstance(number, int | float):
         with suppress(OverflowError):  # an integer beyond the floats
-            if math.isfinite(plain):
-                return float(plain)
+            if math.isfinite(number):
+                return float(number)
     raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
 
 

@@ -93,13 +93,13 @@ class Bridge:
         return len(turn) > 0 and (turn[-1] in self.end_ids or turn[-1] in self.further_end_ids)
 
     def _control_tokens(self) -> ControlTokens:
-        return ControlTokens(self.template, *self._controls)
+        return ControlTokens(self.template, *self._control_patterns)
 
     @cached_property
-    def _controls(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+    def _control_patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
         """Patterns of the tokenizer's control tokens, and of the special ones of these, made once for all turns."""
         vocabulary, special = self.template.tokenizer.get_added_vocab(), special_ids(self.template)
-        return _any_of(vocabulary), _any_of(name for name, number in vocabulary.items() if number in special)
+        return _pattern_of(vocabulary), _pattern_of(name for name, number in vocabulary.items() if number in special)
 
     def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
         """Return what follows an answer if ``new`` messages do.
@@ -183,7 +183,7 @@ class _Probe:
         return {**call, "function": {"name": call["function"]["name"], "arguments": {"at": self.last_word}}}
 
 
-def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+def _pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -219,31 +219,31 @@ class ControlTokens:
 
     def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda match: self._stand_in(match.group()), value)
+            return pattern.sub(lambda match: self._placeholder(match.group()), value)
         if isinstance(value, Mapping):
             return {self._hide(key, pattern): self._hide(entry, pattern) for key, entry in value.items()}
         return [self._hide(entry, pattern) for entry in value] if isinstance(value, list | tuple) else value
 
-    def _stand_in(self, token: str) -> str:
+    def _placeholder(self, token: str) -> str:
         return self._hidden.setdefault(token, chr(FIRST_STAND_IN + len(self._hidden)))
 
     def shown(self, token_ids: IntArray, offsets: IntArray, text: str) -> IntArray:
         """Return the tokens with those of plain text in place of the private characters' tokens."""
         if not self._hidden:
             return token_ids
-        plain = {character: self._as_text(token) for token, character in self._hidden.items()}
+        plain_ids = {character: self._as_text(token) for token, character in self._hidden.items()}
         shown_ids: list[int] = []
         last = -1
         for token_id, (start, stop) in zip(token_ids.tolist(), offsets.tolist(), strict=True):
-            inside = [index for index in range(start, stop) if text[index] in plain]
-            if not inside:
+            positions = [index for index in range(start, stop) if text[index] in plain_ids]
+            if not positions:
                 shown_ids.append(token_id)
                 continue
             if stop - start > 1:
                 raise Unbridgeable("the tokenizer joins a control token in a text with its neighbours")
-            if inside[0] != last:  # a character may take several tokens
-                shown_ids += plain[text[inside[0]]]
-            last = inside[0]
+            if positions[0] != last:  # a character may take several tokens
+                shown_ids += plain_ids[text[positions[0]]]
+            last = positions[0]
         return np.array(shown_ids, np.int32)
 
     def _as_text(self, token: str) -> list[int]:

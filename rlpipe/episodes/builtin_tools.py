@@ -123,7 +123,7 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as devnull:
         async with AsyncExitStack() as stack:
             tools: list[Tool] = []
             # The mark has them ended with this process.
@@ -134,7 +134,7 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
                 stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends the server alone
                 env = {**mark, **server.env, **process.env}
                 started = StdioServerParameters(command=program, args=arguments, env=env)
-                client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))
+                client = await stack.enter_async_context(Client(stdio_client(started, errlog=devnull)))
                 tools += await _list_tools(client, process)
             yield tools
 

@@ -72,12 +72,12 @@ class Gateway:
 
     async def _listen(self, runner: web.AppRunner) -> None:
         """Listen at the address; a process that this one replaces may have it for a moment longer."""
-        until = asyncio.get_running_loop().time() + ADDRESS_WAIT_S
+        deadline = asyncio.get_running_loop().time() + ADDRESS_WAIT_S
         while True:
             try:
                 return await web.TCPSite(runner, self._host, self._port).start()
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or asyncio.get_running_loop().time() > until:
+                if error.errno != errno.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
                     address = f"environment.host={self._host} environment.port={self._port}"
                     raise ConfigError(f"{address}: agents can't be served there: {error.strerror or error}") from error
             await asyncio.sleep(ADDRESS_PAUSE_S)
@@ -165,7 +165,7 @@ async def _read(request: web.Request) -> Mapping[str, Any]:
 async def _answer_question(request: web.Request, session: AgentSession, question: ChatQuestion) -> ChatAnswer:
     try:
         is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-        return await session.ask(question, is_retry=is_retry, listens=lambda: _listens(request))
+        return await session.ask(question, is_retry=is_retry, listens=lambda: _is_connected(request))
     except asyncio.CancelledError:
         if session.is_sealed:
             raise RequestRefused(409, "sealed", "the episode ended before the answer") from None
@@ -210,8 +210,8 @@ async def _is_sent(request: web.Request, response: web.StreamResponse, texts: It
         await response.write_eof()
     except ConnectionError:
         return False
-    return _listens(request)
+    return _is_connected(request)
 
 
-def _listens(request: web.Request) -> bool:
+def _is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()

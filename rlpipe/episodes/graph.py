@@ -271,10 +271,10 @@ def locate(
         reached += [(stop, *child) for child in following[id(node)]]
     if best is not None and all(message["role"] != "assistant" for message in messages[best[0] :]):
         return Continuation(node=best[2], new=messages[best[0] :])
-    return Continuation(node=None, new=messages, branching=_why(graph, sent, shared))
+    return Continuation(node=None, new=messages, branching=_branching_reason(graph, sent, shared))
 
 
-def _why(graph: EpisodeGraph, sent: Sequence[CanonicalMessage], num_shared: int) -> Branching:
+def _branching_reason(graph: EpisodeGraph, sent: Sequence[CanonicalMessage], num_shared: int) -> Branching:
     if not graph.nodes:
         return Branching.FIRST
     openings = [

@@ -121,7 +121,7 @@ class GroupPlayer:
                 raise EnvironmentFailed(f"group {request.group_id} can't be played: {failure}")
             return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[], failure=failure)
         began = asyncio.get_running_loop().time()
-        played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
+        played = await asyncio.gather(*(self._play_episode(request, index) for index in range(request.group_size)))
         episodes = [episode for episode, _ in played]
         gives_reward = self._needs_reward or any(
             episode.is_rewarded and episode.failure is None for episode in episodes
@@ -156,7 +156,7 @@ class GroupPlayer:
         group.logged = episode_metrics(episodes, [use for _, use in played])
         return group
 
-    async def _play_one(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
+    async def _play_episode(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
         async def sample(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
             number = turn * request.group_size + index
             rollout = await self._sample(
@@ -236,9 +236,9 @@ class GroupPlayer:
                 episode.end_early("timeout")
             elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
                 text = f"{message_of(error)} {error.__cause__}"
-                met = [limit for message, limit in session.limits_met.items() if message in text]
-                if met:  # in one of its conversations, beside which another one went on
-                    episode.end_early(met[-1])
+                limits = [limit for message, limit in session.limits_met.items() if message in text]
+                if limits:  # in one of its conversations, beside which another one went on
+                    episode.end_early(limits[-1])
                 else:
                     episode.fail(describe_error(error))
         finally:

@@ -72,11 +72,11 @@ class IsolatedHost:
                 return
             if os.fork() == 0:
                 starts.close()
-                self._keep(*fds, tool=json.loads(started))
+                self._watch(*fds, tool=json.loads(started))
             for fd in fds:
                 os.close(fd)
 
-    def _keep(self, control: int, link: int, *, tool: str | None) -> NoReturn:
+    def _watch(self, control: int, link: int, *, tool: str | None) -> NoReturn:
         """Run one object's process until it ends or is not wanted any more, and tell why it ended."""
         config = self._config
         time_s = config.timeout_s + self._max_outage_s if tool is None else config.tool_timeout_s

@@ -223,7 +223,7 @@ def _events(answer: ChatAnswer, body: Mapping[str, Any]) -> Iterator[tuple[str, 
     yield "response.created", {"response": created}
     yield "response.in_progress", {"response": created}
     for index, item in enumerate(response["output"]):
-        yield "response.output_item.added", {"output_index": index, "item": _emptied(item)}
+        yield "response.output_item.added", {"output_index": index, "item": _empty_item(item)}
         position = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "function_call":
             yield "response.function_call_arguments.delta", {**position, "delta": item["arguments"]}
@@ -245,6 +245,6 @@ def _part_events(parts: Sequence[Item], position: Item) -> Iterator[tuple[str, d
         yield "response.content_part.done", {**content_position, "part": part}
 
 
-def _emptied(item: Item) -> dict[str, Any]:
+def _empty_item(item: Item) -> dict[str, Any]:
     empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     return {**item, **empty, "status": "in_progress"}

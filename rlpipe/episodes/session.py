@@ -144,9 +144,9 @@ class Deadline:
     def stop(self) -> None:
         """Pause the deadline until ``go_on`` was called as often."""
         self._num_stops += 1
-        when = self._limit.when()
-        if self._is_running and not self.has_passed and self._left_s is None and when is not None:
-            self._left_s = when - asyncio.get_running_loop().time()
+        deadline = self._limit.when()
+        if self._is_running and not self.has_passed and self._left_s is None and deadline is not None:
+            self._left_s = deadline - asyncio.get_running_loop().time()
             self._limit.reschedule(None)
 
     def go_on(self) -> None:
@@ -309,5 +309,5 @@ def read_turn(sampled: SampledTurn, bridge: Bridge, context: IntArray) -> str:
     if sampled.finish_reason != "length" or END_THINK in text:
         return text
     before = cast(str, decode(context[-MAX_THINK_TOKENS:]))
-    thinks = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
-    return f"{text}{END_THINK}" if thinks else text
+    is_thinking = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
+    return f"{text}{END_THINK}" if is_thinking else text

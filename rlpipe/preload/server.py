@@ -175,25 +175,25 @@ class Server:
 
     def run(self) -> Worker:
         """Answer requests until standard input ends, then exit; return only in each forked worker."""
-        woken, wake = socket.socketpair()
-        wake.setblocking(False)
+        wake_read, wake_write = socket.socketpair()
+        wake_write.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
-            for file in (self._listener, woken, sys.stdin):
+            for file in (self._listener, wake_read, sys.stdin):
                 selector.register(file, selectors.EVENT_READ)
             worker = None
             while worker is None:
                 ready = {key.fileobj for key, _ in selector.select()}
-                if woken in ready:
-                    woken.recv(4096)
+                if wake_read in ready:
+                    wake_read.recv(4096)
                     _reap()
                 if sys.stdin in ready and not os.read(0, 4096):
                     os._exit(0)  # libraries would print messages at a normal exit
                 if self._listener in ready:
                     worker = self._answer()
         signal.set_wakeup_fd(-1)
-        for opened in (woken, wake, self._listener):
+        for opened in (wake_read, wake_write, self._listener):
             opened.close()
         return worker
 

@@ -92,11 +92,11 @@ class ReplayBuffer:
 
     def _may_fill(self, step: int) -> bool:
         """Return whether, if the step takes the most urgent groups, the remaining ones can meet their deadlines."""
-        still_to_choose, total_remaining = self._groups_per_step, 0
+        num_to_choose, total_remaining = self._groups_per_step, 0
         for version in sorted(self._num_admitted):
-            chosen = min(len(self._scored_ids[version]), still_to_choose)
+            chosen = min(len(self._scored_ids[version]), num_to_choose)
             remaining = self._num_admitted[version] - chosen
-            still_to_choose -= chosen
+            num_to_choose -= chosen
             total_remaining += remaining
             if remaining and total_remaining > (version + self._max_staleness - step) * self._groups_per_step:
                 return False

@@ -41,7 +41,7 @@ class Outcome:
     @property
     def failures(self) -> dict[int, str]:
         """Reasons of the discarded groups that could not be sampled or scored, by group id."""
-        return {group_id: why for group_id, why in self.discarded.items() if not why.startswith(NO_VARIANCE)}
+        return {group_id: reason for group_id, reason in self.discarded.items() if not reason.startswith(NO_VARIANCE)}
 
 
 MIN_FAILURES = 8
@@ -67,7 +67,7 @@ class FailuresInARow:
         self._unsampled -= {*group_ids}
         if sampled - outcome.failures.keys():
             self._count = 0
-        return self._add({group_id: why for group_id, why in outcome.failures.items() if group_id in sampled})
+        return self._add({group_id: reason for group_id, reason in outcome.failures.items() if group_id in sampled})
 
     def _add(self, failures: Mapping[int, str]) -> str | None:
         self._count += len(failures)
@@ -188,7 +188,7 @@ class ReplayStore:
         """Discard generated groups that can't be scored any more; ``reasons`` are given by group id."""
         outcome = Outcome()
         self._answer_again(outcome, reasons, with_tokens=True)
-        self._discard(outcome, {i: why for i, why in reasons.items() if self._generated.pop(i, None) is not None})
+        self._discard(outcome, {i: reason for i, reason in reasons.items() if self._generated.pop(i, None) is not None})
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:

@@ -227,12 +227,12 @@ class EngineThread:
             self._health = engine.health()
             for group in groups:
                 self._outstanding_tokens -= self._outstanding.pop(group.group_id, 0)
-                self._hand_out(group)
+                self._deliver(group)
             if groups:
                 self._changed.notify_all()
         return True
 
-    def _hand_out(self, group: RolloutGroup) -> None:
+    def _deliver(self, group: RolloutGroup) -> None:
         if group.group_id in self._asked:
             self._asked.pop(group.group_id).set_result(group)
             return

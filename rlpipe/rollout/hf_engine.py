@@ -199,7 +199,7 @@ class HfEngine:
         for request, received_s in self._waiting:
             eligible = request.min_version <= self._version
             fits = not batch or (
-                num_sequences + request.group_size <= self._batch_size and _alike(request, batch[0][0])
+                num_sequences + request.group_size <= self._batch_size and _can_batch(request, batch[0][0])
             )
             if eligible and (problem := self._problem(request)):
                 failed.append(failed_group(request, problem))
@@ -381,7 +381,7 @@ def _end_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> set[int
     return {token for token in (*end_ids, tokenizer_eos) if token is not None}
 
 
-def _alike(request: GroupRequest, other: GroupRequest) -> bool:
+def _can_batch(request: GroupRequest, other: GroupRequest) -> bool:
     return _kind(request) == _kind(other)
 
 

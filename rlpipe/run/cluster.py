@@ -107,12 +107,12 @@ def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
     for need in needs:
         total.update(need.requested)
     for resource, needed in total.items():
-        has = available.get(resource, 0.0)
-        if needed > has + 1e-9:
-            askers = [need for need in needs if need.all_resources.get(resource)]
-            listed = ", ".join(f"{need.name} {need.all_resources[resource]:g}" for need in askers)
+        amount = available.get(resource, 0.0)
+        if needed > amount + 1e-9:
+            affected = [need for need in needs if need.all_resources.get(resource)]
+            listed = ", ".join(f"{need.name} {need.all_resources[resource]:g}" for need in affected)
             raise ConfigError(
-                f"the run needs {needed:g} {resource} ({listed}) but the cluster has {has:g}: {askers[0].remedy}"
+                f"the run needs {needed:g} {resource} ({listed}) but the cluster has {amount:g}: {affected[0].remedy}"
             )
 
 

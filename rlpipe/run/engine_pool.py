@@ -146,11 +146,11 @@ class EnginePool:
         for name in self._fleet.serving:
             if self._fleet.version(name) != version:
                 reason = f"it serves version {self._fleet.version(name)}, and missed version {version}"
-                self._give_up_on(name, EngineDied(reason))
+                self._end_collection(name, EngineDied(reason))
 
     def failed(self, name: str, failure: NotLoaded) -> None:
         """Replace an engine that failed to load a version."""
-        self._give_up_on(name, EngineDied(failure.reason, process_alive=failure.process_alive))
+        self._end_collection(name, EngineDied(failure.reason, process_alive=failure.process_alive))
 
     async def run(self) -> None:
         """Serve requests until cancelled."""
@@ -167,9 +167,9 @@ class EnginePool:
                     continue  # this process was suspended, and is yet to read what engines answered
                 for name in self._fleet.check():
                     reason = f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
-                    self._give_up_on(name, EngineDied(reason))
+                    self._end_collection(name, EngineDied(reason))
 
-    def _give_up_on(self, name: str, death: EngineDied) -> None:
+    def _end_collection(self, name: str, death: EngineDied) -> None:
         """End the collection from an engine, whose process may still be alive."""
         if name in self._deaths and not self._deaths[name].done():
             self._deaths[name].set_exception(death)
@@ -264,8 +264,8 @@ class EnginePool:
         """Report an engine's death, and give its work to the others."""
         self._fleet.died(name, reason)
         lost = self._router.remove(name)
-        again = f"; its {len(lost)} groups are generated again" if lost else ""
-        self._notice(name, f"engine {name} died: {reason}{again}", "death")
+        consequence = f"; its {len(lost)} groups are generated again" if lost else ""
+        self._notice(name, f"engine {name} died: {reason}{consequence}", "death")
         self.dispatch(lost)
 
     async def _until_started(self, name: str) -> None:

@@ -101,8 +101,8 @@ class HostWatch:
     def check(self) -> None:
         """Report the hosts that have become silent, except those that run nothing of this run."""
         for contact in self._contacts.values():
-            concerns = contact.runs or contact.host.is_head
-            if concerns and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
+            is_relevant = contact.runs or contact.host.is_head
+            if is_relevant and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
                 contact.since = time.time() - self._silence(contact)
                 self._say(
                     f"{_name(contact)} has been silent since {_time_of_day(contact.since)}{_running_note(contact)}"

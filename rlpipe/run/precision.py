@@ -37,17 +37,17 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
     """
     requested = run.config.model.dtype
     measured = (begun or AUTO) if requested == AUTO else requested
-    alike = {(need.products, *sorted(need.requested.items())): need for need in needs}
+    unique_needs = {(need.products, *sorted(need.requested.items())): need for need in needs}
     lines: list[str] = []
     dtype = requested
     if requested != WIDE:
-        devices = [device for need in alike.values() for device in ask(need, measured)]
+        devices = [device for need in unique_needs.values() for device in ask(need, measured)]
         choice = choose_dtype(requested, devices, begun=begun)
         dtype, lines = choice.dtype, [choice.line] if choice.line else []
-    settled = _with_dtype(run, dtype)
-    for problem in check_model(settled.model, on_gpu=run.config.learner.num_gpus > 0):
+    resolved = _with_dtype(run, dtype)
+    for problem in check_model(resolved.model, on_gpu=run.config.learner.num_gpus > 0):
         raise ConfigError(f"{problem} ({lines[0]})" if requested == AUTO else problem)
-    return settled, [*lines, *_reward_lines(run, dtype, ask)]
+    return resolved, [*lines, *_reward_lines(run, dtype, ask)]
 
 
 def engine_type_lines(run: Run, engines: Sequence[Need], ask: Ask) -> list[str]:
@@ -129,7 +129,9 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
 def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the ids of Ray's living nodes that meet a process's needs, or of all living nodes if none does alone."""
     alive = [node for node in nodes if node["Alive"]]
-    able = [
-        node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.requested.items())
+    matching = [
+        node
+        for node in alive
+        if all(node["Resources"].get(name, 0) >= amount for name, amount in need.requested.items())
     ]
-    return [node["NodeID"] for node in able or alive]
+    return [node["NodeID"] for node in matching or alive]

@@ -113,8 +113,8 @@ def hold_output(output: Path) -> Iterator[None]:
     """Create a run's folder, and lock it within the block; raise ``ConfigError`` if another run holds it."""
     with naming_output(output):
         output.mkdir(parents=True, exist_ok=True)
-    with held(output) as alone:
-        if not alone:
+    with held(output) as has_lock:
+        if not has_lock:
             raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
         yield
 
@@ -210,8 +210,8 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
         )
     if entry.is_served:
         return entry
-    alone = isinstance(reward, type) or entry.num_gpus > 0
-    if alone:
+    needs_processes = isinstance(reward, type) or entry.num_gpus > 0
+    if needs_processes:
         return replace(entry, num_processes=entry.num_processes or 1)
     if entry.memory_gb is None:
         return replace(entry, memory_gb=scoring.memory_gb)
@@ -293,9 +293,9 @@ def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePo
     folder = output / "checkpoints"
     start = read_resume_point(config)
     with naming_output(output), hold_output(output) if folder.is_dir() and not holds_output else nullcontext():
-        aside = set_damaged_aside(folder, newer_than=start.step)
+        damaged_aside = set_damaged_aside(folder, newer_than=start.step)
         newer_aside = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
-    messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]
+    messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in damaged_aside.items()]
     messages += [f"the run continues from an older checkpoint; a newer one is now {path}" for path in newer_aside]
     if start.checkpoint is not None:
         messages += [f"resuming from {start.checkpoint}, after step {start.step}"]

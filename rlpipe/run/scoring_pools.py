@@ -84,8 +84,8 @@ class ScoringPool(ABC):
             return scores
         retried: list[GroupScores] = []
         for index in chunk:
-            again = await self._call(groups, [index])
-            retried += again if not isinstance(again, str) else [self.failed(group_ids[index], again)]
+            result = await self._call(groups, [index])
+            retried += result if not isinstance(result, str) else [self.failed(group_ids[index], result)]
         return retried
 
     @abstractmethod

@@ -162,10 +162,10 @@ class FeatureScorer:
         if not all(bool(component.isfinite().all()) for component in (scores.alignment, scores.diversity, scores.cfm)):
             result.failures = dict.fromkeys((ALIGNMENT, DIVERSITY), "its features are not finite")
             return
-        alone = len(samples) == 1
+        is_single = len(samples) == 1
         result.scores = {
             ALIGNMENT: scores.alignment[0].tolist(),
-            DIVERSITY: [None] if alone else scores.diversity[0].tolist(),
+            DIVERSITY: [None] if is_single else scores.diversity[0].tolist(),
         }
         result.metrics = feature_metrics(scores, self._config)
 

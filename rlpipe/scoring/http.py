@@ -131,17 +131,17 @@ def _json_of(response: httpx.Response, body: bytes) -> Any:
         raise UnusableAnswer(f"its answer is not JSON ({_shown(body)})") from None
 
 
-def _finite(written: str) -> float:
-    value = float(written)
+def _finite(text: str) -> float:
+    value = float(text)
     if not math.isfinite(value):
-        raise ValueError(written)
+        raise ValueError(text)
     return value
 
 
-def _integer(written: str) -> int:
-    if len(written) > MAX_INTEGER_CHARS:
-        raise ValueError(f"an integer of {len(written)} digits")
-    return int(written)
+def _integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_CHARS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -58,11 +58,11 @@ class AnswerCache:
         row = self._run("SELECT answer FROM answers WHERE key = ?", (key,))
         if row is None:
             return None
-        self._keep(key, row[0])
+        self._remember(key, row[0])
         return str(row[0])
 
     def put(self, key: str, answer: str) -> None:
-        self._keep(key, answer)
+        self._remember(key, answer)
         self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
 
     def _run(self, statement: str, values: tuple[str, ...]) -> tuple[str] | None:
@@ -77,7 +77,7 @@ class AnswerCache:
             return None
         return row
 
-    def _keep(self, key: str, answer: str) -> None:
+    def _remember(self, key: str, answer: str) -> None:
         self._answers[key] = answer
         self._answers.move_to_end(key)
         while len(self._answers) > self._max_in_memory:
@@ -293,18 +293,18 @@ class PairwiseJudge(Judge):
         results = await together(
             self.ask(group, completion_a=texts[first], completion_b=texts[second]) for first, second in games
         )
-        won: list[list[float]] = [[] for _ in texts]
+        wins: list[list[float]] = [[] for _ in texts]
         for (first, second), result in zip(games, results, strict=True):
-            won[first].append(result)
-            won[second].append(1 - result)
-        return [math.fsum(outcomes) / len(outcomes) for outcomes in won]
+            wins[first].append(result)
+            wins[second].append(1 - result)
+        return [math.fsum(outcomes) / len(outcomes) for outcomes in wins]
 
     def _pairs(self, count: int) -> list[tuple[int, int]]:
         if self._opponents is None:
             return list(combinations(range(count), 2))
         steps = range(1, min(self._opponents, count - 1) + 1)
-        met = {frozenset((index, (index + step) % count)) for index in range(count) for step in steps}
-        return sorted((min(pair), max(pair)) for pair in met)
+        pairs = {frozenset((index, (index + step) % count)) for index in range(count) for step in steps}
+        return sorted((min(pair), max(pair)) for pair in pairs)
 
     def parse(self, answer: str) -> float:
         """Return 1 if A is better, 0 if B is, and 0.5 for a tie."""

@@ -60,8 +60,8 @@ def expected_rewards(config: Config) -> dict[str, RewardConfig]:
     """Return the rewards of a config as preparing the run will complete them, inferred from their paths alone."""
     rewards = dict(config.scoring.rewards)
     for name, reward in rewards.items():
-        alone = reward.num_gpus > 0 or reward.path.startswith(REWARD_CLASSES)
-        if alone and not reward.is_served:
+        needs_processes = reward.num_gpus > 0 or reward.path.startswith(REWARD_CLASSES)
+        if needs_processes and not reward.is_served:
             rewards[name] = replace(reward, num_processes=reward.num_processes or 1)
     if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
         rewards |= feature_configs(config.algorithm.ebft.features)

@@ -33,10 +33,10 @@ def run_server(
 
     Its first argument is the file descriptor of the other end.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    with theirs:
-        child_arguments = [str(theirs.fileno()), *arguments]
-        return _run_module(name, child_arguments, pass_fds=[theirs.fileno()], environment=ONE_THREAD), ours
+    parent_end, child_end = socket.socketpair(socket.AF_UNIX, kind)
+    with child_end:
+        child_arguments = [str(child_end.fileno()), *arguments]
+        return _run_module(name, child_arguments, pass_fds=[child_end.fileno()], environment=ONE_THREAD), parent_end
 
 
 def _run_module(

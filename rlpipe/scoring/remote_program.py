@@ -372,11 +372,11 @@ def _resolve_names(program: RemoteProgram, test: ast.Module) -> dict[str, Any]:
     defines no other name of the test is a function called ``sum`` the one that is tested.
     """
     nodes = list(ast.walk(test))
-    used = sorted({node.id for node in nodes if isinstance(node, ast.Name)})
+    used_names = sorted({node.id for node in nodes if isinstance(node, ast.Name)})
     owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     modules = {name: importlib.import_module(name) for name in owners.intersection(TEST_MODULES)}
-    objects = program.defined([name for name in used if name not in modules and not hasattr(builtins, name)])
+    objects = program.defined([name for name in used_names if name not in modules and not hasattr(builtins, name)])
     if not objects:
-        shadowing = program.defined([name for name in used if hasattr(builtins, name)])
+        shadowing = program.defined([name for name in used_names if hasattr(builtins, name)])
         objects = {name: value for name, value in shadowing.items() if isinstance(value, RemoteObject)}
     return {**modules, **objects}

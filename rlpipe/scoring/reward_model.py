@@ -188,12 +188,12 @@ class StepReward(ClassifierReward):
         self._separator, self._mark, self._label, self._combine = separator, step_token or separator, label, combine
 
     def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
-        cut = [self._cut(*answer) for answer in answers]
-        scored = [index for index, (_, ends) in enumerate(cut) if ends]
-        logits = self.run([cut[index][0] for index in scored])
+        truncated = [self._cut(*answer) for answer in answers]
+        scored = [index for index, (_, ends) in enumerate(truncated) if ends]
+        logits = self.run([truncated[index][0] for index in scored])
         values: list[float | None] = [None] * len(answers)
         for index, answer_logits in zip(scored, logits, strict=True):
-            steps = answer_logits[cut[index][1]].softmax(1)[:, self._label]
+            steps = answer_logits[truncated[index][1]].softmax(1)[:, self._label]
             values[index] = float(REDUCTIONS[self._combine](steps))
         return values
 

@@ -192,8 +192,8 @@ def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable
     """Return the required parameters that neither the run, nor ``kwargs``, nor the data-set ``columns`` can fill."""
     if inspect.isclass(reward):
         return []
-    passed = PROVIDED | set(kwargs) | (set(columns) - HIDDEN_COLUMNS)
-    return sorted(read_signature(reward, repr(reward)).required - passed)
+    available = PROVIDED | set(kwargs) | (set(columns) - HIDDEN_COLUMNS)
+    return sorted(read_signature(reward, repr(reward)).required - available)
 
 
 def _listed(names: Iterable[str]) -> str:

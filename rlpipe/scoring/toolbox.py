@@ -94,7 +94,7 @@ def numeric_match(
 
     Raises ``ValueError`` for a row whose answer is not a number.
     """
-    return [float(miss <= tolerance) for miss in _misses(completions, answer, answer_tag)]
+    return [float(miss <= tolerance) for miss in _distances(completions, answer, answer_tag)]
 
 
 def numeric_closeness(
@@ -105,10 +105,10 @@ def numeric_closeness(
     This distinguishes wrong answers even if no sample of a group is right yet. The number is found as by
     ``numeric_match``. Raises ``ValueError`` for a row whose answer is not a number.
     """
-    return [scale / (scale + miss) for miss in _misses(completions, answer, answer_tag)]
+    return [scale / (scale + distance) for distance in _distances(completions, answer, answer_tag)]
 
 
-def _misses(completions: Sequence[Completion], answer: Sequence[Any], answer_tag: str | None) -> list[float]:
+def _distances(completions: Sequence[Completion], answer: Sequence[Any], answer_tag: str | None) -> list[float]:
     """Return the distance of each completion's last number from the row's answer."""
     numbers = [None if text is None else last_number(text) for text in _answers(completions, answer_tag)]
     return [_distance(number, _gold_number(gold)) for number, gold in zip(numbers, answer, strict=True)]

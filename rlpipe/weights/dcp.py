@@ -48,7 +48,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], *, num_ranks: int) -
     """
     writer = _DigestingWriter(folder)
     try:
-        with _single_process_is_meant():
+        with _without_process_warning():
             dcp.save(tensors, storage_writer=writer, no_dist=num_ranks == 1)
     except CheckpointException as error:
         raise OSError(f"{folder} can't be written: {_causes(error)}") from error
@@ -71,7 +71,7 @@ class StoredTensors:
         """Fill this rank's tensors, where ``prefix`` precedes their names; raise ``ConfigError`` for a damaged file."""
         named = {prefix + name: tensor for name, tensor in tensors.items()}
         try:
-            with _single_process_is_meant():
+            with _without_process_warning():
                 dcp.load(named, storage_reader=_GivenReader(self._folder, self._metadata), no_dist=True)
         except CheckpointException as error:
             raise ConfigError(_unreadable(self._folder, _causes(error))) from None
@@ -178,7 +178,7 @@ def _causes(error: CheckpointException) -> str:
 
 
 @contextmanager
-def _single_process_is_meant() -> Iterator[None]:
+def _without_process_warning() -> Iterator[None]:
     """Suppress torch's warning at every checkpoint of a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -272,13 +272,13 @@ def _compared(ledger: Ledger, eras: Sequence[tuple[int, int, Mapping[str, Any]]]
     limits = [
         [
             first,
-            beyond,
+            stop,
             tree["algorithm"]["groups_per_step"],
             tree["replay"]["max_staleness"],
             tree["replay"]["reuse_groups"],
             tree["algorithm"]["combine"] == "sum_then_normalize",
         ]
-        for first, beyond, tree in eras
+        for first, stop, tree in eras
     ]
     return (
         ledger.cursor.epoch,
@@ -305,12 +305,12 @@ def describe(result: Audit) -> Iterator[str]:
     """Yield the totals and the checks, as lines of text."""
     state = "a finished run" if result.finished else "a run that has not ended"
     yield f"{state}: {result.num_steps:,} steps trained, the newest checkpoint after {result.checkpoint_step:,}"
-    again = len(result.repeated_steps)
-    if again:
-        times = sum(result.repeated_steps.values()) - again
+    num_repeated = len(result.repeated_steps)
+    if num_repeated:
+        times = sum(result.repeated_steps.values()) - num_repeated
         listed = _listed(result.repeated_steps)
-        steps = "step was" if again == 1 else "steps were"
-        yield f"{again:,} {steps} trained again after a crash, {times:,} repetitions in all: {listed}"
+        steps = "step was" if num_repeated == 1 else "steps were"
+        yield f"{num_repeated:,} {steps} trained again after a crash, {times:,} repetitions in all: {listed}"
     yield ""
     yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was admitted yet'}"
     if result.rerolled:

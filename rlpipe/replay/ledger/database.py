@@ -447,8 +447,8 @@ def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.C
     """
     if read_only:
         has_log = path.with_name(f"{path.name}-wal").exists()
-        unchanging = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
-        mode = "ro&immutable=1" if unchanging else "ro"
+        is_immutable = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
+        mode = "ro&immutable=1" if is_immutable else "ro"
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=_Connection)
     connection.execute("PRAGMA journal_mode = WAL")

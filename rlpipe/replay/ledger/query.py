@@ -205,9 +205,9 @@ class GroupFilter:
             "epoch = ?": self.epoch,
             "prompt_id = ?": self.prompt_id,
         }
-        used = {test: value for test, value in compared.items() if value is not None}
-        tests = [*used, *([f"state IN ({', '.join('?' * len(self.states))})"] if self.states else [])]
-        return " AND ".join(tests) or "1", [*used.values(), *self.states]
+        active = {test: value for test, value in compared.items() if value is not None}
+        tests = [*active, *([f"state IN ({', '.join('?' * len(self.states))})"] if self.states else [])]
+        return " AND ".join(tests) or "1", [*active.values(), *self.states]
 
 
 def find_groups(
@@ -377,9 +377,9 @@ def check_values(ledger: Ledger) -> None:
         if existing != list(columns):
             problem = f"has the columns {', '.join(existing)}" if existing else "is missing"
             raise ledger.damaged(f"table {table} {problem}")
-        wrong = " ".join(f"WHEN NOT ({test}) THEN '{name}'" for name, test in columns.items())
+        cases = " ".join(f"WHEN NOT ({test}) THEN '{name}'" for name, test in columns.items())
         key = next(iter(columns))
-        query = f"SELECT {key}, CASE {wrong} END AS wrong FROM {table} WHERE wrong IS NOT NULL LIMIT 1"
+        query = f"SELECT {key}, CASE {cases} END AS wrong FROM {table} WHERE wrong IS NOT NULL LIMIT 1"
         for row, name in ledger.rows(query):
             raise ledger.damaged(f"{table}.{name} is of the wrong type or out of range where {key} is {row!r:.40}")
     for name in SETTINGS:

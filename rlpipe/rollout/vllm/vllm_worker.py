@@ -179,7 +179,7 @@ class AdapterLayout:
         self, manager: LoRAModelManager, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]
     ) -> None:
         self._names, self._config = list(tensors), dict(adapter_config)
-        helper = _legal_helper(manager, adapter_config)
+        helper = _validated_helper(manager, adapter_config)
         mapper = _rename_mapper(manager.model)
         self.peft_names: dict[str, str] = {}
         """PEFT's names of the adapted modules, by vLLM's names."""
@@ -281,7 +281,7 @@ def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
             yield from manager.packed_modules.get(name, [name])
 
 
-def _legal_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) -> PEFTHelper:
+def _validated_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) -> PEFTHelper:
     try:
         helper = PEFTHelper.from_dict(dict(adapter_config))
         helper.validate_legal(manager.lora_config)

@@ -71,8 +71,8 @@ class Sandbox:
         """
         if self._connection.closed:
             self._start()
-        sent = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
-        job = pickle.dumps((num_values, sent), protocol=pickle.HIGHEST_PROTOCOL)
+        call_arguments = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
+        job = pickle.dumps((num_values, call_arguments), protocol=pickle.HIGHEST_PROTOCOL)
         limit_s = self._rewards[name].timeout_s
         limit_s = (limit_s if timeout_s is None else min(limit_s, timeout_s)) + FROZEN_AFTER_S
         try:
@@ -114,8 +114,8 @@ class Sandbox:
 
     def _start(self) -> None:
         self._folder = ScratchFolder("rlpipe-sandbox-")
-        self._server, ours = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder.path)
-        self._connection = Connection(ours.detach())
+        self._server, parent_end = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder.path)
+        self._connection = Connection(parent_end.detach())
         try:
             with self._killed_after(START_TIMEOUT_S):
                 self._connection.send_bytes(pickle.dumps(self._rewards))

@@ -101,22 +101,22 @@ def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:
     machine = MACHINES[platform.machine()]
     program = _begin(machine)
     for number in (*machine.refused, *REFUSED_EVERYWHERE):
-        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
+        program += _for_call(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
     for number in (*machine.missing, *MISSING_EVERYWHERE):
-        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)])
+        program += _for_call(number, [(RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)])
     for number in machine.sockets:
-        program += _when(number, _allow_unix_only())
+        program += _for_call(number, _allow_unix_only())
     for number, commands in machine.owners:
-        program += _when(number, _refuse_commands(commands))
+        program += _for_call(number, _refuse_commands(commands))
     for number in machine.aimed:
-        program += _when(number, _allow_younger(own, protected))
+        program += _for_call(number, _allow_younger(own, protected))
     return [*program, (RETURN, 0, 0, ALLOW)]
 
 
 def build_program_filter() -> list[Instruction]:
     """Return the filter that is added for a model's program, which opens no sockets except pairs."""
     machine = MACHINES[platform.machine()]
-    refuse_sockets = _when(machine.sockets[0], [(RETURN, 0, 0, FAIL_WITH | errno.EACCES)])
+    refuse_sockets = _for_call(machine.sockets[0], [(RETURN, 0, 0, FAIL_WITH | errno.EACCES)])
     return [*_begin(machine), *refuse_sockets, (RETURN, 0, 0, ALLOW)]
 
 
@@ -132,7 +132,7 @@ def _begin(machine: Machine) -> list[Instruction]:
     ]
 
 
-def _when(number: int, block: list[Instruction]) -> list[Instruction]:
+def _for_call(number: int, block: list[Instruction]) -> list[Instruction]:
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 
