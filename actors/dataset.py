@@ -52,7 +52,7 @@ class DatasetSetup:
 
 
 def _pads_sequences(model: ModelConfig) -> bool:
-    from rlpipe.learner.policy import pads_sequences  # takes seconds, which only pairs at the limit are worth
+    from rlpipe.learner.policy import pads_sequences  # imported here because it takes seconds
 
     return pads_sequences(model)
 
@@ -88,7 +88,7 @@ class DatasetActor(StepServer):
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
         self._board.want(step)
-        if self._board.wanted is not None:  # otherwise packing the next step would keep the rank from this one
+        if self._board.wanted is not None:  # else the rank would wait until the next step is packed
             await self._fill()
         batch = await self._board.batch(step, rank)
         if batch is not None and (self._ahead is None or self._ahead.done()):
@@ -99,7 +99,7 @@ class DatasetActor(StepServer):
         await asyncio.sleep(ANSWER_LEAVES_S)
         step = self._board.due
         if step is not None and step < self._setup.algorithm.num_steps:
-            with suppress(Exception):  # which the rank's own request raises again
+            with suppress(Exception):  # the rank's own request raises it again
                 await self._fill()
 
     async def complete_step(self, report: StepReport) -> None:
@@ -109,7 +109,8 @@ class DatasetActor(StepServer):
 
     async def wait_updates(self, after_step: int, after_event: int, timeout_s: float) -> RunUpdates:
         self._seen = max(self._seen, after_step)
-        self._known_reports = list(self._reports(self._seen)) or self._known_reports[-1:]  # for ``_last_step``
+        # The newest report is kept for ``_last_step``.
+        self._known_reports = list(self._reports(self._seen)) or self._known_reports[-1:]
         await self._board.notify()
         return await super().wait_updates(after_step, after_event, timeout_s)
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     _open_standard_files()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # texts of models and files may have what no encoding knows
+        if isinstance(stream, io.TextIOWrapper):  # texts of models and files may have characters that can't be encoded
             stream.reconfigure(errors="backslashreplace")
     for name in LIBRARIES:
         logging.getLogger(name).addFilter(_is_useful)

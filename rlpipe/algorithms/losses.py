@@ -218,7 +218,7 @@ def _entropy_bonus(
 
 
 def _mean_over(values: Tensor, chosen: Tensor, mask: Tensor) -> Tensor:
-    """Return the values of the chosen tokens ``[N]``, scaled so that the mean over the masked is theirs."""
+    """Return the chosen values ``[N]``, 0 elsewhere, scaled so that the mean over ``mask`` is that of the chosen."""
     return values * chosen * (mask.sum().to(values.dtype) / chosen.sum().clamp(min=1))
 
 

@@ -361,7 +361,7 @@ class OpenEnvSession:
                 self._reading = asyncio.create_task(self._read(self._socket))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._fail(f"it can't be reached: {error!r}", error)
-        with suppress(ConnectionError):  # a server without room says so, and closes before it is asked
+        with suppress(ConnectionError):  # a server without a free session sends an error and closes at once
             await self._socket.send_json({"type": kind, "data": dict(data)})
         if self._reading is not None and self._reading.done() and self._messages.empty():
             self._fail(f"the connection broke before it was asked to {kind}")

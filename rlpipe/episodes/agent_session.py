@@ -226,7 +226,7 @@ class AgentSession:
                 self.episode.end_early("length")
             path, opening = self.episode.graph.turns[-1].path(), self.episode.opening
             messages = [message for node in path for message in node.messages]
-            has_opening = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
+            has_opening = messages[: len(opening)] == opening  # a new branch may have another opening
             self.episode.messages = messages[len(opening) :] if has_opening else messages
         for pending in chain.from_iterable(self._asked.values()):
             pending.answer.cancel()
@@ -245,7 +245,8 @@ class AgentSession:
         equal = self._asked.setdefault(question.digest, [])
         valid = [pending for pending in reversed(equal) if not _has_failed(pending.answer)]
         pending = next((pending for pending in valid if pending.is_given_up), None)
-        if pending is None and is_retry and equal and not _has_failed(equal[-1].answer):  # else it was an earlier one's
+        # A retry gets the newest answer; if that has failed, the policy is asked again.
+        if pending is None and is_retry and equal and not _has_failed(equal[-1].answer):
             pending = equal[-1]
         if pending is None:
             pending = _Asked(asyncio.ensure_future(self._answer(question)))
@@ -259,7 +260,7 @@ class AgentSession:
         if answer.node is not None or self._is_sealed:
             return
         node = answer.continuation.node
-        if node is None and answer.branching is None:  # it was asked when nothing was received yet
+        if node is None and answer.branching is None:  # asked before any answer was received
             branching = locate(self.episode.graph, answer.continuation.new).branching
             answer.counted = None if branching is Branching.FIRST else branching
         else:
@@ -319,7 +320,7 @@ class AgentSession:
             message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
             raise self._end_at_limit("length", "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, remaining_tokens, question.max_tokens or remaining_tokens)
-        if self.episode.end == "length":  # the program has made room, and goes on
+        if self.episode.end == "length":  # the program has shortened its conversation
             self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         try:
@@ -339,7 +340,7 @@ class AgentSession:
             parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False
         if num_invalid := sum(call.problem is not None for call in parsed.calls):
             self.episode.invalid_calls += num_invalid
-            parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
+            parsed = parse_text(text, "")  # the program gets a malformed call as a text
         return ChatAnswer(
             id=f"chatcmpl-{number}",
             parsed=parsed,
@@ -363,7 +364,7 @@ class AgentSession:
     def _continue(
         self, continuation: Continuation, messages: ChatMessages, bridge: Bridge
     ) -> tuple[Continuation, IntArray, str | None]:
-        """Return where a conversation goes on, the tokens it adds there, and why it begins anew if it does."""
+        """Return what a conversation continues, the tokens that it adds, and the reason if it is a new branch."""
         node, reason = continuation.node, continuation.branching
         if node is not None and self._rules.history == "template":
             rendered = self._rendered(messages, bridge)
@@ -406,7 +407,7 @@ def _finite(value: Any) -> float:
     """Return a number of Python, numpy or torch, or a truth value, as a float; raise ``RequestRefused`` for others."""
     number = unwrapped(value)
     if isinstance(number, int | float):
-        with suppress(OverflowError):  # an integer beyond the floats
+        with suppress(OverflowError):  # an integer too large for a float
             if math.isfinite(number):
                 return float(number)
     raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")

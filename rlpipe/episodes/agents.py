@@ -173,7 +173,7 @@ def _variables(access: EndpointAccess, folder: str) -> dict[str, str]:
 
 async def _send(process: asyncio.subprocess.Process, row: bytes) -> None:
     assert process.stdin is not None
-    with suppress(ConnectionError):  # it may not read its row
+    with suppress(ConnectionError):  # the command may end without reading its row
         process.stdin.write(row)
         await process.stdin.drain()
         process.stdin.close()
@@ -217,7 +217,7 @@ class EarlierProcesses:
 
 def _end_all(pid: int, mark: str, unrelated: EarlierProcesses) -> None:
     """Kill what a command has started: its session, processes with its mark, and their descendants."""
-    if not PROC.is_dir():  # the session is all that can be found
+    if not PROC.is_dir():  # without /proc only its session can be found
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     end_processes(partial(find_survivors, pid, mark, unrelated.find()))

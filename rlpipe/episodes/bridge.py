@@ -166,7 +166,7 @@ def kind_of(new: ChatMessages) -> str:
 
 
 class _Probe:
-    """An answer with the calls of another one, in words that occur nowhere in the messages after it."""
+    """Answer with the calls of a given one, made of words that do not occur in the messages after it."""
 
     def __init__(self, answer: Message, new: ChatMessages) -> None:
         text, number = repr(new), 0

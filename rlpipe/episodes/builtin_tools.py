@@ -126,12 +126,12 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
     with open(os.devnull, "w") as devnull:
         async with AsyncExitStack() as stack:
             tools: list[Tool] = []
-            # The mark has them ended with this process.
+            # By this mark they are found and ended together with this process.
             mark = {name: value for name, value in os.environ.items() if name == CHILD_MARK}
             for server in servers:
                 program, *arguments = server.command
                 process = ServerProcess()
-                stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends the server alone
+                stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends only the server
                 env = {**mark, **server.env, **process.env}
                 started = StdioServerParameters(command=program, args=arguments, env=env)
                 client = await stack.enter_async_context(Client(stdio_client(started, errlog=devnull)))

@@ -97,7 +97,7 @@ class Gateway:
         self._sessions.pop(key, None)
 
     def _sign(self, number: str) -> str:
-        """Return a key that ``_session`` knows as one of this gateway's even after its episode."""
+        """Return a signed key, which ``_session`` recognizes as this gateway's even after its episode."""
         return f"rlpipe-{number}-{hmac.new(self._secret, number.encode(errors='replace'), 'sha256').hexdigest()}"
 
     def _session(self, request: web.Request, body: Mapping[str, Any]) -> AgentSession:

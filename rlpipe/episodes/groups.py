@@ -237,7 +237,7 @@ class GroupPlayer:
             elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
                 text = f"{message_of(error)} {error.__cause__}"
                 limits = [limit for message, limit in session.limits_met.items() if message in text]
-                if limits:  # in one of its conversations, beside which another one went on
+                if limits:  # one of its conversations met it while another one continued
                     episode.end_early(limits[-1])
                 else:
                     episode.fail(describe_error(error))

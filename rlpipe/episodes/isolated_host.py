@@ -63,7 +63,7 @@ class IsolatedHost:
 
     def run(self, starts: socket.socket) -> None:
         """Fork a process for each start that comes in, until the other side ends."""
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for what it forks
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps its children
         gc.collect()
         gc.freeze()
         while True:
@@ -106,7 +106,7 @@ class IsolatedHost:
 
 
 async def _answer_all(connection: Connection, served: ServedObject) -> NoReturn:
-    """Answer calls, each after the one before; what the object does beside them goes on while none is there."""
+    """Answer calls one by one; tasks that the object has started run on between calls."""
     called = asyncio.Event()
     asyncio.get_running_loop().add_reader(connection.fileno(), called.set)
     while True:

@@ -111,7 +111,7 @@ class ServedRollout:
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """Add what is new in one trace."""
-        if delta.get("discard"):  # the server begins anew
+        if delta.get("discard"):  # the server restarts the trace
             self._traces.pop(delta["trace"], None)
             return
         trace = self._traces.setdefault(delta["trace"], {"errors": []})
@@ -173,7 +173,7 @@ class ServerConnection:
         import zmq.asyncio
 
         context = zmq.asyncio.Context.instance()
-        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # counts only before the first one
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # has no effect after the first socket
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         options = {
             zmq.RECONNECT_IVL: -1,

@@ -449,7 +449,7 @@ def answers(group: RolloutGroup, prompt: Prompt) -> bool:
 
 def add_columns(group: RolloutGroup, prompt: Prompt) -> None:
     """Add the row's columns to a group that may come from the ledger, which does not record them."""
-    if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
+    if any(rollout.episode is not None for rollout in group):  # its prompt comes from the environment
         prompt = replace(prompt, prompt=group.prompt.prompt)
     group.prompt = prompt
     group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]

@@ -65,7 +65,7 @@ class Evaluator:
                     group_size=1,
                     max_tokens=prompt.limit(self._max_tokens),
                     temperature=0.0,
-                    seed=prompt.prompt_id,  # an environment plays with it; the policy says what is likeliest
+                    seed=prompt.prompt_id,  # for environments; the policy itself samples greedily
                     min_version=version,
                 )
             )

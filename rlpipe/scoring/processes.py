@@ -118,7 +118,7 @@ class ProcessTree:
         self._strangers &= pids
         processes = read_processes(pids - self._strangers)
         family = descendants([os.getpid()], processes)
-        # The child of one that dies during the look seems to be a stranger, until it is this process's child.
+        # A process whose parent dies during the scan seems unrelated until this process has adopted it.
         strangers = processes.keys() - family - {os.getpid()}
         self._strangers |= strangers & self._once
         self._once = strangers

@@ -72,7 +72,7 @@ class StoredTensors:
         named = {prefix + name: tensor for name, tensor in tensors.items()}
         try:
             with _without_process_warning():
-                dcp.load(named, storage_reader=_GivenReader(self._folder, self._metadata), no_dist=True)
+                dcp.load(named, storage_reader=_MetadataReader(self._folder, self._metadata), no_dist=True)
         except CheckpointException as error:
             raise ConfigError(_unreadable(self._folder, _causes(error))) from None
 
@@ -89,7 +89,7 @@ class _DigestingWriter(FileSystemWriter):
         infos = [result.storage_data for result in written.wait()]
         digests = {name: file_digest(self.path / name) for name in {info.relative_path for info in infos}}
         for info in infos:
-            info.digest = digests[info.relative_path]  # it travels to rank 0 with the rest
+            info.digest = digests[info.relative_path]  # rank 0 gets it with the other fields
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -98,7 +98,7 @@ class _DigestingWriter(FileSystemWriter):
         super().finish(metadata, results)
 
 
-class _GivenReader(FileSystemReader):
+class _MetadataReader(FileSystemReader):
     """Reader that is given the folder's metadata."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

@@ -72,7 +72,7 @@ def low_rank(a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = No
 
 
 def _on_grid(values: Tensor, bits: int) -> Tensor:
-    """Round every row to multiples of the power of two that its largest element has about 2^``bits`` of."""
+    """Round each row to multiples of a power of two, of which its largest element is about 2^``bits``."""
     largest = values.abs().amax(1, keepdim=True)
     exponent = (largest.view(torch.int64) >> MANTISSA_BITS) & EXPONENT_MASK
     grid = ((exponent + 1 - bits).clamp(min=1) << MANTISSA_BITS).view(torch.float64)

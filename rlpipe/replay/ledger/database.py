@@ -419,7 +419,7 @@ class Database:
                     raise LedgerError(f"another process has taken over the ledger {self.path}; this one has to stop")
                 yield
             except BaseException:
-                if self._connection.in_transaction:  # not after a full disk, which has ended it already
+                if self._connection.in_transaction:  # a full disk has rolled it back already
                     self._connection.rollback()
                 raise
             self._connection.execute("COMMIT")

@@ -145,7 +145,7 @@ def end_children(first: int) -> None:
     """End and reap every process that the last call has left; ``first`` was started by this process."""
     with suppress(ChildProcessError, ProcessLookupError):
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
-        os.killpg(first, signal.SIGKILL)  # with it ends its process namespace, if it has one
+        os.killpg(first, signal.SIGKILL)  # this also ends its process namespace, if it has one
     with suppress(ChildProcessError):
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:

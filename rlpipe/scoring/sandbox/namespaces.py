@@ -138,8 +138,8 @@ def limit_user_tasks(namespaces: Namespaces) -> None:
 def _unshare(flags: int) -> None:
     user, group = os.geteuid(), os.getegid()
     check(libc().unshare(flags))
-    if flags & NEW_USER:  # ids stay what they are
-        call_prctl(PR_SET_DUMPABLE, 1)  # the files belong to root otherwise
+    if flags & NEW_USER:  # user and group are mapped to themselves
+        call_prctl(PR_SET_DUMPABLE, 1)  # otherwise the files of /proc/self belong to root
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)

@@ -121,7 +121,7 @@ def build_program_filter() -> list[Instruction]:
 
 
 def _begin(machine: Machine) -> list[Instruction]:
-    """Return the instructions that end calls of another architecture, and leave the call's number to be compared."""
+    """Return instructions that refuse calls of other architectures, and load the call's number to compare it."""
     return [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (JUMP_EQUAL, 1, 0, machine.audit),
