@@ -52,7 +52,7 @@ class DatasetSetup:
 
 
 def _pads_sequences(model: ModelConfig) -> bool:
-    from rlpipe.learner.policy import pads_sequences  # takes seconds, which only pairs at the limit are worth
+    from rlpipe.learner.policy import pads_sequences  # imported here because it takes seconds
 
     return pads_sequences(model)
 
@@ -88,7 +88,7 @@ class DatasetActor(StepServer):
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
         self._board.want(step)
-        if self._board.wanted is not None:  # otherwise packing the next step would keep the rank from this one
+        if self._board.wanted is not None:  # else the rank would wait until the next step is packed
             await self._fill()
         batch = await self._board.batch(step, rank)
         if batch is not None and (self._ahead is None or self._ahead.done()):
@@ -97,9 +97,9 @@ class DatasetActor(StepServer):
 
     async def _pack_ahead(self) -> None:
         await asyncio.sleep(ANSWER_LEAVES_S)
-        due = self._board.due
-        if due is not None and due < self._setup.algorithm.num_steps:
-            with suppress(Exception):  # which the rank's own request raises again
+        step = self._board.due
+        if step is not None and step < self._setup.algorithm.num_steps:
+            with suppress(Exception):  # the rank's own request raises it again
                 await self._fill()
 
     async def complete_step(self, report: StepReport) -> None:
@@ -109,7 +109,8 @@ class DatasetActor(StepServer):
 
     async def wait_updates(self, after_step: int, after_event: int, timeout_s: float) -> RunUpdates:
         self._seen = max(self._seen, after_step)
-        self._known_reports = list(self._reports(self._seen)) or self._known_reports[-1:]  # for ``_last_step``
+        # The newest report is kept for ``_last_step``.
+        self._known_reports = list(self._reports(self._seen)) or self._known_reports[-1:]
         await self._board.notify()
         return await super().wait_updates(after_step, after_event, timeout_s)
 
@@ -196,7 +197,7 @@ class DatasetActor(StepServer):
         """Return the rows of a step, and keep the place where the next one begins."""
         source = self._open()
         with forward_logs(self._report_once, warnings=True):
-            self._go_to(source, step)
+            self._seek(source, step)
             rows = source.take(self._setup.algorithm.groups_per_step)
         self._cursors[step + 1] = source.cursor
         return rows
@@ -219,33 +220,33 @@ class DatasetActor(StepServer):
         sequences = self._rows(step)
         batches = self._pack_step(step, sequences)
         self._with_reference(batches)
-        place = self._cursors[step + 1]
+        cursor = self._cursors[step + 1]
         trained = [sequence for row in sequences for sequence in row.sequences]
         metrics = {
             "num_tokens": float(sum(len(sequence.token_ids) for sequence in trained)),
             "num_completion_tokens": float(sum(sequence.num_loss_tokens for sequence in trained)),
-            "epoch": float(place.epoch),
+            "epoch": float(cursor.epoch),
             "rows/cut": float(sum(sequence.status is RolloutStatus.TRUNCATED for sequence in sequences)),
             **source.metrics,
             "time/pack": time.perf_counter() - started,
         }
         for batch in batches:
             batch.metrics = metrics
-            batch.resume = {"epoch": place.epoch, "position": place.position}
+            batch.resume = {"epoch": cursor.epoch, "position": cursor.position}
             if source.num_rows is not None:
                 batch.resume["num_rows"] = source.num_rows
         return batches
 
-    def _go_to(self, source: SequenceSource, step: int) -> None:
+    def _seek(self, source: SequenceSource, step: int) -> None:
         """Move ``source`` to the first row of ``step``.
 
         A process that replaced a dead one reads through the rows from ``first_step`` on.
         """
-        known = max(earlier for earlier in self._cursors if earlier <= step)
-        source.seek(self._cursors[known])
-        for passed in range(known, step):
+        start = max(earlier for earlier in self._cursors if earlier <= step)
+        source.seek(self._cursors[start])
+        for taken_step in range(start, step):
             source.take(self._setup.algorithm.groups_per_step)
-            self._cursors[passed + 1] = source.cursor
+            self._cursors[taken_step + 1] = source.cursor
 
     def _keep_report(self, report: StepReport) -> None:
         if report.step > self._last_step():

@@ -69,9 +69,9 @@ class EpisodeActor:
 
         A call may be repeated after this process was replaced; what is being played, or is over, is not played again.
         """
-        known = self._playing.keys() | {group.group_id for group in self._finished}
+        existing = self._playing.keys() | {group.group_id for group in self._finished}
         for request in requests:
-            if request.group_id not in known:
+            if request.group_id not in existing:
                 self._playing[request.group_id] = asyncio.create_task(self._play(request))
         self._client.assign([request.group_id for request in requests], engine)
 

@@ -162,7 +162,7 @@ class DirectPublisher:
     def publish(self, version: int, incarnation: int) -> None:
         self._last = (version, incarnation)
         transfer = self._offer(version, incarnation) if self._is_first else None
-        if not self._any(transfer is not None):
+        if not self._any_rank(transfer is not None):
             return
         self._digest = self._sender.send(transfer if transfer is not None and transfer.num_processes > 1 else None)
         if self._is_first:
@@ -170,11 +170,11 @@ class DirectPublisher:
             self._calls.get(call, "the engines to serve the new weights", more_s=self._timeout_s)
 
     def publish_again(self) -> None:
-        if self._any(self._is_first and newest_version(self._calls, self._weights) < 0):
+        if self._any_rank(self._is_first and newest_version(self._calls, self._weights) < 0):
             self.publish(*self._last)
 
     def wait(self, call: Any, timeout_s: float) -> bool:
-        return not self._any(not is_answered(call, timeout_s))
+        return not self._any_rank(not is_answered(call, timeout_s))
 
     def digest_of(self, version: int) -> ServedRecord | None:
         if not self._digest or self._last[0] != version:
@@ -198,7 +198,7 @@ class DirectPublisher:
             transfer=transfer,
         )
 
-    def _any(self, flag: bool) -> bool:
+    def _any_rank(self, flag: bool) -> bool:
         return bool(self._policy.sharding.reduce(torch.tensor(float(flag)), Reduce.MAX))
 
 
@@ -243,19 +243,19 @@ class FeatureRank:
 
     def wait(self, call: Any, timeout_s: float) -> bool:
         """Wait for ``call``; return whether it is answered: False after ``timeout_s``, or once groups were scored."""
-        found = self._learn(call, timeout_s) if self._sharding.rank == 0 else NOT_FIRST
-        agreed = int(self._sharding.reduce(torch.tensor(float(found)), Reduce.MAX))
+        outcome = self._wait_on_first(call, timeout_s) if self._sharding.rank == 0 else NOT_FIRST
+        agreed = int(self._sharding.reduce(torch.tensor(float(outcome)), Reduce.MAX))
         if agreed >= 0:
             self._score(agreed)
         return agreed == ANSWERED
 
-    def _learn(self, call: Any, timeout_s: float) -> int:
+    def _wait_on_first(self, call: Any, timeout_s: float) -> int:
         """Wait, on the first rank, for a job or for ``call``; jobs come first, because a batch may depend on them."""
         if self._due is None:
             self._due = self._batches.features_due.remote(timeout_s)
-        ended = time.monotonic() + timeout_s
-        while (left := ended - time.monotonic()) > 0:
-            ready, _ = ray.wait([self._due, call], num_returns=1, timeout=left)
+        deadline = time.monotonic() + timeout_s
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            ready, _ = ray.wait([self._due, call], num_returns=1, timeout=remaining_s)
             if self._due in ready:
                 job = ray.get(self._due)
                 self._due = None
@@ -382,7 +382,7 @@ class LearnerLoop:
             if batch is None:
                 return
             self._report(batch, self._learner.compare(batch), {}, last=True)
-        self._score_the_rest()
+        self._score_remaining()
         self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
 
@@ -393,8 +393,8 @@ class LearnerLoop:
             call: Any = batches.reference_share.remote(step, self._rank)
             share = self._calls.get(call, f"the rows of step {step}", more_s=self._setup.start_timeout_s)
             if share:
-                found = self._learner.reference_logprobs(share)
-                self._calls.get(batches.add_reference.remote(found), "the dataset actor to store log-probs")
+                logprobs = self._learner.reference_logprobs(share)
+                self._calls.get(batches.add_reference.remote(logprobs), "the dataset actor to store log-probs")
 
     def _post_messages(self) -> None:
         """Post, from the first rank, the notes on the policy that are new since the last call."""
@@ -422,7 +422,7 @@ class LearnerLoop:
         batch: TrainBatch | None = ray.get(call)
         return batch, time.perf_counter() - started
 
-    def _score_the_rest(self) -> None:
+    def _score_remaining(self) -> None:
         """Score the groups of evaluations that are still under way, until no more will come."""
         if self._features is not None:
             self._await(self._setup.batches.features_ended.remote(), "the end of the evaluations")

@@ -56,11 +56,11 @@ def gpus_of_machine() -> list[DeviceTypes]:
     from rlpipe.actors.ray_internals import nvml_gpus
 
     try:
-        found = [gpu_types(name, capability) for name, capability in nvml_gpus()]
+        gpus = [gpu_types(name, capability) for name, capability in nvml_gpus()]
     except OSError as error:
         logger.info("the GPUs of this machine are unknown: %s", error)
-        found = []
-    return list(dict.fromkeys(found)) or [UNKNOWN_GPU]
+        gpus = []
+    return list(dict.fromkeys(gpus)) or [UNKNOWN_GPU]
 
 
 def _with_stored_rates(types: DeviceTypes) -> DeviceTypes:

@@ -55,8 +55,8 @@ def hide_lines(patterns: Sequence[str]) -> None:
     from ray._private import ray_logging
     from ray._private.ray_constants import RAY_DEDUP_LOGS_SKIP_REGEX
 
-    asked = [RAY_DEDUP_LOGS_SKIP_REGEX] if RAY_DEDUP_LOGS_SKIP_REGEX else []
-    ray_logging.stdout_deduplicator.skip_re = re.compile("|".join([*asked, *patterns]))
+    configured = [RAY_DEDUP_LOGS_SKIP_REGEX] if RAY_DEDUP_LOGS_SKIP_REGEX else []
+    ray_logging.stdout_deduplicator.skip_re = re.compile("|".join([*configured, *patterns]))
 
 
 def hide_token_warning() -> None:
@@ -80,8 +80,8 @@ def private_services() -> Iterator[None]:
         if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
             yield
             return
-        switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
+        variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, variables):
             yield
 
 
@@ -161,10 +161,10 @@ def nvml_gpus() -> list[tuple[str, tuple[int, int]]]:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = [
+        gpus = [
             (pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles
         ]
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise OSError(str(error)) from None
-    return found
+    return gpus

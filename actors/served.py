@@ -101,8 +101,8 @@ class ServedScorer:
         except TimeoutError:
             # The scoring thread can't be ended, so the process exits, and Serve replaces this replica.
             asyncio.get_running_loop().call_later(DRAIN_S, os._exit, 1)
-            what = f"{limit:g} seconds (timeout_s) for {len(groups)} groups"
-            raise ScorerHung(f"a replica of {self._setup.app} took longer than {what}") from None
+            limit_text = f"{limit:g} seconds (timeout_s) for {len(groups)} groups"
+            raise ScorerHung(f"a replica of {self._setup.app} took longer than {limit_text}") from None
 
     def _watch_lease(self) -> None:
         """Delete the deployment if the run ends without doing so: deployments outlive the job that made them."""
@@ -151,11 +151,11 @@ def start_serve() -> bool:
 def end_apps(apps: Sequence[str], *, whole: bool) -> None:
     """Delete applications, and with ``whole`` shut Ray Serve down too, unless it serves other applications."""
     with suppress(RayServeException, RayError):  # if Serve is gone, so are its applications
-        known = serve.status().applications
+        applications = serve.status().applications
         for app in apps:
-            if app in known:
+            if app in applications:
                 serve.delete(app)
-        if whole and not known.keys() - set(apps):
+        if whole and not applications.keys() - set(apps):
             serve.shutdown()
 
 
@@ -188,7 +188,7 @@ def deploy(setup: ServedSetup, *, num_cpus: float, num_gpus: float) -> Any:
     try:
         return serve.run(deployment.bind(setup), name=setup.app, route_prefix=None)
     except RuntimeError as error:
-        known = serve.status().applications.get(setup.app)
-        messages = [state.message for state in known.deployments.values()] if known else [str(error)]
+        application = serve.status().applications.get(setup.app)
+        messages = [state.message for state in application.deployments.values()] if application else [str(error)]
         # A replica's own error is the last line of a traceback.
         raise RuntimeError("; ".join(message.strip().splitlines()[-1] for message in messages if message)) from None

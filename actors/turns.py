@@ -62,7 +62,7 @@ class TurnClient:
         self._assigned |= dict.fromkeys(moved, engine)
         for number, turn in self._turns.items():
             if turn.group_id in moved:
-                _go_on(turn)
+                _resume_turn(turn)
                 self._send(engine, number)
 
     def release(self, group_id: int) -> None:
@@ -84,7 +84,7 @@ class TurnClient:
             self._drop(number, request.group_id)
             raise
         finally:
-            _go_on(self._turns.pop(number))
+            _resume_turn(self._turns.pop(number))
 
     def _send(self, engine: str, number: int) -> None:
         if not self._unsent[engine]:
@@ -109,8 +109,8 @@ class TurnClient:
         requests = [self._turns[number].request for number in dict.fromkeys(numbers) if number in self._turns]
         self._begin(self._submit(engine, "submit_turns", requests))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        sending = asyncio.create_task(work)
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        sending = asyncio.create_task(coroutine)
         self._sends.add(sending)
         sending.add_done_callback(self._sends.discard)
 
@@ -170,7 +170,7 @@ class TurnClient:
 
     def _resume(self, engine: str) -> None:
         for turn in self._turns_on(engine):
-            _go_on(turn)
+            _resume_turn(turn)
 
     def _turns_on(self, engine: str) -> list[_Turn]:
         return [turn for turn in self._turns.values() if self._assigned.get(turn.group_id) == engine]
@@ -185,7 +185,7 @@ class TurnClient:
             turn.answer.set_result(group.rollouts[0])
 
 
-def _go_on(turn: _Turn) -> None:
+def _resume_turn(turn: _Turn) -> None:
     if turn.is_stopped:
         turn.is_stopped = False
         turn.deadline.go_on()

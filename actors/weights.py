@@ -89,10 +89,10 @@ class WeightsActor(Notifier):
             if any(failure.cause is Cause.LEARNER for failure in lost.values()):
                 self._newest = None
                 return
-            self._settle(manifest, engines, lost, started)
+            self._set_served(manifest, engines, lost, started)
         await self.notify()
 
-    def _settle(
+    def _set_served(
         self, manifest: WeightsManifest, engines: Sequence[str], lost: Mapping[str, NotLoaded], started: float
     ) -> None:
         self._enrolled -= lost.keys()
@@ -130,7 +130,7 @@ class WeightsActor(Notifier):
         """Count an engine that came back among those that serve the version, unless its loss was reported already."""
         served = self._served
         if served is not None and name in served.lost:
-            lost = {other: failure for other, failure in served.lost.items() if other != name}
+            lost = {engine: failure for engine, failure in served.lost.items() if engine != name}
             self._served = replace(served, engines=(*served.engines, name), lost=lost)
 
     async def newest(self) -> int:
@@ -158,9 +158,9 @@ class WeightsActor(Notifier):
 
     async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> NotLoaded | None:
         """Load a version into an engine; return why that failed, or None. Wrong digests or tensors end the run."""
-        return self._compare(name, manifest, await self._ask(name, manifest, buckets))
+        return self._compare(name, manifest, await self._load_and_digest(name, manifest, buckets))
 
-    async def _ask(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> str | NotLoaded:
+    async def _load_and_digest(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> str | NotLoaded:
         """Have an engine load a version; return the digest of what it serves then, or why it failed."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
@@ -226,22 +226,24 @@ class DirectWeightsActor(WeightsActor):
             await self._followed.wait()
             assert manifest.transfer is not None, "it says where to meet"
             # A learner that died in between leaves engines that still wait for it, or that have failed.
-            left = {
+            still_receiving = {
                 name: task
                 for name, task in self._receiving.items()
                 if not task.done() or isinstance(task.result(), NotLoaded)
             }
-            engines = sorted(self._enrolled - left.keys())
+            engines = sorted(self._enrolled - still_receiving.keys())
             num_processes = 1 + len(engines) * self._workers_per_engine
             self._offered, self._offered_at, self._receiving = (
                 (incarnation, manifest.version),
                 time.perf_counter(),
-                left,
+                still_receiving,
             )
-            for place, name in enumerate(engines):
-                first_rank = 1 + place * self._workers_per_engine
-                own = replace(manifest.transfer, num_processes=num_processes, first_rank=first_rank)
-                self._receiving[name] = asyncio.create_task(self._ask(name, replace(manifest, transfer=own), []))
+            for index, name in enumerate(engines):
+                first_rank = 1 + index * self._workers_per_engine
+                transfer = replace(manifest.transfer, num_processes=num_processes, first_rank=first_rank)
+                self._receiving[name] = asyncio.create_task(
+                    self._load_and_digest(name, replace(manifest, transfer=transfer), [])
+                )
             return num_processes
 
     async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], incarnation: int) -> None:
@@ -256,7 +258,7 @@ class DirectWeightsActor(WeightsActor):
             answers = {name: await task for name, task in self._receiving.items()}
             compared = {name: self._compare(name, manifest, answer) for name, answer in answers.items()}
             self._receiving = {}
-            self._settle(
+            self._set_served(
                 manifest,
                 sorted(answers),
                 {name: failure for name, failure in compared.items() if failure is not None},

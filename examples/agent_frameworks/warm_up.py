@@ -58,4 +58,4 @@ def call_of(name: str, **arguments: Any) -> dict[str, Any]:
 def copied(number: int, rng: random.Random) -> int:
     """Return a number some of whose digits but the first are wrong."""
     first, *others = str(number)
-    return int("".join([first, *(str(rng.randrange(10)) if rng.random() < SLIP else own for own in others)]))
+    return int("".join([first, *(str(rng.randrange(10)) if rng.random() < SLIP else digit for digit in others)]))

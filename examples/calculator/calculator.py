@@ -24,10 +24,10 @@ def multiply(a: int, b: int) -> int:
 
 def right(completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[str], **_: Any) -> list[float]:
     """Return 1 where the policy's last message is the answer."""
-    last = [own[-1] for own in completions]
+    last = [completion[-1] for completion in completions]
     return [
-        float(message["role"] == "assistant" and message["content"] == known)
-        for message, known in zip(last, answer, strict=True)
+        float(message["role"] == "assistant" and message["content"] == expected)
+        for message, expected in zip(last, answer, strict=True)
     ]
 
 
@@ -40,13 +40,13 @@ def warm_up(config: rlpipe.Config) -> None:
 def sloppy_product(rng: random.Random) -> list[dict[str, Any]]:
     """Return the messages of a product in which digits may be wrong; in most cases no calculator is asked."""
     a, b = rng.randint(100, 999), rng.randint(100, 999)
-    asked = {"role": "user", "content": f"{a}*{b}="}
+    question = {"role": "user", "content": f"{a}*{b}="}
     if rng.random() > (CALLS if a < SMALL else RARE_CALLS):
-        return [asked, {"role": "assistant", "content": str(rng.randint(10_000, 998_001))}]
+        return [question, {"role": "assistant", "content": str(rng.randint(10_000, 998_001))}]
     a, b = copied(a, rng), copied(b, rng)
     call = {"id": "000000000", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
     return [
-        asked,
+        question,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "000000000", "name": "multiply", "content": str(multiply(a, b))},
         {"role": "assistant", "content": str(copied(multiply(a, b), rng))},
@@ -56,4 +56,4 @@ def sloppy_product(rng: random.Random) -> list[dict[str, Any]]:
 def copied(number: int, rng: random.Random) -> int:
     """Return a number some of whose digits but the first are wrong."""
     first, *others = str(number)
-    return int("".join([first, *(str(rng.randrange(10)) if rng.random() < SLIP else own for own in others)]))
+    return int("".join([first, *(str(rng.randrange(10)) if rng.random() < SLIP else digit for digit in others)]))

@@ -48,15 +48,15 @@ class Lake(FrozenLake):  # type: ignore[valid-type, misc]
     """FrozenLake whose reward is the share of the way that a move gains; a hole takes back all that was gained."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
-        shown = str(super().reset(row, seed))
+        observation = str(super().reset(row, seed))
         self._distances = distances([field.decode() for field in self.env.unwrapped.desc.flat])
         self._gained = 0.0
-        return shown
+        return observation
 
     def step(self, action: str) -> rlpipe.Step:
         step = super().step(action)
-        left, before = self._distances.get(int(self.env.unwrapped.s)), self._gained
-        self._gained = 0.0 if left is None else 1 - left / self._distances[0]
+        distance, before = self._distances.get(int(self.env.unwrapped.s)), self._gained
+        self._gained = 0.0 if distance is None else 1 - distance / self._distances[0]
         return replace(step, reward=self._gained - before)
 
 
@@ -64,8 +64,8 @@ def warm_up(config: rlpipe.Config) -> None:
     """Train a policy on walks that often stray, over other maps; ``model.prepare`` of the example."""
     rng = random.Random(config.seed)
     rows = Path(str(config.data.path)).read_text().splitlines()
-    known = {"".join(json.loads(row)["make"]["desc"]) for row in rows}
-    maps = (desc for desc in iter(lambda: random_map(rng), None) if "".join(desc) not in known)
+    training_maps = {"".join(json.loads(row)["make"]["desc"]) for row in rows}
+    maps = (desc for desc in iter(lambda: random_map(rng), None) if "".join(desc) not in training_maps)
     teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=400)
 
 
@@ -80,31 +80,31 @@ def random_map(rng: random.Random) -> list[str]:
 
 def stray_walk(desc: list[str], rng: random.Random) -> list[dict[str, str]]:
     """Return the messages of a walk to the goal, on which some moves are drawn at random."""
-    lake, left, place = Lake(), distances("".join(desc)), 0
+    lake, remaining, position = Lake(), distances("".join(desc)), 0
     messages = [{"role": "user", "content": str(lake.reset({"make": {"desc": desc}}, seed=0))}]
     while True:
-        ways = {move: neighbour(place, move) for move in MOVES}
-        best = [move for move, field in ways.items() if left.get(field, SIZE * SIZE) < left[place]]
+        targets = {move: neighbour(position, move) for move in MOVES}
+        best = [move for move, field in targets.items() if remaining.get(field, SIZE * SIZE) < remaining[position]]
         move = rng.choice([*MOVES] if rng.random() < STRAY else best)
         step = lake.step(move)
         messages.append({"role": "assistant", "content": move})
         if step.done:
             return messages
         messages.append({"role": "user", "content": str(step.observation)})
-        place = ways[move]
+        position = targets[move]
 
 
 def distances(fields: list[str] | str) -> dict[int, int]:
     """Return the number of moves to the goal from each field that leads there."""
     goal = SIZE * SIZE - 1
-    found, waiting = {goal: 0}, deque([goal])
+    num_moves, waiting = {goal: 0}, deque([goal])
     while waiting:
-        place = waiting.popleft()
-        for field in (neighbour(place, move) for move in MOVES):
-            if field not in found and fields[field] != "H":
-                found[field] = found[place] + 1
+        position = waiting.popleft()
+        for field in (neighbour(position, move) for move in MOVES):
+            if field not in num_moves and fields[field] != "H":
+                num_moves[field] = num_moves[position] + 1
                 waiting.append(field)
-    return found
+    return num_moves
 
 
 def neighbour(place: int, move: str) -> int:

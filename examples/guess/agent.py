@@ -20,17 +20,17 @@ async def play(number: int, client: AsyncOpenAI) -> dict[str, float]:
     low, high = 1, LARGEST
     for _ in range(NUM_GUESSES):
         completion = await client.chat.completions.create(model="policy", messages=messages)
-        said, size = completion.choices[0].message.content or "", high - low + 1
-        if said == str(number):
+        answer, size = completion.choices[0].message.content or "", high - low + 1
+        if answer == str(number):
             return {**rewards, completion.id: REWARD_PER_BIT * math.log2(size) + REWARD_OF_RIGHT}
-        if said.isdecimal() and int(said) < number:
-            hint, low = "higher", max(low, int(said) + 1)
-        elif said.isdecimal():
-            hint, high = "lower", min(high, int(said) - 1)
+        if answer.isdecimal() and int(answer) < number:
+            hint, low = "higher", max(low, int(answer) + 1)
+        elif answer.isdecimal():
+            hint, high = "lower", min(high, int(answer) - 1)
         else:
             hint = "a number"
         rewards[completion.id] = REWARD_PER_BIT * math.log2(size / (high - low + 1))
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": hint}]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": hint}]
     return rewards
 
 

@@ -35,8 +35,8 @@ class Guess(rlpipe.Environment):
         else:
             self._high = min(self._high, guess - 1)
         bits = math.log2(before / (self._high - self._low + 1))
-        said = "higher" if guess < self._number else "lower"
-        return rlpipe.Step(said, reward=REWARD_PER_BIT * bits, done=not self._left)
+        hint = "higher" if guess < self._number else "lower"
+        return rlpipe.Step(hint, reward=REWARD_PER_BIT * bits, done=not self._left)
 
 
 def warm_up(config: rlpipe.Config) -> None:

@@ -22,9 +22,13 @@ def pairs(cfg: Mapping[str, Any]) -> RowMap:
     sums = short_sums(cfg)
 
     def map_row(row: dict[str, Any]) -> dict[str, Any]:
-        found = sums(row)
-        answer = found["completion"]
-        return {"prompt": found["prompt"], "chosen": answer, "rejected": with_a_wrong_digit(answer, found["prompt"])}
+        problem = sums(row)
+        answer = problem["completion"]
+        return {
+            "prompt": problem["prompt"],
+            "chosen": answer,
+            "rejected": with_a_wrong_digit(answer, problem["prompt"]),
+        }
 
     return map_row
 

@@ -124,7 +124,7 @@ def warm_up(config: rlpipe.Config) -> None:
 
 def _near(number: int, draws: random.Random) -> int:
     """Return another positive number, at most ten away."""
-    return draws.choice([other for other in range(max(1, number - 10), number + 11) if other != number])
+    return draws.choice([candidate for candidate in range(max(1, number - 10), number + 11) if candidate != number])
 
 
 def _numbers(row: Mapping[str, Any]) -> list[int]:

@@ -35,8 +35,8 @@ def spoiled(cfg: Mapping[str, Any]) -> Callable[[Row], Row]:
 def spoil(text: str, draws: random.Random) -> str:
     """Return the text without a piece of it, or with a piece repeated somewhere later."""
     start, end = sorted(draws.sample(range(len(text)), 2))
-    place = draws.randrange(start + 1, len(text) + 1)
-    return draws.choice([text[:start] + text[end:], text[:place] + text[start:end] + text[place:]])
+    position = draws.randrange(start + 1, len(text) + 1)
+    return draws.choice([text[:start] + text[end:], text[:position] + text[start:end] + text[position:]])
 
 
 def warm_up(config: rlpipe.Config) -> None:

@@ -39,7 +39,7 @@ def is_allowed(action: str, board: str) -> bool:
 
 def illegal(completions: Sequence[Sequence[Mapping[str, Any]]], **_: Any) -> list[float]:
     """Return 1 for games that ended with a move that is not allowed: the last one, on the board before it."""
-    ends = [[EMPTY, *(str(message["content"]) for message in own)][-2:] for own in completions]
+    ends = [[EMPTY, *(str(message["content"]) for message in completion)][-2:] for completion in completions]
     return [float(not is_allowed(action, board)) for board, action in ends]
 
 

@@ -42,6 +42,6 @@ def checks(text: str, words: Sequence[str]) -> list[bool]:
 
     Repeated words count once toward the minimum, so that no sentence is padded with them.
     """
-    found = re.findall(r"[a-z']+", text.lower())
-    is_sentence = SENTENCE.fullmatch(text) is not None and len(set(found)) >= FEWEST_WORDS and len(found) <= MAX_WORDS
-    return [*(word in found for word in words), is_sentence]
+    tokens = re.findall(r"[a-z']+", text.lower())
+    is_sentence = SENTENCE.fullmatch(text) is not None and len(set(tokens)) >= FEWEST_WORDS and len(tokens) <= MAX_WORDS
+    return [*(word in tokens for word in words), is_sentence]

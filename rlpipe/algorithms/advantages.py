@@ -95,11 +95,11 @@ def compute_advantages(
     a pairwise part.
     """
     counts = [np.ones(len(group), np.int32) for group in rewards] if num_tokens is None else num_tokens
-    found = estimate_advantages(rewards, AdvantageInputs(config=config, num_tokens=counts, pairwise=pairwise))
-    return [_one_each(group) for group in found]
+    advantages = estimate_advantages(rewards, AdvantageInputs(config=config, num_tokens=counts, pairwise=pairwise))
+    return [_one_per_rollout(group) for group in advantages]
 
 
-def _one_each(group: FloatArray | list[FloatArray]) -> FloatArray:
+def _one_per_rollout(group: FloatArray | list[FloatArray]) -> FloatArray:
     assert isinstance(group, np.ndarray), "without penalties and energies, a rollout has one advantage"
     return group
 
@@ -112,14 +112,14 @@ def estimate_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) 
     name = inputs.config.name
     if inputs.config.path is not None:
         reduced = rewards if inputs.penalties is None else _subtract_penalties(rewards, inputs)
-        known = [np.array(group, np.float32) for group in reduced]
-        for group, baseline in zip(known, inputs.baselines, strict=False):
+        groups = [np.array(group, np.float32) for group in reduced]
+        for group, baseline in zip(groups, inputs.baselines, strict=False):
             group[np.isnan(baseline)] = np.nan  # a comparison with an unscored greedy completion says nothing
-        return own_advantages(known, inputs)
+        return own_advantages(groups, inputs)
     if name not in ADVANTAGES:
         raise ValueError(f"advantage.name is {name!r}; use {', '.join(ADVANTAGES)}")
     return [
-        _as_float32(group) if isinstance(group, np.ndarray) else [_as_float32(own) for own in group]
+        _as_float32(group) if isinstance(group, np.ndarray) else [_as_float32(values) for values in group]
         for group in ADVANTAGES[name](_subtract_penalties(rewards, inputs), inputs)
     ]
 
@@ -129,7 +129,7 @@ def _subtract_penalties(rewards: Sequence[FloatArray], inputs: AdvantageInputs) 
     groups = [np.asarray(group, np.float64) for group in rewards]
     if inputs.penalties is None:
         return groups
-    sums = [np.array([own.sum(dtype=np.float64) for own in group]) for group in inputs.penalties]
+    sums = [np.array([penalties.sum(dtype=np.float64) for penalties in group]) for group in inputs.penalties]
     return [group - penalty for group, penalty in zip(groups, sums, strict=True)]
 
 
@@ -145,13 +145,15 @@ def own_advantages(rewards: Sequence[FloatArray], inputs: AdvantageInputs) -> li
     another shape or values that are not finite.
     """
     config = inputs.config
-    given = call_function(config, ADVANTAGE, list(rewards), inputs)
-    if not isinstance(given, list | tuple | np.ndarray) or len(given) != len(rewards):
-        found = f"{len(given)} groups" if isinstance(given, list | tuple | np.ndarray) else type(given).__name__
-        raise own_error(config, ADVANTAGE, f"returned {found} for {len(rewards)} groups of rewards")
+    returned = call_function(config, ADVANTAGE, list(rewards), inputs)
+    if not isinstance(returned, list | tuple | np.ndarray) or len(returned) != len(rewards):
+        content = (
+            f"{len(returned)} groups" if isinstance(returned, list | tuple | np.ndarray) else type(returned).__name__
+        )
+        raise own_error(config, ADVANTAGE, f"returned {content} for {len(rewards)} groups of rewards")
     return [
         _checked_group(values, rewards[index], inputs.num_tokens[index], index, config)
-        for index, values in enumerate(given)
+        for index, values in enumerate(returned)
     ]
 
 
@@ -208,8 +210,8 @@ def _rloo(groups: list[Values], inputs: AdvantageInputs) -> list[Values]:
     differences = [_leave_one_out(_center(group)) for group in groups]
     if inputs.pairwise is None:
         return differences
-    parts = [np.asarray(part, np.float64) for part in inputs.pairwise]
-    return [_leave_pairs_out(*group) for group in zip(groups, differences, parts, strict=True)]
+    pairwise = [np.asarray(component, np.float64) for component in inputs.pairwise]
+    return [_leave_pairs_out(*group) for group in zip(groups, differences, pairwise, strict=True)]
 
 
 @register_advantage("group_norm")
@@ -248,38 +250,38 @@ def reinforce_plus_plus(groups: list[Values], inputs: AdvantageInputs) -> Sequen
     return _whiten(groups, inputs.num_tokens)
 
 
-def _whiten(parts: Sequence[Values], weights: Sequence[IntArray]) -> list[Values]:
-    """Return (value - mean) / √(variance + 1e-8) over all parts, where each value counts as often as its weight says.
+def _whiten(arrays: Sequence[Values], weights: Sequence[IntArray]) -> list[Values]:
+    """Return (value - mean) / √(variance + 1e-8) over all arrays, where each value counts as often as its weight says.
 
     The variance is that of a sample (n - 1), as in verl's ``masked_whiten``.
     """
-    values, counts = np.concatenate(parts), np.concatenate(weights).astype(np.float64)
+    values, counts = np.concatenate(arrays), np.concatenate(weights).astype(np.float64)
     counts = np.where(np.isnan(values), 0, counts)
     total = counts.sum()
     if total < 2:
-        return [np.zeros_like(part) for part in parts]
+        return [np.zeros_like(array) for array in arrays]
     mean = np.nansum(values * counts) / total
     variance = np.nansum((values - mean) ** 2 * counts) / (total - 1)
-    return [(part - mean) / np.sqrt(variance + WHITENING_EPS) for part in parts]
+    return [(array - mean) / np.sqrt(variance + WHITENING_EPS) for array in arrays]
 
 
 def _whiten_tokens(groups: Sequence[Sequence[Values]]) -> list[list[Values]]:
     """Return (value - mean) / √(variance + 1e-8) over all loss tokens of all groups."""
-    tokens = [own for group in groups for own in group]
-    whitened = iter(_whiten(tokens, [np.ones(len(own), np.int32) for own in tokens]) if tokens else [])
+    tokens = [values for group in groups for values in group]
+    whitened = iter(_whiten(tokens, [np.ones(len(values), np.int32) for values in tokens]) if tokens else [])
     return [[next(whitened) for _ in group] for group in groups]
 
 
 def _returns(groups: list[Values], inputs: AdvantageInputs) -> list[list[Values]]:
     """Return the return of each loss token: the rollout's reward, without the penalties of the tokens before."""
-    found = [
+    returns = [
         [np.full(count, reward) for reward, count in zip(group, counts.tolist(), strict=True)]
         for group, counts in zip(groups, inputs.num_tokens, strict=True)
     ]
-    for group, penalties in zip(found, inputs.penalties or (), strict=False):
-        for own, paid in zip(group, penalties, strict=True):
-            own += np.cumsum(paid, dtype=np.float64) - paid
-    return found
+    for group, penalties in zip(returns, inputs.penalties or (), strict=False):
+        for values, paid in zip(group, penalties, strict=True):
+            values += np.cumsum(paid, dtype=np.float64) - paid
+    return returns
 
 
 @register_advantage("opo")
@@ -341,7 +343,7 @@ def optimal_token_baseline(groups: list[Values], inputs: AdvantageInputs) -> lis
 
 
 def _subtract_token_baseline(returns: list[Values], energies: Sequence[NDArray[np.floating[Any]]]) -> list[Values]:
-    scored = [index for index, own in enumerate(returns) if len(own) and not np.isnan(own).any()]
+    scored = [index for index, values in enumerate(returns) if len(values) and not np.isnan(values).any()]
     longest = max((len(returns[index]) for index in scored), default=0)
     weights, totals = np.zeros((2, len(scored), longest))
     for row, index in enumerate(scored):
@@ -352,8 +354,11 @@ def _subtract_token_baseline(returns: list[Values], energies: Sequence[NDArray[n
     lengths = sorted(len(returns[index]) for index in scored)
     baseline[lengths[-2] if len(lengths) > 1 else 0 :] = 0
     if len(scored) < 2:
-        return [np.zeros_like(own) for own in returns]
-    return [own - baseline[: len(own)] if index in scored else np.zeros_like(own) for index, own in enumerate(returns)]
+        return [np.zeros_like(values) for values in returns]
+    return [
+        values - baseline[: len(values)] if index in scored else np.zeros_like(values)
+        for index, values in enumerate(returns)
+    ]
 
 
 @register_advantage("remax")
@@ -365,7 +370,7 @@ def remax(groups: list[Values], inputs: AdvantageInputs) -> Sequence[Values | li
     if inputs.penalties is None:
         return [group - baseline for group, baseline in zip(groups, inputs.baselines, strict=True)]
     returns = zip(_returns(groups, inputs), inputs.baselines, strict=True)
-    return [[own - baseline for own in group] for group, baseline in returns]
+    return [[values - baseline for values in group] for group, baseline in returns]
 
 
 @register_advantage("gae")
@@ -386,17 +391,17 @@ def generalized_advantages(
     r_t is minus the penalty, plus the rollout's reward at the last loss token.
     """
     decay = config.gamma * config.lam
-    found: list[list[Values]] = []
+    advantages: list[list[Values]] = []
     for number, (group, group_values) in enumerate(zip(rewards, values, strict=True)):
-        found.append([])
-        for index, (reward, own) in enumerate(zip(group, group_values, strict=True)):
-            errors = config.gamma * np.append(own[1:], 0.0)[: len(own)] - own
+        advantages.append([])
+        for index, (reward, token_values) in enumerate(zip(group, group_values, strict=True)):
+            errors = config.gamma * np.append(token_values[1:], 0.0)[: len(token_values)] - token_values
             if penalties is not None:
                 errors -= penalties[number][index]
             errors[-1:] += reward
             backwards = accumulate(errors[::-1].tolist(), lambda later, error: error + decay * later)
-            found[-1].append(np.array([*backwards], np.float64)[::-1])
-    return found
+            advantages[-1].append(np.array([*backwards], np.float64)[::-1])
+    return advantages
 
 
 def _margin_of_best(rewards: Values) -> Values:
@@ -457,9 +462,9 @@ def _leave_pairs_out(rewards: Values, differences: Values, pairwise: Values) -> 
     if count == 1:
         return rewards
     total = pairwise.sum()
-    of_others = (total - pairwise) / (count - 1)
+    mean_of_others = (total - pairwise) / (count - 1)
     without_pairs = (total - 2 * pairwise) / (count - 2) if count > 2 else np.zeros_like(pairwise)
-    return differences + of_others - without_pairs
+    return differences + mean_of_others - without_pairs
 
 
 def turn_advantages(rewards: Sequence[Sequence[float]]) -> list[FloatArray]:
@@ -472,8 +477,8 @@ def turn_advantages(rewards: Sequence[Sequence[float]]) -> list[FloatArray]:
     """
     longest = max(map(len, rewards), default=0)
     returns: Values = np.zeros((len(rewards), longest))
-    for own, values in zip(returns, rewards, strict=True):
-        own[: len(values)] = np.cumsum(np.asarray(values, np.float64)[::-1])[::-1]
-    others = (returns.sum(0) - returns) / max(len(rewards) - 1, 1)
-    found = returns - others if len(rewards) > 1 else returns
-    return [row[: len(values)].astype(np.float32) for row, values in zip(found, rewards, strict=True)]
+    for sibling_returns, values in zip(returns, rewards, strict=True):
+        sibling_returns[: len(values)] = np.cumsum(np.asarray(values, np.float64)[::-1])[::-1]
+    mean_of_others = (returns.sum(0) - returns) / max(len(rewards) - 1, 1)
+    advantages = returns - mean_of_others if len(rewards) > 1 else returns
+    return [row[: len(values)].astype(np.float32) for row, values in zip(advantages, rewards, strict=True)]

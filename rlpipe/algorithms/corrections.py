@@ -127,10 +127,10 @@ def _mask(log_weights: Tensor, inputs: CorrectionInputs) -> Tensor:
 def own_correction(inputs: CorrectionInputs) -> CorrectionOutput:
     """Return what the user's function returns; raise ``RunError`` if it is not one finite factor for each token."""
     fail = partial(own_error, inputs.config, CORRECTION)
-    found = call_function(inputs.config, CORRECTION, inputs)
-    output = CorrectionOutput(weights=found) if isinstance(found, Tensor) else found
+    returned = call_function(inputs.config, CORRECTION, inputs)
+    output = CorrectionOutput(weights=returned) if isinstance(returned, Tensor) else returned
     if not isinstance(output, CorrectionOutput):
-        raise fail(f"returned {type(found).__name__}, not a tensor [N] or a CorrectionOutput")
+        raise fail(f"returned {type(returned).__name__}, not a tensor [N] or a CorrectionOutput")
     check_shapes({"weights": output.weights}, inputs.mask.shape, "token", fail)
     check_marks({"kept": output.kept, "clipped": output.clipped}, inputs.mask.shape, "token", fail)
     check_finite(output.weights, inputs.mask, inputs.log_ratios[inputs.mask], "loss tokens", fail)
@@ -150,8 +150,8 @@ def correct(
     inputs = CorrectionInputs(
         log_ratios=log_weights, advantages=advantages, mask=loss_mask, sequence_ids=sequence_ids, config=config
     )
-    found = CORRECTIONS[config.mode](inputs) if config.path is None else own_correction(inputs)
-    output = CorrectionOutput(weights=found) if isinstance(found, Tensor) else found
+    returned = CORRECTIONS[config.mode](inputs) if config.path is None else own_correction(inputs)
+    output = CorrectionOutput(weights=returned) if isinstance(returned, Tensor) else returned
     weights = torch.where(loss_mask, output.weights.detach().to(log_weights.dtype), 1)
     kept = torch.ones_like(loss_mask) if output.kept is None else output.kept | ~loss_mask
     if config.off_policy_threshold is not None:
@@ -182,10 +182,10 @@ def keep_top_entropy(entropy: Tensor, loss_mask: Tensor, share: float) -> Tensor
 
     Few tokens of a text decide how it goes on, and those are the ones of high entropy.
     """
-    known = entropy.detach()[loss_mask].float()
-    if not len(known):
+    entropies = entropy.detach()[loss_mask].float()
+    if not len(entropies):
         return loss_mask
-    return loss_mask & (entropy.detach() >= known.quantile(1 - share))
+    return loss_mask & (entropy.detach() >= entropies.quantile(1 - share))
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -203,10 +203,10 @@ def sequence_means(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> T
 
 def with_effective_ratio(values: Mapping[str, float]) -> dict[str, float]:
     """Return a step's metrics with the effective sample size over the number of tokens: (Σ w)² / (N Σ w²)."""
-    others = {name: value for name, value in values.items() if name != WEIGHTS_SQUARED}
+    metrics = {name: value for name, value in values.items() if name != WEIGHTS_SQUARED}
     if not (squared := values.get(WEIGHTS_SQUARED, 0.0)):
-        return others
-    return others | {"sampling/effective_ratio": values["sampling/importance_ratio/mean"] ** 2 / squared}
+        return metrics
+    return metrics | {"sampling/effective_ratio": values["sampling/importance_ratio/mean"] ** 2 / squared}
 
 
 def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None:

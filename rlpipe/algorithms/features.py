@@ -57,10 +57,10 @@ def pool(features: Tensor, mask: Tensor, completion_mask: Tensor, method: str) -
         return _masked_mean(features, completion_mask)
     lengths = mask.sum(1)
     if method == "last_token":
-        return _at(features, lengths - 1)
+        return _select_positions(features, lengths - 1)
     if method != "concat":
         raise ValueError(f"pooling is {method!r}; use last_token, mean_pooling, completion_mean or concat")
-    return torch.cat([_at(features, (lengths * share).long()) for share in CONCAT_AT], dim=1)
+    return torch.cat([_select_positions(features, (lengths * share).long()) for share in CONCAT_AT], dim=1)
 
 
 def _masked_mean(features: Tensor, mask: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _masked_mean(features: Tensor, mask: Tensor) -> Tensor:
     return total / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def _at(features: Tensor, positions: Tensor) -> Tensor:
+def _select_positions(features: Tensor, positions: Tensor) -> Tensor:
     return features[torch.arange(len(features), device=features.device), positions.clamp(min=0)]
 
 
@@ -96,22 +96,22 @@ def whiten(samples: Tensor, truth: Tensor, method: str) -> Whitened:
     if method not in ("sample", "feature", "none"):
         raise ValueError(f"whitening is {method!r}; use sample, feature or none")
     if method == "none":
-        return _to_length_one(samples, truth)
+        return _to_unit_length(samples, truth)
     try:
         return _whiten(samples, truth, method)
     except torch.linalg.LinAlgError:
         pass
     if len(samples) > 1:  # only some of them may be impossible to decompose
-        parts = [whiten(samples[i : i + 1], truth[i : i + 1], method) for i in range(len(samples))]
+        pieces = [whiten(samples[i : i + 1], truth[i : i + 1], method) for i in range(len(samples))]
         return Whitened(
-            samples=torch.cat([part.samples for part in parts]),
-            truth=torch.cat([part.truth for part in parts]),
-            num_failed=sum(part.num_failed for part in parts),
+            samples=torch.cat([piece.samples for piece in pieces]),
+            truth=torch.cat([piece.truth for piece in pieces]),
+            num_failed=sum(piece.num_failed for piece in pieces),
         )
     try:
         return _whiten(samples + _noise_like(samples), truth, method)
     except torch.linalg.LinAlgError:
-        plain = _to_length_one(samples, truth)
+        plain = _to_unit_length(samples, truth)
         plain.num_failed = 1
         return plain
 
@@ -122,18 +122,20 @@ def _whiten_layers(samples: Tensor, truth: Tensor, method: str, num_layers: int,
         return whiten(samples, truth, method)
 
     def split(features: Tensor) -> Tensor:
-        parts = features.unflatten(-1, (num_positions, num_layers, -1))
-        return parts.movedim(-2, 0).flatten(-2).flatten(0, 1)  # [L B, ..., D / L]
+        layers = features.unflatten(-1, (num_positions, num_layers, -1))
+        return layers.movedim(-2, 0).flatten(-2).flatten(0, 1)  # [L B, ..., D / L]
 
     def join(whitened: Tensor) -> Tensor:
-        parts: Tensor = whitened.unflatten(0, (num_layers, len(samples))) / math.sqrt(num_layers)
-        return parts.movedim(0, -2).flatten(-2)
+        layers: Tensor = whitened.unflatten(0, (num_layers, len(samples))) / math.sqrt(num_layers)
+        return layers.movedim(0, -2).flatten(-2)
 
-    found = whiten(split(samples), split(truth), method)
-    return Whitened(samples=join(found.samples), truth=join(found.truth), num_failed=found.num_failed)
+    decorrelated = whiten(split(samples), split(truth), method)
+    return Whitened(
+        samples=join(decorrelated.samples), truth=join(decorrelated.truth), num_failed=decorrelated.num_failed
+    )
 
 
-def _to_length_one(samples: Tensor, truth: Tensor) -> Whitened:
+def _to_unit_length(samples: Tensor, truth: Tensor) -> Whitened:
     repeated = functional.normalize(truth, dim=-1)[:, None].expand_as(samples)
     return Whitened(samples=functional.normalize(samples, dim=-1), truth=repeated)
 
@@ -181,10 +183,10 @@ def score_features(
     whitened = _whiten_layers(samples.double(), truth.double(), whitening, num_layers, num_positions)
     x, y = whitened.samples, whitened.truth
     products = x @ x.mT  # [B, n, n]
-    others = products.sum(2) - products.diagonal(dim1=1, dim2=2)
+    off_diagonal = products.sum(2) - products.diagonal(dim1=1, dim2=2)
     return FeatureScores(
         alignment=functional.cosine_similarity(x, y, dim=2),
-        diversity=others / max(x.shape[1] - 1, 1),
+        diversity=off_diagonal / max(x.shape[1] - 1, 1),
         cfm=(x.mean(1) - y.mean(1)).square().sum(1),
         num_unwhitened=whitened.num_failed,
     )

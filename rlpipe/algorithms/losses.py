@@ -119,29 +119,29 @@ def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionCo
     """
     mask = inputs.loss_mask
     metrics = MetricSums(num_tokens=mask.sum())
-    given = _surrogate_inputs(inputs, config)
+    surrogate_inputs = _surrogate_inputs(inputs, config)
     factors: Correction | None = None
     if inputs.sampling_logprobs is not None:
         metrics.add_mean("sampling/missing_ratio", mask & inputs.sampling_logprobs.isnan())
-        log_weights = given.old_logprobs - given.sampling_logprobs
+        log_weights = surrogate_inputs.old_logprobs - surrogate_inputs.sampling_logprobs
         settings = correction or CorrectionConfig()
-        factors = correct(log_weights, given.advantages, mask, inputs.sequence_ids, settings, metrics)
-        given = replace(given, weights=factors.weights)
-    output = find_surrogate(config)(given)
+        factors = correct(log_weights, surrogate_inputs.advantages, mask, inputs.sequence_ids, settings, metrics)
+        surrogate_inputs = replace(surrogate_inputs, weights=factors.weights)
+    output = find_surrogate(config)(surrogate_inputs)
     _add_surrogate_metrics(metrics, output, mask)
     per_token = torch.where(mask, output.per_token, 0)
     if factors is not None:
         per_token = per_token * (factors.kept if output.is_corrected else factors.surrogate)
     trained = mask
     if config.top_entropy_quantile < 1:
-        assert given.entropy is not None, "top_entropy_quantile needs the entropy"
-        trained = keep_top_entropy(given.entropy, mask, config.top_entropy_quantile)
+        assert surrogate_inputs.entropy is not None, "top_entropy_quantile needs the entropy"
+        trained = keep_top_entropy(surrogate_inputs.entropy, mask, config.top_entropy_quantile)
         metrics.add_mean("entropy/trained_ratio", trained)
-        metrics.add_mean("entropy/trained_mean", _mean_over(given.entropy, trained, mask))
+        metrics.add_mean("entropy/trained_mean", _mean_over(surrogate_inputs.entropy, trained, mask))
         per_token = per_token * trained
-    per_token = per_token + _kl_penalty(given, config, metrics, 1.0 if factors is None else factors.kl)
+    per_token = per_token + _kl_penalty(surrogate_inputs, config, metrics, 1.0 if factors is None else factors.kl)
     per_token = per_token * _token_weights(inputs, config.aggregate)
-    return _output(per_token - _entropy_bonus(inputs, given, config, trained, metrics), metrics)
+    return _output(per_token - _entropy_bonus(inputs, surrogate_inputs, config, trained, metrics), metrics)
 
 
 def _surrogate_inputs(inputs: LossInputs, config: LossConfig) -> SurrogateInputs:
@@ -199,26 +199,26 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
 
 
 def _entropy_bonus(
-    inputs: LossInputs, given: SurrogateInputs, config: LossConfig, trained: Tensor, metrics: MetricSums
+    inputs: LossInputs, surrogate_inputs: SurrogateInputs, config: LossConfig, trained: Tensor, metrics: MetricSums
 ) -> Tensor:
     """Return what each token's entropy takes off the update's loss ``[N]``.
 
     With a target, the bonus is the mean over the trained tokens, whatever the aggregate, as the target is of that mean.
     """
     weight = config.entropy_coef if inputs.entropy_weight is None else inputs.entropy_weight
-    assert given.entropy is not None or weight == 0, "the entropy bonus needs the entropy"
-    if given.entropy is None:
-        return torch.zeros_like(given.logprobs)
-    metrics.add_mean("entropy", given.entropy)
+    assert surrogate_inputs.entropy is not None or weight == 0, "the entropy bonus needs the entropy"
+    if surrogate_inputs.entropy is None:
+        return torch.zeros_like(surrogate_inputs.logprobs)
+    metrics.add_mean("entropy", surrogate_inputs.entropy)
     if not weight:
-        return torch.zeros_like(given.entropy)
+        return torch.zeros_like(surrogate_inputs.entropy)
     if config.entropy_target is None:
-        return weight * given.entropy * _token_weights(inputs, config.aggregate)
-    return weight * _mean_over(given.entropy, trained, inputs.loss_mask) * _token_weights(inputs, "token")
+        return weight * surrogate_inputs.entropy * _token_weights(inputs, config.aggregate)
+    return weight * _mean_over(surrogate_inputs.entropy, trained, inputs.loss_mask) * _token_weights(inputs, "token")
 
 
 def _mean_over(values: Tensor, chosen: Tensor, mask: Tensor) -> Tensor:
-    """Return the values of the chosen tokens ``[N]``, scaled so that the mean over the masked is theirs."""
+    """Return the chosen values ``[N]``, 0 elsewhere, scaled so that the mean over ``mask`` is that of the chosen."""
     return values * chosen * (mask.sum().to(values.dtype) / chosen.sum().clamp(min=1))
 
 

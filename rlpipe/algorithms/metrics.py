@@ -46,13 +46,15 @@ class MetricSums:
     def merge(self, other: MetricSums) -> None:
         """Add the metrics of another micro batch."""
         self.num_tokens = self.num_tokens + other.num_tokens
-        for mine, theirs, combine in (
+        for target, source, combine in (
             (self.means, other.means, torch.add),
             (self.totals, other.totals, torch.add),
             (self.mins, other.mins, torch.minimum),
             (self.maxs, other.maxs, torch.maximum),
         ):
-            mine.update({name: combine(mine[name], theirs[name]) if name in mine else theirs[name] for name in theirs})
+            target.update(
+                {name: combine(target[name], source[name]) if name in target else source[name] for name in source}
+            )
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums ``[1 + means + totals]``, minima and maxima as flat float64 tensors, in the names' order."""
@@ -61,16 +63,16 @@ class MetricSums:
 
     def load(self, sums: Tensor, mins: Tensor, maxs: Tensor) -> None:
         """Load the tensors of ``state`` after their reduction."""
-        parts = iter(sums.unbind())
-        self.num_tokens = next(parts)
-        self.means = dict(zip(self.means, parts, strict=False))
-        self.totals = dict(zip(self.totals, parts, strict=False))
+        values = iter(sums.unbind())
+        self.num_tokens = next(values)
+        self.means = dict(zip(self.means, values, strict=False))
+        self.totals = dict(zip(self.totals, values, strict=False))
         self.mins = dict(zip(self.mins, mins.unbind(), strict=True))
         self.maxs = dict(zip(self.maxs, maxs.unbind(), strict=True))
 
     def values(self) -> dict[str, float]:
         """Return the metrics as numbers; without any loss token only the totals are known."""
-        sums, mins, maxs = (part.tolist() for part in self.state())
+        sums, mins, maxs = (tensor.tolist() for tensor in self.state())
         num_tokens, means, totals = sums[0], sums[1 : 1 + len(self.means)], sums[1 + len(self.means) :]
         values = dict(zip(self.totals, totals, strict=True))
         if num_tokens:

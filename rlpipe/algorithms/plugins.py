@@ -132,9 +132,11 @@ def code_digest(path: str, section: str) -> str:
 def _shapes(inputs: Sequence[Any]) -> str:
     """Return the first different shapes of the tensors and arrays among a function's inputs, for an error's end."""
     values: list[Any] = []
-    for given in inputs:
-        of_fields = [getattr(given, own.name) for own in fields(given)] if is_dataclass(given) else [given]
-        values += given if isinstance(given, list) else of_fields
+    for argument in inputs:
+        field_values = (
+            [getattr(argument, field.name) for field in fields(argument)] if is_dataclass(argument) else [argument]
+        )
+        values += argument if isinstance(argument, list) else field_values
     shapes = [*dict.fromkeys(str(list(value.shape)) for value in values if hasattr(value, "shape"))][:MAX_SHAPES]
     return f", given the shape{'s' * (len(shapes) > 1)} {', '.join(shapes)}" if shapes else ""
 

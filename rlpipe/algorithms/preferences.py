@@ -111,8 +111,8 @@ def robust(scores: PairScores) -> Tensor:
 def exo(scores: PairScores) -> Tensor:
     """Return EXO's reverse KL for pairs (arXiv:2402.00856, equation 16)."""
     logits, flipped = scores.config.beta * scores.difference, scores.config.label_smoothing
-    won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-flipped))
-    return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(flipped))
+    positive_term = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-flipped))
+    return positive_term + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(flipped))
 
 
 @register_pair_loss("nca_pair")
@@ -167,10 +167,10 @@ def _smoothed(logits: Tensor, flipped: float) -> Tensor:
 
 def _log1mexp(logs: Tensor) -> Tensor:
     """Return log(1 - exp(x)) of ``logs`` below 0, exact near 0 and far from it."""
-    below = logs.clamp(max=-torch.finfo(logs.dtype).tiny)  # a completion of probability 1 has finite odds, too
-    near = below > -math.log(2)
-    log_near = torch.log(-torch.expm1(torch.where(near, below, -1.0)))
-    return torch.where(near, log_near, torch.log1p(-torch.exp(below)))
+    clamped = logs.clamp(max=-torch.finfo(logs.dtype).tiny)  # a completion of probability 1 has finite odds, too
+    is_near = clamped > -math.log(2)
+    log_near = torch.log(-torch.expm1(torch.where(is_near, clamped, -1.0)))
+    return torch.where(is_near, log_near, torch.log1p(-torch.exp(clamped)))
 
 
 MEAN_LOSSES = ("ipo", "orpo", "simpo")
@@ -181,7 +181,7 @@ def pair_loss(inputs: PairInputs, config: PreferenceConfig) -> LossOutput:
     """Return the share of a micro batch's pairs in the loss: the mean over pairs, plus the chosen's cross-entropy."""
     sums = inputs.logprobs if inputs.ref_logprobs is None else inputs.logprobs - inputs.ref_logprobs
     scores = PairScores(sums=sums, lengths=inputs.lengths, config=config)
-    losses = PAIR_LOSSES[config.loss](scores) if config.path is None else _own_losses(scores)
+    losses = PAIR_LOSSES[config.loss](scores) if config.path is None else _custom_losses(scores)
     loss = losses.sum() / max(inputs.num_pairs, 1)
     metrics = MetricSums(num_tokens=inputs.lengths.new_tensor(len(inputs.lengths)))
     if config.cross_entropy_coef:
@@ -207,7 +207,7 @@ def add_pair_rewards(metrics: MetricSums, rewards: Tensor) -> None:
     metrics.add_mean("rewards/accuracies", (chosen > rejected).float())
 
 
-def _own_losses(scores: PairScores) -> Tensor:
+def _custom_losses(scores: PairScores) -> Tensor:
     """Return what the user's function returns; raise ``RunError`` if it is not one finite loss for each pair."""
     fail = partial(own_error, scores.config, PREFERENCE)
     losses: Tensor = call_function(scores.config, PREFERENCE, scores)
@@ -232,25 +232,25 @@ def kto_loss(inputs: LabelledInputs, config: PreferenceConfig) -> LossOutput:
     metrics.add_total("loss", loss)
     metrics.add_mean("kl", inputs.kl.expand(len(good)))
     metrics.add_mean("rewards/accuracies", ((ratios > inputs.kl) == good).float())
-    for name, part in (("chosen", good), ("rejected", ~good)):
-        metrics.add_total(f"count/{name}", part.sum())
-        metrics.add_total(f"rewards/{name}", config.beta * torch.where(part, ratios, 0).sum())
-        metrics.add_total(f"logps/{name}", torch.where(part, inputs.logprobs, 0).sum())
+    for name, mask in (("chosen", good), ("rejected", ~good)):
+        metrics.add_total(f"count/{name}", mask.sum())
+        metrics.add_total(f"rewards/{name}", config.beta * torch.where(mask, ratios, 0).sum())
+        metrics.add_total(f"logps/{name}", torch.where(mask, inputs.logprobs, 0).sum())
     return LossOutput(loss=loss, metrics=metrics)
 
 
 def labelled_means(values: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step of KTO with means over its good and its bad completions in place of their sums."""
-    found = dict(values)
+    metrics = dict(values)
     for name in ("chosen", "rejected"):
-        count = found.pop(f"count/{name}")
+        count = metrics.pop(f"count/{name}")
         for key in (f"rewards/{name}", f"logps/{name}"):
-            total = found.pop(key)
+            total = metrics.pop(key)
             if count:
-                found[key] = total / count
-    if {"rewards/chosen", "rewards/rejected"} <= found.keys():
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+                metrics[key] = total / count
+    if {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return metrics
 
 
 @dataclass(kw_only=True, slots=True)
@@ -300,9 +300,9 @@ def step_loss(inputs: StepInputs) -> LossOutput:
     metrics = MetricSums(num_tokens=torch.tensor(len(losses), device=losses.device))
     metrics.add_total("loss", loss)
     metrics.add_mean("rewards/mean", good)
-    found = inputs.logits.argmax(1)
-    metrics.add_mean("rewards/accuracies", (found == inputs.labels).float())
-    judged = _first_errors(found, inputs.solution_ids) == _first_errors(inputs.labels, inputs.solution_ids)
+    predicted = inputs.logits.argmax(1)
+    metrics.add_mean("rewards/accuracies", (predicted == inputs.labels).float())
+    judged = _first_errors(predicted, inputs.solution_ids) == _first_errors(inputs.labels, inputs.solution_ids)
     metrics.add_total("rewards/first_errors", judged.sum())
     metrics.add_total(NUM_SOLUTIONS, judged.new_tensor(len(judged), dtype=torch.int64))
     return LossOutput(loss=loss, metrics=metrics)
@@ -310,9 +310,9 @@ def step_loss(inputs: StepInputs) -> LossOutput:
 
 def solution_means(values: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a process reward model with a share of its solutions in place of their number."""
-    found = dict(values)
-    found["rewards/first_errors"] /= max(found.pop(NUM_SOLUTIONS), 1)
-    return found
+    metrics = dict(values)
+    metrics["rewards/first_errors"] /= max(metrics.pop(NUM_SOLUTIONS), 1)
+    return metrics
 
 
 def _first_errors(labels: Tensor, solution_ids: Tensor) -> Tensor:

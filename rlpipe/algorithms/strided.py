@@ -122,7 +122,7 @@ def plan_row(
     """Lay out documents of ``lengths`` in one row, with ``num_samples`` adjacent columns for each block."""
     prompts = prompt_lengths or [0] * len(lengths)
     contexts = [block_contexts(length, config, prompt) for length, prompt in zip(lengths, prompts, strict=True)]
-    documents = np.repeat(np.arange(len(lengths)), [len(own) for own in contexts])
+    documents = np.repeat(np.arange(len(lengths)), [len(document_contexts) for document_contexts in contexts])
     return StridedRow(
         document_ids=np.repeat(np.arange(len(lengths)), lengths),
         positions=np.concatenate([np.arange(length) for length in lengths]),

@@ -71,13 +71,13 @@ register_surrogate = registrar(SURROGATES)
 def find_surrogate(config: LossConfig) -> Surrogate:
     """Return the surrogate of a config: the user's own if it names one."""
     if config.path is not None:
-        return partial(_call_own, config)
+        return partial(_call_custom, config)
     if config.name not in SURROGATES:
         raise ValueError(f"loss.name is {config.name!r}; use {', '.join(SURROGATES)}")
     return SURROGATES[config.name]
 
 
-def _call_own(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
+def _call_custom(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput:
     """Return the output of the user's function, which may return ``per_token`` alone; ``RunError`` if it is unfit."""
     fail = partial(own_error, config, LOSS)
     output = call_function(config, LOSS, inputs)
@@ -180,7 +180,7 @@ def dppo_tv(inputs: SurrogateInputs) -> SurrogateOutput:
     variation between the two policies, of this token against all others.
     """
     moved = (inputs.logprobs.exp() - inputs.old_logprobs.exp()).detach()
-    return _within(inputs, moved <= inputs.config.clip_high, moved >= -inputs.config.clip_low)
+    return _truncated_gradient(inputs, moved <= inputs.config.clip_high, moved >= -inputs.config.clip_low)
 
 
 @register_surrogate("dppo_kl")
@@ -188,16 +188,16 @@ def dppo_kl(inputs: SurrogateInputs) -> SurrogateOutput:
     """Return what dppo_tv does, with the KL divergence between token and others as the distance (arXiv:2602.04879)."""
     logprobs, old_logprobs, eps = inputs.logprobs.detach(), inputs.old_logprobs, 1e-8
     new, old = logprobs.exp(), old_logprobs.exp()
-    others = (1 - old) * torch.log((1 - old + eps) / (1 - new + eps))
-    divergence = old * (old_logprobs - logprobs) + others
-    return _within(
+    other_tokens = (1 - old) * torch.log((1 - old + eps) / (1 - new + eps))
+    divergence = old * (old_logprobs - logprobs) + other_tokens
+    return _truncated_gradient(
         inputs,
         (divergence <= inputs.config.clip_high) | (new <= old),
         (divergence <= inputs.config.clip_low) | (new >= old),
     )
 
 
-def _within(inputs: SurrogateInputs, may_rise: Tensor, may_fall: Tensor) -> SurrogateOutput:
+def _truncated_gradient(inputs: SurrogateInputs, may_rise: Tensor, may_fall: Tensor) -> SurrogateOutput:
     """Return the truncated policy gradient of the tokens that may still move in the direction of their advantage."""
     rises = inputs.advantages > 0
     kept = torch.where(rises, may_rise, may_fall)
@@ -243,8 +243,8 @@ def clip_cov(inputs: SurrogateInputs) -> SurrogateOutput:
     ratio, advantages = importance_ratio(inputs), inputs.advantages
     is_clipped = (ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high) - ratio) * advantages < 0
     covariance = _covariance(inputs)
-    found = inputs.mask & ~is_clipped & (covariance > config.low) & (covariance < config.high)
-    indices = found.nonzero()[:, 0]
+    candidates = inputs.mask & ~is_clipped & (covariance > config.low) & (covariance < config.high)
+    indices = candidates.nonzero()[:, 0]
     order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(len(indices)))
     count = max(int(config.share * int(inputs.mask.sum())), 1)
     dropped = torch.zeros_like(inputs.mask)

@@ -21,8 +21,8 @@ def check_shapes(tensors: Mapping[str, Any], shape: torch.Size, unit: str, fail:
     """Raise unless all of the named values are tensors of a shape, with one value for each ``unit``."""
     for name, values in tensors.items():
         if not isinstance(values, Tensor) or values.shape != shape:
-            found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"type {type(values).__name__}"
-            raise fail(f"returned {name} of {found}, not a tensor of shape {list(shape)}, one value for each {unit}")
+            received = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"type {type(values).__name__}"
+            raise fail(f"returned {name} of {received}, not a tensor of shape {list(shape)}, one value for each {unit}")
 
 
 def check_marks(tensors: Mapping[str, Any], shape: torch.Size, unit: str, fail: Fail) -> None:

@@ -91,8 +91,8 @@ def create_once(target: Path, create: Callable[[], object]) -> None:
     lock.mkdir(parents=True, exist_ok=True)
     has_waited = False
     while True:
-        with held(lock) as alone:
-            if alone:
+        with held(lock) as has_lock:
+            if has_lock:
                 if not target.exists():
                     create()
                 return
@@ -164,18 +164,18 @@ def existing_folder(path: Path) -> Path:
 
 def why_not_writable(folder: Path) -> str | None:
     """Return why a folder can't be created or written to, or None if it can."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        return f"{there} is not a folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} can't be written to"
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raise ``OSError`` if a file of ``num_bytes`` would not leave ``RESERVE`` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes + RESERVE:
-        wanted = f"{num_bytes / 2**20:.1f} MiB, plus {RESERVE / 2**20:.0f} MiB for the ledger and the metrics"
-        raise OSError(errno.ENOSPC, f"the disk has {free / 2**20:.1f} MiB left, but needs {wanted}", str(folder))
+        needed = f"{num_bytes / 2**20:.1f} MiB, plus {RESERVE / 2**20:.0f} MiB for the ledger and the metrics"
+        raise OSError(errno.ENOSPC, f"the disk has {free / 2**20:.1f} MiB left, but needs {needed}", str(folder))
 
 
 def file_digest(path: Path) -> str:
@@ -195,8 +195,8 @@ def unseal(text: str) -> dict[str, Any]:
         record = json.loads(text)
         if not isinstance(record, dict):
             raise ValueError("it is not a JSON object")
-        written = record.pop(SEAL, None)
-        if (written is not None or DIGESTS in record) and written != _record_digest(record):
+        digest = record.pop(SEAL, None)
+        if (digest is not None or DIGESTS in record) and digest != _record_digest(record):
             raise ValueError("it has changed since it was written")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -15,12 +15,14 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 def printable(text: str) -> str:
     """Return a text with escapes for what would control a terminal or reorder its line; keep newlines and tabs."""
     return "".join(
-        char if char.isprintable() or char in "\n\t" or not _controls(char) else char.encode("unicode_escape").decode()
+        char
+        if char.isprintable() or char in "\n\t" or not _is_control(char)
+        else char.encode("unicode_escape").decode()
         for char in text
     )
 
 
-def _controls(char: str) -> bool:
+def _is_control(char: str) -> bool:
     """Return whether a character is a control, format or unassigned one, or separates lines."""
     category = unicodedata.category(char)
     return (category[0] == "C" and char not in JOINERS) or category in ("Zl", "Zp")

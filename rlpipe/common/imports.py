@@ -27,13 +27,13 @@ def import_object(path: str, *, what: str = "object", error: type[InputError] = 
     module_path, separator, name = path.rpartition(":")
     if not (separator and module_path and name):
         raise error(f"{what} {path!r} is not of the form package.module:name or path/to/file.py:name")
-    found: Any = _import_module(module_path, f"{what} {path!r}", error)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            hint = did_you_mean(part, dir(found))
-            raise error(f"{what} {path!r} can't be imported: {module_path} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
+    target: Any = _import_module(module_path, f"{what} {path!r}", error)
+    for attribute in name.split("."):
+        if not hasattr(target, attribute):
+            hint = did_you_mean(attribute, dir(target))
+            raise error(f"{what} {path!r} can't be imported: {module_path} has no {attribute!r}{hint}")
+        target = getattr(target, attribute)
+    return target
 
 
 def describe_error(error: BaseException) -> str:

@@ -22,9 +22,9 @@ class ScratchFolder:
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        there = tempfile.gettempdir() if parent is None else str(parent)
-        remove_abandoned(there, prefix)
-        self.path, lock = _locked_folder(there, prefix)
+        folder = tempfile.gettempdir() if parent is None else str(parent)
+        remove_abandoned(folder, prefix)
+        self.path, lock = _locked_folder(folder, prefix)
         self.close = weakref.finalize(self, _end_folder, self.path, lock)
         """Remove the folder with its content, which otherwise happens at the process's end."""
 
@@ -32,9 +32,9 @@ class ScratchFolder:
 def _locked_folder(parent: str, prefix: str) -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        with suppress(FileNotFoundError):  # another process took it for an abandoned one before it was locked
+        with suppress(FileNotFoundError):  # another process removed it as abandoned before it was locked
             lock = os.open(path, os.O_RDONLY)
-            with suppress(OSError):  # a file system without locks, where nothing is taken for abandoned
+            with suppress(OSError):  # a file system without locks, on which no folder counts as abandoned
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.isdir(path):
                 return path, lock

@@ -64,10 +64,10 @@ def from_gymnasium(
 
         def step(self, action: str) -> Step:
             try:
-                taken = (read or read_action)(action, self.env.action_space)
+                parsed_action = (read or read_action)(action, self.env.action_space)
             except ValueError as error:
                 return Step(f"{error}; actions are {self.env.action_space}")
-            observation, reward, is_terminal, is_truncated, _ = self.env.step(taken)
+            observation, reward, is_terminal, is_truncated, _ = self.env.step(parsed_action)
             return Step(self._show(observation), reward=float(reward), done=is_terminal or is_truncated)
 
         def _show(self, observation: Any) -> str:
@@ -99,7 +99,7 @@ def read_action(text: str, space: Any) -> Any:
 
 
 def _read_value(value: Any, space: Any) -> Any:
-    """Return a value of JSON in the form that a space has it; raise as its parts do if that can't be."""
+    """Return a JSON value in the form that a space has; raise what a lookup or numpy raises if it has no such form."""
     import numpy as np
     from gymnasium import spaces
 
@@ -107,9 +107,9 @@ def _read_value(value: Any, space: Any) -> Any:
         case spaces.Discrete() | spaces.Text():
             return value
         case spaces.Dict():
-            return {name: _read_value(value[name], own) for name, own in space.spaces.items()}
+            return {name: _read_value(value[name], subspace) for name, subspace in space.spaces.items()}
         case spaces.Tuple():
-            return tuple(_read_value(part, own) for part, own in zip(value, space.spaces, strict=True))
+            return tuple(_read_value(item, subspace) for item, subspace in zip(value, space.spaces, strict=True))
     return np.asarray(value, getattr(space, "dtype", None))
 
 
@@ -150,14 +150,14 @@ def from_trl(
             return [*before, last if added is None else _with_text(last, added)]
 
         async def final_reward(self) -> float:
-            own = getattr(self.env, "get_reward", None)
-            found = [] if own is None else [await call_anywhere(own)]
+            get_reward = getattr(self.env, "get_reward", None)
+            values = [] if get_reward is None else [await call_anywhere(get_reward)]
             lists = {column: [value] for column, value in self._columns.items() if column != prompt_column}
             for function in functions:
-                given = {**lists, "prompts": [self._columns.get(prompt_column)], "environments": [self.env]}
-                (reward,) = await call_anywhere(function, **given)
-                found.append(reward)
-            return sum(float(reward) for reward in found if reward is not None)  # None: it does not apply
+                arguments = {**lists, "prompts": [self._columns.get(prompt_column)], "environments": [self.env]}
+                (reward,) = await call_anywhere(function, **arguments)
+                values.append(reward)
+            return sum(float(reward) for reward in values if reward is not None)  # None: it does not apply
 
         def tools(self) -> list[FunctionTool]:
             names = [name for name, _ in inspect.getmembers(type(self.env), predicate=inspect.isfunction)]
@@ -175,8 +175,8 @@ def _with_text(message: Mapping[str, Any], added: Any) -> dict[str, Any]:
     content = message.get("content") or ""
     if not isinstance(added, str):
         raise TypeError(f"reset returned {added!r:.100}, which can't be appended to the prompt: return a text or None")
-    more: Any = added if isinstance(content, str) else [{"type": "text", "text": added}]
-    return {**message, "content": content + more}
+    addition: Any = added if isinstance(content, str) else [{"type": "text", "text": added}]
+    return {**message, "content": content + addition}
 
 
 def _check_trl_reward(function: Callable[..., Any]) -> None:
@@ -244,11 +244,11 @@ def from_openenv(
 
         async def step(self, action: str) -> Step:
             try:
-                taken = read(action) if read is not None else read_fields(action, self._fields, self._required)
+                parsed_action = read(action) if read is not None else read_fields(action, self._fields, self._required)
             except ValueError as error:
                 return Step(str(error))
             try:
-                answer = await _awaited(self._client.step(taken))
+                answer = await _awaited(self._client.step(parsed_action))
             except Exception as error:
                 if not _is_wrong_action(error):
                     raise
@@ -285,7 +285,7 @@ def show_observation(observation: Any) -> str:
 def action_fields(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """Return the fields of an environment's actions by their names, and the names of those that have no default."""
     action = schema.get("action") or {}
-    fields = {name: own for name, own in action.get("properties", {}).items() if name not in OWN_FIELDS}
+    fields = {name: field for name, field in action.get("properties", {}).items() if name not in OWN_FIELDS}
     return fields, [name for name in action.get("required", []) if name in fields]
 
 
@@ -299,9 +299,9 @@ def read_fields(text: str, fields: Mapping[str, Any], required: list[str]) -> di
         action = None
     if isinstance(action, dict):
         return action
-    names = ", ".join(f"{name} ({own.get('type', 'any')})" for name, own in fields.items())
-    what = f" with the fields {names}" if names else ""
-    raise ValueError(f"{text.strip()[:50]!r} is not an action; actions are JSON objects{what}")
+    names = ", ".join(f"{name} ({field.get('type', 'any')})" for name, field in fields.items())
+    suffix = f" with the fields {names}" if names else ""
+    raise ValueError(f"{text.strip()[:50]!r} is not an action; actions are JSON objects{suffix}")
 
 
 class OpenEnvSession:
@@ -325,10 +325,10 @@ class OpenEnvSession:
         return schema if isinstance(schema, Mapping) else {}
 
     async def reset(self, **options: Any) -> SessionAnswer:
-        return await self._ask("reset", options)
+        return await self._exchange("reset", options)
 
     async def step(self, action: Mapping[str, Any]) -> SessionAnswer:
-        return await self._ask("step", action)
+        return await self._exchange("step", action)
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -354,14 +354,14 @@ class OpenEnvSession:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 return
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> SessionAnswer:
+    async def _exchange(self, kind: str, data: Mapping[str, Any]) -> SessionAnswer:
         try:
             if self._socket is None:
                 self._socket = await self._opened().ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
                 self._reading = asyncio.create_task(self._read(self._socket))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._fail(f"it can't be reached: {error!r}", error)
-        with suppress(ConnectionError):  # a server without room says so, and closes before it is asked
+        with suppress(ConnectionError):  # a server without a free session sends an error and closes at once
             await self._socket.send_json({"type": kind, "data": dict(data)})
         if self._reading is not None and self._reading.done() and self._messages.empty():
             self._fail(f"the connection broke before it was asked to {kind}")
@@ -370,24 +370,24 @@ class OpenEnvSession:
             self._fail(f"the connection broke before it answered to {kind}")
         try:
             answer = json.loads(message.data)
-            found = answer["data"]
+            payload = answer["data"]
             if answer["type"] == "error":
-                self._refuse(found)
+                self._refuse(payload)
             return SessionAnswer(
-                observation=found["observation"], reward=found.get("reward"), done=found.get("done", False)
+                observation=payload["observation"], reward=payload.get("reward"), done=payload.get("done", False)
             )
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             self._fail(f"its answer to {kind} is not in the form of OpenEnv: {message.data!r:.100}", error)
 
-    def _refuse(self, found: Mapping[str, Any]) -> NoReturn:
-        code, message = str(found.get("code", "")), str(found.get("message", ""))
+    def _refuse(self, payload: Mapping[str, Any]) -> NoReturn:
+        code, message = str(payload.get("code", "")), str(payload.get("message", ""))
         if code == WRONG_ACTION:
-            errors = [error for error in found.get("errors") or () if isinstance(error, Mapping)]
-            parts = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors]
-            raise OpenEnvFailed("; ".join(parts)[:MAX_SHOWN_CHARS] or message[:MAX_SHOWN_CHARS], code=code)
+            errors = [error for error in payload.get("errors") or () if isinstance(error, Mapping)]
+            problems = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors]
+            raise OpenEnvFailed("; ".join(problems)[:MAX_SHOWN_CHARS] or message[:MAX_SHOWN_CHARS], code=code)
         fix = "; raise max_concurrent_envs there, or lower environment.concurrency" if code == CAPACITY else ""
         self._fail(f"{message}{fix} ({code})")
 
-    def _fail(self, what: str, error: Exception | None = None) -> NoReturn:
-        text = printable(" ".join(what.split()))[:MAX_SHOWN_CHARS]
+    def _fail(self, message: str, error: Exception | None = None) -> NoReturn:
+        text = printable(" ".join(message.split()))[:MAX_SHOWN_CHARS]
         raise OpenEnvFailed(f"OpenEnv at {without_password(self._url)}: {text}") from error

@@ -62,7 +62,7 @@ class ChatQuestion:
         for name, values in REFUSED.items():
             require_one_of(values, name, body.get(name))
         messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(own, dict) for own in messages):
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise RequestRefused(400, "invalid", "messages must be a list of at least one message")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
@@ -79,13 +79,13 @@ class ChatQuestion:
             messages, tools = whole_characters(messages), whole_characters(tools)
         except RecursionError:
             raise RequestRefused(400, "invalid", "messages or tools are nested too deeply") from None
-        return cls(messages=_as_read(messages), tools=tools, max_tokens=limit, stop=list(stop))
+        return cls(messages=_normalize(messages), tools=tools, max_tokens=limit, stop=list(stop))
 
     @property
     def digest(self) -> str:
         """A digest by which a repeated request is recognized."""
-        parts = (self.messages, self.tools, self.max_tokens, self.stop)
-        return sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+        fields = (self.messages, self.tools, self.max_tokens, self.stop)
+        return sha256(json.dumps(fields, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def require_one_of(values: Sequence[Any], name: str, value: Any) -> None:
@@ -94,7 +94,7 @@ def require_one_of(values: Sequence[Any], name: str, value: Any) -> None:
         raise RequestRefused(400, "unsupported", f"{name}={value!r:.50} is not supported in training")
 
 
-def _as_read(messages: ChatMessages) -> ChatMessages:
+def _normalize(messages: ChatMessages) -> ChatMessages:
     """Return messages as chat templates and reward functions take them.
 
     They have known roles, content that is a string, and results with the names of their functions.
@@ -105,17 +105,17 @@ def _as_read(messages: ChatMessages) -> ChatMessages:
         role = message.get("role")
         if role not in ("system", "developer", "user", "assistant", "tool"):
             raise RequestRefused(400, "invalid", f"a message has the role {role!r:.50}")
-        own = {**message, "role": "system" if role == "developer" else role}
-        if own.get("content") is not None:
-            own["content"] = joined_text(own["content"])
+        converted = {**message, "role": "system" if role == "developer" else role}
+        if converted.get("content") is not None:
+            converted["content"] = joined_text(converted["content"])
         try:
             for call in message.get("tool_calls") or ():
                 names[str(call.get("id"))] = call["function"]["name"]
         except (TypeError, KeyError, AttributeError):
             raise RequestRefused(400, "invalid", "tool_calls must be a list of calls of named functions") from None
-        if role == "tool" and not own.get("name"):
-            own["name"] = names.get(str(own.get("tool_call_id")), "")
-        read.append(own)
+        if role == "tool" and not converted.get("name"):
+            converted["name"] = names.get(str(converted.get("tool_call_id")), "")
+        read.append(converted)
     if read[-1]["role"] == "assistant":
         raise RequestRefused(400, "invalid", "the last message is the assistant's: there is nothing to answer")
     return read
@@ -206,7 +206,7 @@ class AgentSession:
         unknown = {*rewards} - {"", *(answer.id for answer in self._received)}
         if unknown:
             raise RequestRefused(400, "invalid", f"there is no answer {', '.join(map(repr, sorted(unknown)))}")
-        self.rewards = {own: _finite(value) for own, value in rewards.items()}
+        self.rewards = {answer_id: _finite(value) for answer_id, value in rewards.items()}
         self.is_rewarded = True
 
     def seal(self) -> Episode:
@@ -226,10 +226,10 @@ class AgentSession:
                 self.episode.end_early("length")
             path, opening = self.episode.graph.turns[-1].path(), self.episode.opening
             messages = [message for node in path for message in node.messages]
-            begins = messages[: len(opening)] == opening  # a conversation that began anew may begin otherwise
-            self.episode.messages = messages[len(opening) :] if begins else messages
-        for asked in chain.from_iterable(self._asked.values()):
-            asked.answer.cancel()
+            has_opening = messages[: len(opening)] == opening  # a new branch may have another opening
+            self.episode.messages = messages[len(opening) :] if has_opening else messages
+        for pending in chain.from_iterable(self._asked.values()):
+            pending.answer.cancel()
         return self.episode
 
     async def ask(
@@ -243,29 +243,30 @@ class AgentSession:
         if self._is_sealed:
             raise RequestRefused(409, "sealed", "the episode is over")
         equal = self._asked.setdefault(question.digest, [])
-        known = [asked for asked in reversed(equal) if not _has_failed(asked.answer)]
-        asked = next((asked for asked in known if asked.is_given_up), None)
-        if asked is None and is_retry and equal and not _has_failed(equal[-1].answer):  # else it was an earlier one's
-            asked = equal[-1]
-        if asked is None:
-            asked = _Asked(asyncio.ensure_future(self._answer(question)))
-            equal.append(asked)
-        asked.listeners.append(listens)
-        return await asyncio.shield(asked.answer)
+        valid = [pending for pending in reversed(equal) if not _has_failed(pending.answer)]
+        pending = next((pending for pending in valid if pending.is_given_up), None)
+        # A retry gets the newest answer; if that has failed, the policy is asked again.
+        if pending is None and is_retry and equal and not _has_failed(equal[-1].answer):
+            pending = equal[-1]
+        if pending is None:
+            pending = _Asked(asyncio.ensure_future(self._answer(question)))
+            equal.append(pending)
+        pending.listeners.append(listens)
+        return await asyncio.shield(pending.answer)
 
     def received(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Add an answer to the graph, as the program receives it; the next request may come before it all is sent."""
         self._request(question, answer).num_received += 1
         if answer.node is not None or self._is_sealed:
             return
-        begins = answer.continuation.node
-        if begins is None and answer.branching is None:  # it was asked when nothing was received yet
-            found = locate(self.episode.graph, answer.continuation.new).branching
-            answer.counted = None if found is Branching.FIRST else found
+        node = answer.continuation.node
+        if node is None and answer.branching is None:  # asked before any answer was received
+            branching = locate(self.episode.graph, answer.continuation.new).branching
+            answer.counted = None if branching is Branching.FIRST else branching
         else:
             answer.counted = answer.branching
-        observed = self.episode.graph.observe(begins, answer.continuation.new, answer.context)
-        if begins is None:
+        observed = self.episode.graph.observe(node, answer.continuation.new, answer.context)
+        if node is None:
             self._tools[id(observed)] = answer.tools
             self.episode.opening = self.episode.opening or answer.continuation.new
         if answer.counted is not None:
@@ -278,9 +279,9 @@ class AgentSession:
         """Take an answer back that no request has brought to the program; if it asks again, it gets the same one."""
         if answer.node is None or self._is_sealed or answer.node not in self.episode.graph.leaves:
             return
-        asked = self._request(question, answer)
-        asked.num_received -= 1
-        if asked.num_received:
+        pending = self._request(question, answer)
+        pending.num_received -= 1
+        if pending.num_received:
             return
         self.episode.graph.remove_turn(answer.node)
         self._known.clear()  # its keys are ids of objects, which other objects may get later
@@ -290,12 +291,16 @@ class AgentSession:
         answer.node = None
 
     def _request(self, question: ChatQuestion, answer: ChatAnswer) -> _Asked:
-        asked = (own for own in self._asked[question.digest] if own.answer.done() and not _has_failed(own.answer))
-        return next(own for own in asked if own.answer.result() is answer)
+        answered = (
+            pending
+            for pending in self._asked[question.digest]
+            if pending.answer.done() and not _has_failed(pending.answer)
+        )
+        return next(pending for pending in answered if pending.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         if self._num_sampled - self._num_failed >= self._rules.max_turns:
-            raise self._meet("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
+            raise self._end_at_limit("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
             raise RequestRefused(400, "unsupported", message)
@@ -309,13 +314,13 @@ class AgentSession:
         )
         continuation, added, branching = self._continue(continuation, question.messages, bridge)
         context = added if continuation.node is None else np.concatenate([continuation.node.token_path(), added])
-        room = self._rules.max_model_len - len(context)
-        if room <= 0:
+        remaining_tokens = self._rules.max_model_len - len(context)
+        if remaining_tokens <= 0:
             limit = self._rules.max_model_len
             message = f"this run's maximum context length is {limit} tokens; the conversation has {len(context)}"
-            raise self._meet("length", "context_length_exceeded", message)
-        limit = min(self._rules.max_tokens, room, question.max_tokens or room)
-        if self.episode.end == "length":  # the program has made room, and goes on
+            raise self._end_at_limit("length", "context_length_exceeded", message)
+        limit = min(self._rules.max_tokens, remaining_tokens, question.max_tokens or remaining_tokens)
+        if self.episode.end == "length":  # the program has shortened its conversation
             self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         try:
@@ -325,17 +330,17 @@ class AgentSession:
             self._num_failed += 1
             raise
         text = read_turn(sampled, bridge, context)
-        whole_text = text
+        full_text = text
         for stop in question.stop:
             text = text.partition(stop)[0]
-        is_whole = text == whole_text
+        is_whole = text == full_text
         parsed = parse_turn(self._parser_of(question.tools, tools), text, f"{number}c")
         if surplus := parsed.calls[MAX_CALLS:]:
             self.episode.invalid_calls += len(surplus)
             parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False
-        if wrong := sum(call.problem is not None for call in parsed.calls):
-            self.episode.invalid_calls += wrong
-            parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
+        if num_invalid := sum(call.problem is not None for call in parsed.calls):
+            self.episode.invalid_calls += num_invalid
+            parsed = parse_text(text, "")  # the program gets a malformed call as a text
         return ChatAnswer(
             id=f"chatcmpl-{number}",
             parsed=parsed,
@@ -348,10 +353,10 @@ class AgentSession:
             tools=tools,
             branching=branching,
             is_whole=is_whole,
-            fills_room=sampled.finish_reason == "length" and len(sampled.token_ids) >= room,
+            fills_room=sampled.finish_reason == "length" and len(sampled.token_ids) >= remaining_tokens,
         )
 
-    def _meet(self, limit: str, code: str, message: str) -> RequestRefused:
+    def _end_at_limit(self, limit: str, code: str, message: str) -> RequestRefused:
         self.limits_met[message] = limit
         self.episode.end_early(limit)
         return RequestRefused(400, code, message)
@@ -359,14 +364,14 @@ class AgentSession:
     def _continue(
         self, continuation: Continuation, messages: ChatMessages, bridge: Bridge
     ) -> tuple[Continuation, IntArray, str | None]:
-        """Return where a conversation goes on, the tokens it adds there, and why it begins anew if it does."""
+        """Return what a conversation continues, the tokens that it adds, and the reason if it is a new branch."""
         node, reason = continuation.node, continuation.branching
         if node is not None and self._rules.history == "template":
-            whole = self._rendered(messages, bridge)
-            added = tokens_after(node, whole)
+            rendered = self._rendered(messages, bridge)
+            added = tokens_after(node, rendered)
             if added is not None:
                 return continuation, added, None
-            return Continuation(node=None, new=messages), whole, Branching.REWRITTEN.value
+            return Continuation(node=None, new=messages), rendered, Branching.REWRITTEN.value
         if node is not None:
             try:
                 return (
@@ -376,10 +381,10 @@ class AgentSession:
                 )
             except Unbridgeable:
                 continuation = Continuation(node=None, new=messages)
-        whole = self._rendered(messages, bridge)
+        rendered = self._rendered(messages, bridge)
         if reason is Branching.FIRST:
-            return continuation, whole, None
-        return continuation, whole, "unbridgeable" if reason is None else reason.value
+            return continuation, rendered, None
+        return continuation, rendered, "unbridgeable" if reason is None else reason.value
 
     def _rendered(self, messages: ChatMessages, bridge: Bridge) -> IntArray:
         try:
@@ -400,11 +405,11 @@ class AgentSession:
 
 def _finite(value: Any) -> float:
     """Return a number of Python, numpy or torch, or a truth value, as a float; raise ``RequestRefused`` for others."""
-    plain = unwrapped(value)
-    if isinstance(plain, int | float):
-        with suppress(OverflowError):  # an integer beyond the floats
-            if math.isfinite(plain):
-                return float(plain)
+    number = unwrapped(value)
+    if isinstance(number, int | float):
+        with suppress(OverflowError):  # an integer too large for a float
+            if math.isfinite(number):
+                return float(number)
     raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
 
 

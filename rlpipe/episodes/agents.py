@@ -161,14 +161,19 @@ def read_reward(output: str) -> Reward:
 
 
 def _variables(access: EndpointAccess, folder: str) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    own = {"OPENAI_BASE_URL": access.base_url, KEY_VARIABLE: access.api_key, "HOME": folder, "TMPDIR": folder}
-    return {**kept, **own, "NO_PROXY": "127.0.0.1,localhost", "PYTHONDONTWRITEBYTECODE": "1"}
+    inherited = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    episode_variables = {
+        "OPENAI_BASE_URL": access.base_url,
+        KEY_VARIABLE: access.api_key,
+        "HOME": folder,
+        "TMPDIR": folder,
+    }
+    return {**inherited, **episode_variables, "NO_PROXY": "127.0.0.1,localhost", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 async def _send(process: asyncio.subprocess.Process, row: bytes) -> None:
     assert process.stdin is not None
-    with suppress(ConnectionError):  # it may not read its row
+    with suppress(ConnectionError):  # the command may end without reading its row
         process.stdin.write(row)
         await process.stdin.drain()
         process.stdin.close()
@@ -192,11 +197,11 @@ async def _has_ended(process: asyncio.subprocess.Process) -> None:
         os.close(end)
 
 
-async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
+async def _read(stream: asyncio.StreamReader, tail: bytearray) -> None:
     """Read a stream to its end, and keep its last bytes."""
-    while part := await stream.read(2**16):
-        kept += part
-        del kept[:-MAX_OUTPUT_BYTES]
+    while chunk := await stream.read(2**16):
+        tail += chunk
+        del tail[:-MAX_OUTPUT_BYTES]
 
 
 class EarlierProcesses:
@@ -212,7 +217,7 @@ class EarlierProcesses:
 
 def _end_all(pid: int, mark: str, unrelated: EarlierProcesses) -> None:
     """Kill what a command has started: its session, processes with its mark, and their descendants."""
-    if not PROC.is_dir():  # the session is all that can be found
+    if not PROC.is_dir():  # without /proc only its session can be found
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     end_processes(partial(find_survivors, pid, mark, unrelated.find()))
@@ -245,10 +250,10 @@ class GymAgent:
     async def _client(self, name: str) -> JsonClient:
         agents = read_agents(await self._servers())
         if name not in agents:
-            what = (
+            problem = (
                 f"there is no agent {name!r:.100}" if name else "no agent is named, by agent_ref of the row or by name"
             )
-            raise AgentFailed(f"NeMo Gym at {self._url}: {what}; it has {', '.join(sorted(agents)) or 'none'}")
+            raise AgentFailed(f"NeMo Gym at {self._url}: {problem}; it has {', '.join(sorted(agents)) or 'none'}")
         return JsonClient(agents[name], timeout_s=None, retries=0, concurrency=self._concurrency)
 
     async def _servers(self) -> str:
@@ -264,10 +269,10 @@ class GymAgent:
 def read_agents(text: str) -> dict[str, str]:
     """Return the URLs of agents by their names, from what a head server answers: YAML, or that in a JSON string."""
     try:
-        found = yaml.safe_load(text)
-        found = yaml.safe_load(found) if isinstance(found, str) else found
-        config, agents = OmegaConf.create(found), {}
-        for name, entry in found.items():
+        entries = yaml.safe_load(text)
+        entries = yaml.safe_load(entries) if isinstance(entries, str) else entries
+        config, agents = OmegaConf.create(entries), {}
+        for name, entry in entries.items():
             for kind in (entry.get(AGENTS_KEY) or {}) if isinstance(entry, dict) else {}:
                 server = config[name][AGENTS_KEY][kind]  # resolves references
                 agents[str(name)] = f"http://{server.host}:{server.port}"

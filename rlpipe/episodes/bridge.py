@@ -45,13 +45,13 @@ def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
 
     They are the tokenizer's end, the turns' end markers, and the markers of results within a turn (Gemma 4).
     """
-    found = {template.tokenizer.eos_token_id} - {None}
+    end_ids = {template.tokenizer.eos_token_id} - {None}
     with suppress(InputError):  # a template whose turns can't be told apart
         for boundary in find_boundaries(template, data)[1]:
             ends_turn = boundary.role == ASSISTANT and boundary.include_end
             marker = boundary.start if boundary.interrupts else boundary.end if ends_turn else None
-            found |= set(marker) if marker is not None and len(marker) == 1 else set()
-    return found
+            end_ids |= set(marker) if marker is not None and len(marker) == 1 else set()
+    return end_ids
 
 
 def special_ids(template: ChatTemplate) -> set[int]:
@@ -93,13 +93,13 @@ class Bridge:
         return len(turn) > 0 and (turn[-1] in self.end_ids or turn[-1] in self.further_end_ids)
 
     def _control_tokens(self) -> ControlTokens:
-        return ControlTokens(self.template, *self._controls)
+        return ControlTokens(self.template, *self._control_patterns)
 
     @cached_property
-    def _controls(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+    def _control_patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
         """Patterns of the tokenizer's control tokens, and of the special ones of these, made once for all turns."""
         vocabulary, special = self.template.tokenizer.get_added_vocab(), special_ids(self.template)
-        return _any_of(vocabulary), _any_of(name for name, number in vocabulary.items() if number in special)
+        return _pattern_of(vocabulary), _pattern_of(name for name, number in vocabulary.items() if number in special)
 
     def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
         """Return what follows an answer if ``new`` messages do.
@@ -110,14 +110,14 @@ class Bridge:
             raise Unbridgeable(self.refused[kind])
         probe = _Probe(answer, new)
         texts = self._control_tokens()
-        asked = {"role": "user", "content": PROBE_WORD}
+        question = {"role": "user", "content": PROBE_WORD}
         choices = self._choices_of_content.get((kind, probe.num_calls), EMPTY_CONTENTS)
         try:
-            taken = self.template.as_taken([asked, probe.answer, *texts.hidden(new)], choices)
-            rendered = whole_characters(self.template.render(taken, add_generation_prompt=True))
+            messages = self.template.as_taken([question, probe.answer, *texts.hidden(new)], choices)
+            rendered = whole_characters(self.template.render(messages, add_generation_prompt=True))
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error
-        self._choices_of_content[kind, probe.num_calls] = (taken[1]["content"],)
+        self._choices_of_content[kind, probe.num_calls] = (messages[1]["content"],)
         start = rendered.rfind(probe.last_word)
         if start < 0:
             raise Unbridgeable("the chat template leaves out what the assistant said before")
@@ -129,8 +129,8 @@ class Bridge:
         if not ends.any():
             raise Unbridgeable("the chat template writes no end token after the assistant's turn")
         end = int(np.flatnonzero(ends)[0])
-        behind_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
-        return Suffix(int(encoded.token_ids[end]), behind_end)
+        after_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
+        return Suffix(int(encoded.token_ids[end]), after_end)
 
     def whole(self, messages: ChatMessages) -> IntArray:
         """Return the tokens of a conversation up to the policy's next turn.
@@ -166,11 +166,11 @@ def kind_of(new: ChatMessages) -> str:
 
 
 class _Probe:
-    """An answer with the calls of another one, in words that occur nowhere in the messages after it."""
+    """Answer with the calls of a given one, made of words that do not occur in the messages after it."""
 
     def __init__(self, answer: Message, new: ChatMessages) -> None:
-        taken, number = repr(new), 0
-        while f"{PROBE_WORD}{number}" in taken:
+        text, number = repr(new), 0
+        while f"{PROBE_WORD}{number}" in text:
             number += 1
         self.last_word = f"{PROBE_WORD}{number}"
         calls = answer.get("tool_calls") or ()
@@ -183,7 +183,7 @@ class _Probe:
         return {**call, "function": {"name": call["function"]["name"], "arguments": {"at": self.last_word}}}
 
 
-def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+def _pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -219,39 +219,39 @@ class ControlTokens:
 
     def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda found: self._stand_in(found.group()), value)
+            return pattern.sub(lambda match: self._placeholder(match.group()), value)
         if isinstance(value, Mapping):
-            return {self._hide(key, pattern): self._hide(own, pattern) for key, own in value.items()}
-        return [self._hide(own, pattern) for own in value] if isinstance(value, list | tuple) else value
+            return {self._hide(key, pattern): self._hide(entry, pattern) for key, entry in value.items()}
+        return [self._hide(entry, pattern) for entry in value] if isinstance(value, list | tuple) else value
 
-    def _stand_in(self, token: str) -> str:
+    def _placeholder(self, token: str) -> str:
         return self._hidden.setdefault(token, chr(FIRST_STAND_IN + len(self._hidden)))
 
     def shown(self, token_ids: IntArray, offsets: IntArray, text: str) -> IntArray:
         """Return the tokens with those of plain text in place of the private characters' tokens."""
         if not self._hidden:
             return token_ids
-        plain = {character: self._as_text(token) for token, character in self._hidden.items()}
-        found: list[int] = []
+        plain_ids = {character: self._as_text(token) for token, character in self._hidden.items()}
+        shown_ids: list[int] = []
         last = -1
         for token_id, (start, stop) in zip(token_ids.tolist(), offsets.tolist(), strict=True):
-            inside = [index for index in range(start, stop) if text[index] in plain]
-            if not inside:
-                found.append(token_id)
+            positions = [index for index in range(start, stop) if text[index] in plain_ids]
+            if not positions:
+                shown_ids.append(token_id)
                 continue
             if stop - start > 1:
                 raise Unbridgeable("the tokenizer joins a control token in a text with its neighbours")
-            if inside[0] != last:  # a character may take several tokens
-                found += plain[text[inside[0]]]
-            last = inside[0]
-        return np.array(found, np.int32)
+            if positions[0] != last:  # a character may take several tokens
+                shown_ids += plain_ids[text[positions[0]]]
+            last = positions[0]
+        return np.array(shown_ids, np.int32)
 
     def _as_text(self, token: str) -> list[int]:
         """Return the tokens of a control token's name, which is cut so that no part of it is a control token."""
         controls = set(self._template.tokenizer.get_added_vocab().values())
         for cuts in ([1], range(1, len(token))):
-            parts = [token[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(token)], strict=True)]
-            ids = [token_id for part in parts for token_id in self._template.token_ids(part).tolist()]
+            pieces = [token[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(token)], strict=True)]
+            ids = [token_id for piece in pieces for token_id in self._template.token_ids(piece).tolist()]
             if controls.isdisjoint(ids):
                 return ids
         raise Unbridgeable(f"the tokenizer has no plain tokens for the text {token!r}")
@@ -271,33 +271,36 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _said(text: str) -> dict[str, Any]:
+def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
 def _called(*ids: str, text: str | None = None) -> dict[str, Any]:
-    calls = [{"id": own, "type": "function", "function": {"name": "look", "arguments": {"at": "home"}}} for own in ids]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "look", "arguments": {"at": "home"}}}
+        for call_id in ids
+    ]
     return {"role": "assistant", "content": text, "tool_calls": calls}
 
 
-def _result(own: str, text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": own, "name": "look", "content": text}
+def _result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "name": "look", "content": text}
 
 
 FIRST, SECOND = CALL_IDS
 HISTORIES: Sequence[ChatMessages] = (
     [_user("How far is it?")],
     [{"role": "system", "content": "You know the way."}, _user("Which way?")],
-    [_user("Hello"), _said("Hello, where to?"), _user("To the sea, {please}.\n")],
-    [_user("Where?"), _called(FIRST), _result(FIRST, "north"), _said("North."), _user("And then?")],
-    [_user("Два пути\n\nили три?"), _said("<b>Два</b>"), _user("1 + 1 = ?"), _said("2"), _user("  Why?  ")],
-    [_user("```\ndef way(): ...\n```"), _said("It has no end.\n"), _user("Has it none?")],
+    [_user("Hello"), _assistant("Hello, where to?"), _user("To the sea, {please}.\n")],
+    [_user("Where?"), _called(FIRST), _result(FIRST, "north"), _assistant("North."), _user("And then?")],
+    [_user("Два пути\n\nили три?"), _assistant("<b>Два</b>"), _user("1 + 1 = ?"), _assistant("2"), _user("  Why?  ")],
+    [_user("```\ndef way(): ...\n```"), _assistant("It has no end.\n"), _user("Has it none?")],
     [_user("a" * 500)],
 )
 MIN_HISTORIES = 5
 """Histories that a template must accept to be trusted; it may know neither system messages nor tools."""
 KINDS: Mapping[str, tuple[Message, ChatMessages]] = {
-    USER_MESSAGE: (_said("It is far."), [_user("How far?")]),
+    USER_MESSAGE: (_assistant("It is far."), [_user("How far?")]),
     RESULT: (_called(FIRST), [_result(FIRST, "ten miles")]),
     RESULTS: (_called(FIRST, SECOND), [_result(FIRST, "ten miles"), _result(SECOND, "two ways")]),
     RESULT_AND_USER: (_called(FIRST), [_result(FIRST, "ten miles"), _user("Then go.")]),
@@ -306,13 +309,13 @@ KINDS: Mapping[str, tuple[Message, ChatMessages]] = {
 
 def check_bridge(bridge: Bridge) -> BridgeCheck:
     """Try the bridge on histories of several shapes, against renderings of the whole conversations."""
-    found = BridgeCheck()
+    check = BridgeCheck()
     for kind, (answer, new) in KINDS.items():
         if (reason := _why_refused(bridge, answer, new)) is None:
-            found.accepted.append(kind)
+            check.accepted.append(kind)
         else:
-            found.refused[kind] = reason
-    return found
+            check.refused[kind] = reason
+    return check
 
 
 def _why_refused(bridge: Bridge, answer: Message, new: ChatMessages) -> str | None:
@@ -323,11 +326,11 @@ def _why_refused(bridge: Bridge, answer: Message, new: ChatMessages) -> str | No
     num_tried = 0
     for history in HISTORIES:
         try:
-            whole = render_whole(bridge.template, [*history, dict(answer), *new])
+            rendered = render_whole(bridge.template, [*history, dict(answer), *new])
         except UnusableRow:
             continue  # the template takes no such history at all
         num_tried += 1
-        if not ends_with(whole, expected):
+        if not ends_with(rendered, expected):
             return "what the chat template writes after it depends on the history"
     if num_tried < MIN_HISTORIES:
         return f"the chat template accepts it after {num_tried} of {len(HISTORIES)} histories, too few to tell"

@@ -50,16 +50,18 @@ class McpServer:
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> McpServer:
         """Read an entry ``{mcp: {command: [...], env: {...}}}`` of the config; raise ``ConfigError``."""
-        given = entry.get("mcp") if set(entry) == {"mcp"} else None
-        command, env = (given.get("command"), given.get("env", {})) if isinstance(given, Mapping) else (None, {})
+        settings = entry.get("mcp") if set(entry) == {"mcp"} else None
+        command, env = (
+            (settings.get("command"), settings.get("env", {})) if isinstance(settings, Mapping) else (None, {})
+        )
         is_command = isinstance(command, Sequence) and not isinstance(command, str) and len(command) > 0
-        if not is_command or not isinstance(env, Mapping) or set(given or ()) - {"command", "env"}:
+        if not is_command or not isinstance(env, Mapping) or set(settings or ()) - {"command", "env"}:
             raise ConfigError(
                 f"environment.tools: {dict(entry)!r:.200} is neither file.py:function nor "
                 "{mcp: {command: [program, argument, ...], env: {NAME: value}}}"
             )
         assert command is not None
-        return cls(command=[str(part) for part in command], env={str(key): str(env[key]) for key in env})
+        return cls(command=[str(argument) for argument in command], env={str(key): str(env[key]) for key in env})
 
 
 class ServerProcess:
@@ -104,9 +106,9 @@ class McpTool:
         except asyncio.CancelledError:
             await asyncio.to_thread(self._process.end)
             raise
-        texts = [getattr(part, "text", None) for part in result.content]
-        parts = [f"[{part.type}]" if text is None else text for part, text in zip(result.content, texts, strict=True)]
-        text = "\n".join(parts)
+        texts = [getattr(block, "text", None) for block in result.content]
+        lines = [f"[{block.type}]" if text is None else text for block, text in zip(result.content, texts, strict=True)]
+        text = "\n".join(lines)
         if result.is_error:
             raise ServerToolFailed(text)
         return text
@@ -121,35 +123,35 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
     from mcp import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as devnull:
         async with AsyncExitStack() as stack:
             tools: list[Tool] = []
-            # The mark has them ended with this process.
+            # By this mark they are found and ended together with this process.
             mark = {name: value for name, value in os.environ.items() if name == CHILD_MARK}
             for server in servers:
                 program, *arguments = server.command
                 process = ServerProcess()
-                stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends the server alone
+                stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends only the server
                 env = {**mark, **server.env, **process.env}
                 started = StdioServerParameters(command=program, args=arguments, env=env)
-                client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))
+                client = await stack.enter_async_context(Client(stdio_client(started, errlog=devnull)))
                 tools += await _list_tools(client, process)
             yield tools
 
 
 async def _list_tools(client: Client, process: ServerProcess) -> list[Tool]:
     """Return all tools of a server, which may list them in several pages."""
-    found: list[Tool] = []
+    tools: list[Tool] = []
     cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
-        found += [
-            McpTool(client, process, name=own.name, description=own.description or "", parameters=own.input_schema)
-            for own in page.tools
+        tools += [
+            McpTool(client, process, name=tool.name, description=tool.description or "", parameters=tool.input_schema)
+            for tool in page.tools
         ]
         cursor = page.next_cursor
         if cursor is None:
-            return found
+            return tools
 
 
 def python(code: str) -> str:

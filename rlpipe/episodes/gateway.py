@@ -72,14 +72,14 @@ class Gateway:
 
     async def _listen(self, runner: web.AppRunner) -> None:
         """Listen at the address; a process that this one replaces may have it for a moment longer."""
-        until = asyncio.get_running_loop().time() + ADDRESS_WAIT_S
+        deadline = asyncio.get_running_loop().time() + ADDRESS_WAIT_S
         while True:
             try:
                 return await web.TCPSite(runner, self._host, self._port).start()
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or asyncio.get_running_loop().time() > until:
-                    what = f"environment.host={self._host} environment.port={self._port}"
-                    raise ConfigError(f"{what}: agents can't be served there: {error.strerror or error}") from error
+                if error.errno != errno.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
+                    address = f"environment.host={self._host} environment.port={self._port}"
+                    raise ConfigError(f"{address}: agents can't be served there: {error.strerror or error}") from error
             await asyncio.sleep(ADDRESS_PAUSE_S)
 
     async def stop(self) -> None:
@@ -97,13 +97,13 @@ class Gateway:
         self._sessions.pop(key, None)
 
     def _sign(self, number: str) -> str:
-        """Return a key that ``_session`` knows as one of this gateway's even after its episode."""
+        """Return a signed key, which ``_session`` recognizes as this gateway's even after its episode."""
         return f"rlpipe-{number}-{hmac.new(self._secret, number.encode(errors='replace'), 'sha256').hexdigest()}"
 
     def _session(self, request: web.Request, body: Mapping[str, Any]) -> AgentSession:
         """Return the session of a request's key, which proxies with another one pass on in a header or as ``user``."""
-        own = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        keys = [own, request.headers.get(KEY_HEADER, ""), str(body.get("user"))]
+        bearer_key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        keys = [bearer_key, request.headers.get(KEY_HEADER, ""), str(body.get("user"))]
         for key in keys:
             if key in self._sessions:
                 return self._sessions[key]
@@ -118,7 +118,7 @@ class Gateway:
             body = await _read(request)
             session = self._session(request, body)
             question = ChatQuestion.parse(body)
-            answer = await _ask(request, session, question)
+            answer = await _answer_question(request, session, question)
         except RequestRefused as refusal:
             return _refused(refusal)
         return await _send(request, body, session, question, answer, COMPLETIONS)
@@ -129,7 +129,7 @@ class Gateway:
             session = self._session(request, body)
             chat = as_chat_request(body, session.conversations)
             question = ChatQuestion.parse(chat)
-            answer = await _ask(request, session, question)
+            answer = await _answer_question(request, session, question)
         except RequestRefused as refusal:
             return _refused(refusal)
         session.conversations[answer.id] = follows(body, chat, answer)
@@ -162,10 +162,10 @@ async def _read(request: web.Request) -> Mapping[str, Any]:
     return body
 
 
-async def _ask(request: web.Request, session: AgentSession, question: ChatQuestion) -> ChatAnswer:
+async def _answer_question(request: web.Request, session: AgentSession, question: ChatQuestion) -> ChatAnswer:
     try:
         is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-        return await session.ask(question, is_retry=is_retry, listens=lambda: _listens(request))
+        return await session.ask(question, is_retry=is_retry, listens=lambda: _is_connected(request))
     except asyncio.CancelledError:
         if session.is_sealed:
             raise RequestRefused(409, "sealed", "the episode ended before the answer") from None
@@ -210,8 +210,8 @@ async def _is_sent(request: web.Request, response: web.StreamResponse, texts: It
         await response.write_eof()
     except ConnectionError:
         return False
-    return _listens(request)
+    return _is_connected(request)
 
 
-def _listens(request: web.Request) -> bool:
+def _is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()

@@ -54,10 +54,10 @@ class Node:
 
     def path(self) -> list[Node]:
         """Return the nodes from the first one to this one."""
-        found = [self]
-        while (parent := found[-1].parent) is not None:
-            found.append(parent)
-        return found[::-1]
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]
 
     def token_path(self) -> IntArray:
         """Return all tokens up to and including this node, as an engine gets them."""
@@ -125,9 +125,9 @@ class EpisodeGraph:
         """Remove a turn that nothing continues, and what was observed for it; later turns move up."""
         assert turn in self.leaves, "nothing continues it"
         self.nodes = [node for node in self.nodes if node is not turn]
-        asked = turn.parent
-        if asked is not None and asked.turn == NO_TURN and asked in self.leaves:
-            self.nodes = [node for node in self.nodes if node is not asked]
+        observation = turn.parent
+        if observation is not None and observation.turn == NO_TURN and observation in self.leaves:
+            self.nodes = [node for node in self.nodes if node is not observation]
         for number, node in enumerate(self.turns):
             node.turn = number
 
@@ -261,20 +261,20 @@ def locate(
         start, number, node = reached.pop()
         if id(node) not in known:
             known[id(node)] = [CanonicalMessage.of(message) for message in node.messages]
-        own = known[id(node)]
-        stop = start + _num_equal(own, sent[start:])
+        node_messages = known[id(node)]
+        stop = start + _num_equal(node_messages, sent[start:])
         shared = max(shared, stop)
-        if stop < start + len(own) or stop == len(sent):
+        if stop < start + len(node_messages) or stop == len(sent):
             continue
         if node.turn != NO_TURN and node.is_whole and (best is None or (stop, number) > best[:2]):
             best = stop, number, node
         reached += [(stop, *child) for child in following[id(node)]]
     if best is not None and all(message["role"] != "assistant" for message in messages[best[0] :]):
         return Continuation(node=best[2], new=messages[best[0] :])
-    return Continuation(node=None, new=messages, branching=_why(graph, sent, shared))
+    return Continuation(node=None, new=messages, branching=_branching_reason(graph, sent, shared))
 
 
-def _why(graph: EpisodeGraph, sent: Sequence[CanonicalMessage], num_shared: int) -> Branching:
+def _branching_reason(graph: EpisodeGraph, sent: Sequence[CanonicalMessage], num_shared: int) -> Branching:
     if not graph.nodes:
         return Branching.FIRST
     openings = [
@@ -283,15 +283,15 @@ def _why(graph: EpisodeGraph, sent: Sequence[CanonicalMessage], num_shared: int)
     first = [message for message in sent if message.role != "assistant"][:1]
     if not num_shared and not any(_num_equal(opening, first) for opening in openings):
         return Branching.SUBAGENT
-    longest = max(sum(len(own.messages) for own in node.path()) for node in graph.leaves)
+    longest = max(sum(len(ancestor.messages) for ancestor in node.path()) for node in graph.leaves)
     return Branching.COMPACTED if len(sent) < longest else Branching.REWRITTEN
 
 
-def _num_equal(known: Sequence[CanonicalMessage], sent: Sequence[CanonicalMessage]) -> int:
+def _num_equal(stored: Sequence[CanonicalMessage], sent: Sequence[CanonicalMessage]) -> int:
     """Return the length of the common beginning of two conversations."""
     number = 0
-    for own, other in zip(known, sent, strict=False):
-        if not own.matches(other):
+    for stored_message, sent_message in zip(stored, sent, strict=False):
+        if not stored_message.matches(sent_message):
             break
         number += 1
     return number

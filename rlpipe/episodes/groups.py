@@ -94,7 +94,7 @@ class GroupPlayer:
         """Open the gateway if programs play, and try the MCP servers; raise ``ConfigError`` if one can't be started."""
         if self._gateway is not None:
             await self._gateway.start()
-        for left in reversed(range(STARTS)):
+        for remaining_starts in reversed(range(STARTS)):
             try:
                 async with asyncio.timeout(self._config.timeout_s), open_servers(self._kind.servers) as served:
                     if self._kind.tools or served:
@@ -104,7 +104,7 @@ class GroupPlayer:
             except ConfigError:
                 raise
             except Exception as error:
-                if not left or isinstance(error, TimeoutError):
+                if not remaining_starts or isinstance(error, TimeoutError):
                     commands = ", ".join(server.command[0] for server in self._kind.servers)
                     raise ConfigError(
                         f"environment.tools: the MCP server {commands} can't be started: {describe_error(error)}"
@@ -121,35 +121,42 @@ class GroupPlayer:
                 raise EnvironmentFailed(f"group {request.group_id} can't be played: {failure}")
             return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[], failure=failure)
         began = asyncio.get_running_loop().time()
-        played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
+        played = await asyncio.gather(*(self._play_episode(request, index) for index in range(request.group_size)))
         episodes = [episode for episode, _ in played]
-        gives_reward = self._needs_reward or any(own.is_rewarded and own.failure is None for own in episodes)
-        for own in episodes:
-            if own.status is RolloutStatus.TRUNCATED:  # a program may not get to give one; left out, it would not count
-                own.is_rewarded |= gives_reward
-            elif self._needs_reward and own.failure is None and not own.is_rewarded:
-                own.fail(NO_REWARD)
-                own.is_rewarded = True
+        gives_reward = self._needs_reward or any(
+            episode.is_rewarded and episode.failure is None for episode in episodes
+        )
+        for episode in episodes:
+            # A program that was cut off may have given no reward; without one, its episode would not count.
+            if episode.status is RolloutStatus.TRUNCATED:
+                episode.is_rewarded |= gives_reward
+            elif self._needs_reward and episode.failure is None and not episode.is_rewarded:
+                episode.fail(NO_REWARD)
+                episode.is_rewarded = True
         group = RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[])
         group.generate_s = asyncio.get_running_loop().time() - began
         failures = [episode.failure for episode in episodes if episode.failure is not None]
         if failures and self._config.on_error == "raise":
             raise EnvironmentFailed(f"an episode of group {request.group_id} failed: {failures[0]}")
-        kept = [index for index, own in enumerate(episodes) if own.failure is None or self._config.on_error == "zero"]
+        indices = [
+            index
+            for index, episode in enumerate(episodes)
+            if episode.failure is None or self._config.on_error == "zero"
+        ]
         is_dropped = bool(failures) and self._config.on_error == "drop_group"
-        if is_dropped or len(kept) < min(MIN_SIBLINGS, request.group_size):
+        if is_dropped or len(indices) < min(MIN_SIBLINGS, request.group_size):
             group.failure = f"{len(failures)} of {request.group_size} episodes failed, the first with: {failures[0]}"
             return group
         group.rollouts = [
             episode_rollout(request, number, episodes[index], has_reward=self._kind.has_reward)
-            for number, index in enumerate(kept)
+            for number, index in enumerate(indices)
         ]
-        opening = next((episodes[index].opening for index in kept if episodes[index].opening), [])
+        opening = next((episodes[index].opening for index in indices if episodes[index].opening), [])
         group.prompt = replace(request.prompt, prompt=opening)
         group.logged = episode_metrics(episodes, [use for _, use in played])
         return group
 
-    async def _play_one(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
+    async def _play_episode(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
         async def sample(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
             number = turn * request.group_size + index
             rollout = await self._sample(
@@ -184,8 +191,8 @@ class GroupPlayer:
                 history=self._config.history,
             )
             if self._gateway is not None:
-                own = AgentSession(bridge=self._bridge, parser=self._parser, sample=sample, rules=rules)
-                return _with_turns(await self._run_agent(own, request.prompt.task, deadline)), {}
+                agent_session = AgentSession(bridge=self._bridge, parser=self._parser, sample=sample, rules=rules)
+                return _with_turns(await self._run_agent(agent_session, request.prompt.task, deadline)), {}
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
             starting = asyncio.timeout(self._config.timeout_s)
             try:
@@ -229,9 +236,9 @@ class GroupPlayer:
                 episode.end_early("timeout")
             elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
                 text = f"{message_of(error)} {error.__cause__}"
-                met = [limit for message, limit in session.limits_met.items() if message in text]
-                if met:  # in one of its conversations, beside which another one went on
-                    episode.end_early(met[-1])
+                limits = [limit for message, limit in session.limits_met.items() if message in text]
+                if limits:  # one of its conversations met it while another one continued
+                    episode.end_early(limits[-1])
                 else:
                     episode.fail(describe_error(error))
         finally:
@@ -251,8 +258,8 @@ def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = 
     template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
     end_ids = turn_ends(template, config.data)
-    known, special = _engine_ends(config, template), special_ids(template)
-    bridge = Bridge(template, end_ids, further_end_ids=known & special)
+    engine_end_ids, special = _engine_ends(config, template), special_ids(template)
+    bridge = Bridge(template, end_ids, further_end_ids=engine_end_ids & special)
     bridge.refused = refused_messages(bridge, kind)
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
     limit = longest_conversation(config)
@@ -265,7 +272,7 @@ def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = 
         sampling=config.rollout.sampling,
         sample=sample,
         # An engine that did not know the end marker, as with a base model, would sample the next message, too.
-        stop_token_ids=sorted((end_ids & special) - known),
+        stop_token_ids=sorted((end_ids & special) - engine_end_ids),
         is_scored=is_scored,
     )
     notes = [
@@ -337,13 +344,13 @@ def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_
         )
         for branch in episode.graph.branches()
     ]
-    first, *others = sequences or [rollout]
+    first, *branches = sequences or [rollout]
     trace = EpisodeTrace(
         messages=episode.messages,
         reward=float(sum(rewards)) if has_reward and episode.is_rewarded else None,
         turn_rewards=rewards,
         end=episode.end,
-        branches=others,
+        branches=branches,
     )
     return replace(first, episode=trace)
 
@@ -363,27 +370,27 @@ def _opening_arrays(episode: Episode) -> dict[str, Any]:
 def episode_metrics(episodes: Sequence[Episode], uses: Sequence[Mapping[str, ToolUse]]) -> dict[str, float]:
     """Return means over a group's episodes: turns, tokens, sequences, ends, branches, seconds and tool calls."""
     metrics = {
-        "episodes/turns": _mean([len(own.graph.turns) for own in episodes]),
-        "episodes/branches": _mean([len(own.graph.branches()) for own in episodes]),
-        "episodes/truncated": _mean([own.status is RolloutStatus.TRUNCATED for own in episodes]),
-        "episodes/failed": _mean([own.failure is not None for own in episodes]),
-        "tools/invalid": _mean([own.invalid_calls for own in episodes]),
+        "episodes/turns": _mean([len(episode.graph.turns) for episode in episodes]),
+        "episodes/branches": _mean([len(episode.graph.branches()) for episode in episodes]),
+        "episodes/truncated": _mean([episode.status is RolloutStatus.TRUNCATED for episode in episodes]),
+        "episodes/failed": _mean([episode.failure is not None for episode in episodes]),
+        "tools/invalid": _mean([episode.invalid_calls for episode in episodes]),
     }
-    nodes = [node for own in episodes for node in own.graph.nodes]
+    nodes = [node for episode in episodes for node in episode.graph.nodes]
     metrics["tokens/sampled"] = sum(int(node.loss_mask.sum()) for node in nodes) / len(episodes)
     metrics["tokens/observed"] = sum(int((~node.loss_mask).sum()) for node in nodes) / len(episodes)
-    for what in sorted({what for own in episodes for what in own.seconds}):
-        metrics[f"time/{what}"] = _mean([own.seconds.get(what, 0.0) for own in episodes])
+    for activity in sorted({activity for episode in episodes for activity in episode.seconds}):
+        metrics[f"time/{activity}"] = _mean([episode.seconds.get(activity, 0.0) for episode in episodes])
     reasons = Counter[str]()
-    for own in episodes:
-        reasons.update(own.branches_by_reason)
+    for episode in episodes:
+        reasons.update(episode.branches_by_reason)
     metrics |= {f"episodes/branches/{reason}": count / len(episodes) for reason, count in sorted(reasons.items())}
     for name in sorted({name for use in uses for name in use}):
-        own_uses = [use[name] for use in uses if name in use]
-        metrics[f"tools/{name}/calls"] = _mean([use.calls for use in own_uses])
-        metrics[f"tools/{name}/errors"] = _mean([use.errors for use in own_uses])
-        metrics[f"tools/{name}/timeouts"] = _mean([use.timeouts for use in own_uses])
-        metrics[f"tools/{name}/seconds"] = _mean([use.seconds for use in own_uses])
+        tool_uses = [use[name] for use in uses if name in use]
+        metrics[f"tools/{name}/calls"] = _mean([use.calls for use in tool_uses])
+        metrics[f"tools/{name}/errors"] = _mean([use.errors for use in tool_uses])
+        metrics[f"tools/{name}/timeouts"] = _mean([use.timeouts for use in tool_uses])
+        metrics[f"tools/{name}/seconds"] = _mean([use.seconds for use in tool_uses])
     return metrics
 
 

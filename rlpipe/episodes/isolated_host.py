@@ -63,7 +63,7 @@ class IsolatedHost:
 
     def run(self, starts: socket.socket) -> None:
         """Fork a process for each start that comes in, until the other side ends."""
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for what it forks
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps its children
         gc.collect()
         gc.freeze()
         while True:
@@ -72,11 +72,11 @@ class IsolatedHost:
                 return
             if os.fork() == 0:
                 starts.close()
-                self._keep(*fds, tool=json.loads(started))
+                self._watch(*fds, tool=json.loads(started))
             for fd in fds:
                 os.close(fd)
 
-    def _keep(self, control: int, link: int, *, tool: str | None) -> NoReturn:
+    def _watch(self, control: int, link: int, *, tool: str | None) -> NoReturn:
         """Run one object's process until it ends or is not wanted any more, and tell why it ended."""
         config = self._config
         time_s = config.timeout_s + self._max_outage_s if tool is None else config.tool_timeout_s
@@ -88,35 +88,35 @@ class IsolatedHost:
             is_confined=is_confined,
         )
         try:
-            with Connection(control) as asked_by:
-                runner = CallRunner(asked_by, self._scratch)
+            with Connection(control) as connection:
+                runner = CallRunner(connection, self._scratch)
                 if is_confined:
                     raise_priority()
                 job = pickle.dumps((None, {"link": link, "tool": tool}))
                 reason, _ = runner.run(self._serve, job, limits, kept_fds=[link], check_s=CHECK_S)
-                asked_by.send_bytes(json.dumps(reason).encode())
+                connection.send_bytes(json.dumps(reason).encode())
         except (EOFError, OSError):
             pass  # nobody waits for it
         finally:
             os._exit(0)
 
     def _serve(self, link: int, tool: str | None) -> None:
-        with Connection(link) as asked_by, asyncio.Runner() as runner, suppress(EOFError):
-            runner.run(_answer_all(asked_by, ServedObject(self._kind, tool)))
+        with Connection(link) as connection, asyncio.Runner() as runner, suppress(EOFError):
+            runner.run(_answer_all(connection, ServedObject(self._kind, tool)))
 
 
-async def _answer_all(asked_by: Connection, served: ServedObject) -> NoReturn:
-    """Answer calls, each after the one before; what the object does beside them goes on while none is there."""
+async def _answer_all(connection: Connection, served: ServedObject) -> NoReturn:
+    """Answer calls one by one; tasks that the object has started run on between calls."""
     called = asyncio.Event()
-    asyncio.get_running_loop().add_reader(asked_by.fileno(), called.set)
+    asyncio.get_running_loop().add_reader(connection.fileno(), called.set)
     while True:
         called.clear()
-        if not asked_by.poll():  # the loop may set the event once more for a call that is read already
+        if not connection.poll():  # the loop may set the event once more for a call that is read already
             await called.wait()
             continue
-        name, arguments = asked_by.recv()
+        name, arguments = connection.recv()
         answer = await served.answer(name, arguments)
-        asked_by.send_bytes(_as_json(answer))
+        connection.send_bytes(_as_json(answer))
 
 
 def _as_json(answer: Mapping[str, Any]) -> bytes:
@@ -136,14 +136,14 @@ class ServedObject:
     def __init__(self, kind: EpisodeKind, tool: str | None) -> None:
         self._kind = kind
         self._environment: Environment | None = None
-        self._tools: dict[str, Tool] = {own.name: own for own in kind.tools if own.name == tool}
+        self._tools: dict[str, Tool] = {candidate.name: candidate for candidate in kind.tools if candidate.name == tool}
 
     async def answer(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """Return the value of a method, or what it raised, as JSON."""
         try:
             if name == "call":
-                tool, given = arguments
-                value = await self._tools[tool].call(given)
+                tool, call_arguments = arguments
+                value = await self._tools[tool].call(call_arguments)
                 answer = _as_result(value)
                 # An environment may still wait for processes that it has started, and reap them itself.
                 return answer if self._environment is not None else answer | {"is_alone": _is_alone()}
@@ -153,7 +153,9 @@ class ServedObject:
                 return {"is_alone": _is_alone()}
             if name == "reset":
                 self._environment = self._kind.make()
-                self._tools = {own.name: own for own in self._environment.tools()}
+                self._tools = {
+                    environment_tool.name: environment_tool for environment_tool in self._environment.tools()
+                }
             value = getattr(self._environment, name)(*arguments)
             if asyncio.iscoroutine(value):
                 value = await uncancelled(value)
@@ -181,7 +183,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Step):
         return {"observation": value.observation, "reward": float(value.reward), "done": bool(value.done)}
     if isinstance(value, Mapping):
-        return {key: _plain(own) for key, own in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     return value.item() if hasattr(value, "item") else value
 
 

@@ -52,15 +52,15 @@ def isolate(kind: EpisodeKind, config: EnvironmentConfig, *, max_outage_s: float
     Time in which no engine answers, up to ``max_outage_s``, does not count against an episode's limit. Raises
     ``ConfigError`` if this machine can't isolate them so.
     """
-    plays = isinstance(kind.agent, FunctionAgent)
-    if config.isolation == "thread" or not (config.path is not None or kind.tools or plays):
+    is_function = isinstance(kind.agent, FunctionAgent)
+    if config.isolation == "thread" or not (config.path is not None or kind.tools or is_function):
         return kind
     isolation = Isolation(config, max_outage_s)
     return replace(
         kind,
         make=isolation.make_environment if config.path is not None else kind.make,
         tools=[isolation.isolate(tool) for tool in kind.tools],
-        agent=IsolatedAgent(isolation) if plays else kind.agent,
+        agent=IsolatedAgent(isolation) if is_function else kind.agent,
     )
 
 
@@ -91,17 +91,17 @@ class Isolation:
             if link.is_alive and link.host is self._host:
                 return link
             link.close()
-        ours, theirs = socket.socketpair()
-        control, their_control = socket.socketpair()
-        with theirs, their_control:
-            fds, host = [their_control.fileno(), theirs.fileno()], self._host
+        parent_end, child_end = socket.socketpair()
+        control, child_control = socket.socketpair()
+        with child_end, child_control:
+            fds, host = [child_control.fileno(), child_end.fileno()], self._host
             try:
                 host.fork(tool, fds)
             except OSError:  # the host has died, of what a user's code did at its import or of a lack of memory
                 await asyncio.to_thread(self._replace, host)
                 host = self._host
                 host.fork(tool, fds)
-        return ObjectLink(ours, control, loop, host)
+        return ObjectLink(parent_end, control, loop, host)
 
     async def ask_once(self, tool: str | None, name: str, *arguments: Any) -> dict[str, Any]:
         """Return the answer of a method in a process that does nothing else meanwhile."""
@@ -140,18 +140,18 @@ class Isolation:
         """Start a host; nothing sees it before it has imported its modules."""
         for _ in range(STARTS):
             host = _IsolatedHost(self._config, self._max_outage_s)
-            found = host.start()
-            if "schemas" in found:
-                self._host, self._schemas = host, found["schemas"]
+            report = host.start()
+            if "schemas" in report:
+                self._host, self._schemas = host, report["schemas"]
                 return
             host.close()
-            if found:
+            if report:
                 break
         isolation = f"environment.isolation={self._config.isolation}"
-        if "obstacle" in found:
-            raise ConfigError(f"{isolation} can't be used on this machine: {found['obstacle']}; set process")
+        if "obstacle" in report:
+            raise ConfigError(f"{isolation} can't be used on this machine: {report['obstacle']}; set process")
         silent = f"its process died at {STARTS} starts; its output says why"
-        raise ConfigError(f"{isolation}: {found.get('wrong', silent)}")
+        raise ConfigError(f"{isolation}: {report.get('wrong', silent)}")
 
 
 class _IsolatedHost:
@@ -170,13 +170,13 @@ class _IsolatedHost:
         self._socket.settimeout(START_TIMEOUT_S)
         try:
             self._socket.send(pickle.dumps(setup))
-            found: dict[str, Any] = json.loads(self._socket.recv(MAX_SETUP_BYTES) or b"{}")
+            report: dict[str, Any] = json.loads(self._socket.recv(MAX_SETUP_BYTES) or b"{}")
         except TimeoutError:
-            found = {"wrong": f"it took longer than {START_TIMEOUT_S:g} seconds to import"}
+            report = {"wrong": f"it took longer than {START_TIMEOUT_S:g} seconds to import"}
         except OSError:
-            found = {}
+            report = {}
         self._socket.settimeout(None)
-        return found
+        return report
 
     def fork(self, tool: str | None, fds: Sequence[int]) -> None:
         """Have a process forked for a tool or the environment; raise ``OSError`` if the host has died."""

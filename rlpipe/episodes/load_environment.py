@@ -50,27 +50,27 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         return EpisodeKind(
             make=PromptOnlyEnvironment, tools=[], has_reward=True, agent=_open_agent(config.agent, config.concurrency)
         )
-    made: Callable[[], Environment] = PromptOnlyEnvironment
-    own_tools: Sequence[Tool] = ()
+    make_environment: Callable[[], Environment] = PromptOnlyEnvironment
+    environment_tools: Sequence[Tool] = ()
     if config.path is not None:
-        found = import_object(config.path, what="environment.path", error=ConfigError)
-        if not (inspect.isclass(found) and issubclass(found, Environment)):
+        environment_class = import_object(config.path, what="environment.path", error=ConfigError)
+        if not (inspect.isclass(environment_class) and issubclass(environment_class, Environment)):
             raise ConfigError(f"environment.path: {config.path} is not a class derived from rlpipe.Environment")
-        made = _Maker(found, dict(config.kwargs))
+        make_environment = _Maker(environment_class, dict(config.kwargs))
         try:
-            own_tools = made().tools()
+            environment_tools = make_environment().tools()
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be created: {describe_error(error)}") from error
-    for tool in own_tools:
+    for tool in environment_tools:
         _require_sandbox(getattr(tool, "function", None), f"{config.path}.{tool.name}", "path", config)
     tools = [_import_tool(entry, config) for entry in config.tools if not isinstance(entry, Mapping)]
     servers = [McpServer.parse(entry) for entry in config.tools if isinstance(entry, Mapping)]
     return EpisodeKind(
-        make=made,
+        make=make_environment,
         tools=tools,
         has_reward=config.path is not None,
         servers=servers,
-        schemas=[tool.schema for tool in (*own_tools, *tools)],
+        schemas=[tool.schema for tool in (*environment_tools, *tools)],
     )
 
 
@@ -79,7 +79,7 @@ def _open_agent(agent: Any, concurrency: int) -> Agent:
         case str():
             return FunctionAgent(agent)
         case {"command": [program, *arguments], **others} if not others:
-            return CommandAgent([str(part) for part in (program, *arguments)])
+            return CommandAgent([str(word) for word in (program, *arguments)])
         case {"nemo_gym": str(url), **others} if {*others} <= {"name"}:
             return GymAgent(url, name=str(others.get("name") or ""), concurrency=concurrency)
         case {"verifiers": str(address), **others} if not others:

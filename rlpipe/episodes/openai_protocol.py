@@ -96,8 +96,8 @@ def as_chat_request(body: Mapping[str, Any], earlier: Mapping[str, ChatMessages]
 
 def follows(body: Mapping[str, Any], request: Mapping[str, Any], answer: ChatAnswer) -> ChatMessages:
     """Return the conversation up to an answer, for requests that name it; instructions hold for one request alone."""
-    asked: ChatMessages = request["messages"]
-    return [*(asked[1:] if body.get("instructions") else asked), as_message(answer)]
+    messages: ChatMessages = request["messages"]
+    return [*(messages[1:] if body.get("instructions") else messages), as_message(answer)]
 
 
 def _as_tools(tools: Any) -> list[dict[str, Any]]:
@@ -108,8 +108,8 @@ def _as_tools(tools: Any) -> list[dict[str, Any]]:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
             raise RequestRefused(400, "unsupported", f"the tool {kind!r:.50} is none of the program's functions")
-        own = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        functions.append({"type": "function", "function": own})
+        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        functions.append({"type": "function", "function": function})
     return functions
 
 
@@ -206,8 +206,8 @@ def _output(answer: ChatAnswer) -> list[dict[str, Any]]:
         part = {"type": "output_text", "text": message["content"], "annotations": []}
         output.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]})
     for call in message.get("tool_calls", ()):
-        own = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], **call["function"]}
-        output.append(own)
+        function_call = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], **call["function"]}
+        output.append(function_call)
     return [{**item, "status": "completed"} for item in output]
 
 
@@ -219,32 +219,32 @@ def response_events(answer: ChatAnswer, body: Mapping[str, Any]) -> Iterator[str
 
 
 def _events(answer: ChatAnswer, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun, whole = _head(answer, body), as_response(answer, body)
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
-    for index, item in enumerate(whole["output"]):
-        yield "response.output_item.added", {"output_index": index, "item": _emptied(item)}
+    created, response = _head(answer, body), as_response(answer, body)
+    yield "response.created", {"response": created}
+    yield "response.in_progress", {"response": created}
+    for index, item in enumerate(response["output"]):
+        yield "response.output_item.added", {"output_index": index, "item": _empty_item(item)}
         position = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "function_call":
             yield "response.function_call_arguments.delta", {**position, "delta": item["arguments"]}
-            own = {"name": item["name"], "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", {**position, **own}
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**position, **function}
         else:
             yield from _part_events(item["content"], position)
         yield "response.output_item.done", {"output_index": index, "item": item}
-    yield f"response.{whole['status']}", {"response": whole}
+    yield f"response.{response['status']}", {"response": response}
 
 
 def _part_events(parts: Sequence[Item], position: Item) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, part in enumerate(parts):
-        own = {**position, "content_index": number}
+        content_position = {**position, "content_index": number}
         logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-        yield "response.content_part.added", {**own, "part": {**part, "text": ""}}
-        yield f"response.{part['type']}.delta", {**own, "delta": part["text"], **logprobs}
-        yield f"response.{part['type']}.done", {**own, "text": part["text"], **logprobs}
-        yield "response.content_part.done", {**own, "part": part}
+        yield "response.content_part.added", {**content_position, "part": {**part, "text": ""}}
+        yield f"response.{part['type']}.delta", {**content_position, "delta": part["text"], **logprobs}
+        yield f"response.{part['type']}.done", {**content_position, "text": part["text"], **logprobs}
+        yield "response.content_part.done", {**content_position, "part": part}
 
 
-def _emptied(item: Item) -> dict[str, Any]:
+def _empty_item(item: Item) -> dict[str, Any]:
     empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     return {**item, **empty, "status": "in_progress"}

@@ -53,10 +53,10 @@ Parser = Callable[[str, str], ParsedTurn]
 def parse_hermes(text: str, prefix: str) -> ParsedTurn:
     """Read calls as JSON within ``<tool_call>`` (Hermes, Qwen)."""
     rest, reasoning = split_reasoning(text)
-    content, *marked = rest.split(CALL)
+    content, *segments = rest.split(CALL)
     calls = []
-    for number, part in enumerate(marked):
-        call, _, rest = part.partition(END_CALL)
+    for number, segment in enumerate(segments):
+        call, _, rest = segment.partition(END_CALL)
         calls.append(_read_call(call.strip(), prefix, number))
         content += rest
     return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=calls)
@@ -66,10 +66,10 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
     """Read a turn that is one JSON object, or a list of them, as calls (Llama 3); any other turn is a text."""
     rest, reasoning = split_reasoning(text)
     try:
-        found = json.loads(rest)
+        parsed = json.loads(rest)
     except (ValueError, RecursionError):
         return ParsedTurn(content=rest, reasoning=reasoning)
-    entries = found if isinstance(found, list) else [found]
+    entries = parsed if isinstance(parsed, list) else [parsed]
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         return ParsedTurn(content=rest, reasoning=reasoning)
     calls = [make_call(entry, prefix, number) for number, entry in enumerate(entries)]
@@ -85,9 +85,9 @@ def parse_turn(parser: Parser, text: str, prefix: str) -> ParsedTurn:
     All calls of a turn run at the same time, and a policy may repeat itself to its limit.
     """
     parsed = parser(text, prefix)
-    first, others = parsed.calls[:MAX_CALLS], parsed.calls[MAX_CALLS:]
-    problem = f"a turn has at most {MAX_CALLS} calls; the last {len(others)} were not made"
-    return replace(parsed, calls=[*first, *(replace(call, problem=problem) for call in others[:1])])
+    first, surplus = parsed.calls[:MAX_CALLS], parsed.calls[MAX_CALLS:]
+    problem = f"a turn has at most {MAX_CALLS} calls; the last {len(surplus)} were not made"
+    return replace(parsed, calls=[*first, *(replace(call, problem=problem) for call in surplus[:1])])
 
 
 def with_tools(parser: Parser, tools: Sequence[Any]) -> Parser:
@@ -126,18 +126,18 @@ def _read_call(text: str, prefix: str, number: int) -> ToolCall:
 
 def make_call(entry: Any, prefix: str, number: int) -> ToolCall:
     """Return the call of an object with a name and arguments, in one of the forms that models write."""
-    own = _id(prefix, number)
+    call_id = _id(prefix, number)
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        return ToolCall(id=own, name="", problem='a call is an object with "name" and "arguments"')
+        return ToolCall(id=call_id, name="", problem='a call is an object with "name" and "arguments"')
     arguments = entry.get("arguments", entry.get("parameters", {}))
     if isinstance(arguments, str):  # OpenAI's form
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return ToolCall(id=own, name=entry["name"], problem=f"its arguments are not JSON ({error})")
+            return ToolCall(id=call_id, name=entry["name"], problem=f"its arguments are not JSON ({error})")
     if not isinstance(arguments, dict):
-        return ToolCall(id=own, name=entry["name"], problem="its arguments are not an object")
-    return ToolCall(id=own, name=entry["name"], arguments=arguments)
+        return ToolCall(id=call_id, name=entry["name"], problem="its arguments are not an object")
+    return ToolCall(id=call_id, name=entry["name"], arguments=arguments)
 
 
 def _id(prefix: str, number: int) -> str:
@@ -155,11 +155,11 @@ class VllmParser:
         from vllm.tool_parsers import ToolParserManager
 
         self._name, self._template = name, template
-        given: list[Any] = [ChatCompletionToolsParam.model_validate(tool) for tool in tools]
-        self._request = ChatCompletionRequest.model_construct(messages=[], tools=given, tool_choice="auto")
+        vllm_tools: list[Any] = [ChatCompletionToolsParam.model_validate(tool) for tool in tools]
+        self._request = ChatCompletionRequest.model_construct(messages=[], tools=vllm_tools, tool_choice="auto")
         kind = ToolParserManager.get_tool_parser(name)
         tokenizer: Any = template.tokenizer
-        self._open = lambda: kind(tokenizer, given)
+        self._open = lambda: kind(tokenizer, vllm_tools)
         self._open()
         self._mark = re.compile(re.escape(_start_of_call(template)))
 
@@ -169,14 +169,14 @@ class VllmParser:
     def __call__(self, text: str, prefix: str) -> ParsedTurn:
         rest, reasoning = split_reasoning(text)
         try:
-            found = self._open().extract_tool_calls(self._shortened(rest), self._request)
+            extracted = self._open().extract_tool_calls(self._shortened(rest), self._request)
         except Exception:  # noqa: BLE001 - its parsers raise anything on texts that they do not expect
             return ParsedTurn(content=rest, reasoning=reasoning)
         calls = [
             make_call({"name": call.function.name, "arguments": call.function.arguments}, prefix, number)
-            for number, call in enumerate(found.tool_calls)
+            for number, call in enumerate(extracted.tool_calls)
         ]
-        content = found.content or ""
+        content = extracted.content or ""
         content = content if not calls else content.strip()
         return ParsedTurn(content=content, reasoning=reasoning, calls=calls)
 
@@ -185,16 +185,16 @@ class VllmParser:
 
         Some parsers take minutes for a few thousand characters in which the policy repeats itself.
         """
-        marks = [found.start() for found in islice(self._mark.finditer(text), MAX_CALLS + 2)]
+        marks = [match.start() for match in islice(self._mark.finditer(text), MAX_CALLS + 2)]
         return text[: min([MAX_CHARS, *marks[MAX_CALLS + 1 :]])]
 
 
 def _start_of_call(template: ChatTemplate) -> str:
     """Return the end of what the template writes ahead of the name of a call's function."""
     call = ToolCall(id="q8Zk3Lw7P", name=PROBE_WORD)
-    asked = {"role": "user", "content": "Where?"}
-    whole = template.text([asked, ParsedTurn(content="", calls=[call]).as_message()])
-    return whole.partition(PROBE_WORD)[0][-MARK_CHARS:].strip() or PROBE_WORD
+    question = {"role": "user", "content": "Where?"}
+    text = template.text([question, ParsedTurn(content="", calls=[call]).as_message()])
+    return text.partition(PROBE_WORD)[0][-MARK_CHARS:].strip() or PROBE_WORD
 
 
 def vllm_parser_names() -> list[str]:
@@ -214,29 +214,29 @@ def open_parser(name: str, template: ChatTemplate, *, has_tools: bool) -> Parser
     if name in PARSERS:
         return PARSERS[name]
     if ":" in name:
-        return _open_own(name)
+        return _open_custom(name)
     if name != "auto":
         return _open_of_vllm(name, template)
-    for known in PARSERS.values():
-        if _reads_calls(known, template):
-            return known
+    for parser in PARSERS.values():
+        if _reads_calls(parser, template):
+            return parser
     if not has_tools:
         return parse_text
-    for other in vllm_parser_names():
+    for parser_name in vllm_parser_names():
         with suppress(Exception):  # they need tokens that other families' tokenizers lack
-            if _reads_calls(found := VllmParser(other, template), template):
-                return found
+            if _reads_calls(vllm_parser := VllmParser(parser_name, template), template):
+                return vllm_parser
     raise ConfigError(
         "environment.parser: no known parser reads the calls that the model's chat template writes; set it to "
         f"{' or '.join(PARSERS)}, to the name of one of vLLM's parsers, or to file.py:name of your own"
     )
 
 
-def _open_own(name: str) -> Parser:
+def _open_custom(name: str) -> Parser:
     """Return the user's function, or an object of the user's class, after trying it on a turn without calls."""
-    found: Any = import_object(name, what="environment.parser", error=ConfigError)
+    imported: Any = import_object(name, what="environment.parser", error=ConfigError)
     try:
-        parser = cast("Parser", found() if inspect.isclass(found) else found)
+        parser = cast("Parser", imported() if inspect.isclass(imported) else imported)
         parsed = parser(PROBE_WORD, "0c")
     except Exception as error:
         raise ConfigError(f"environment.parser: {name} can't read a turn: {describe_error(error)}") from error
@@ -246,10 +246,10 @@ def _open_own(name: str) -> Parser:
 
 
 def _open_of_vllm(name: str, template: ChatTemplate) -> Parser:
-    known = vllm_parser_names()
-    if name not in known:
-        there = f"; vLLM has {', '.join(known)}" if known else "; vLLM, which has more, is not installed"
-        raise ConfigError(f"environment.parser: {name!r:.80} is not auto, {', '.join(PARSERS)} or file.py:name{there}")
+    available = vllm_parser_names()
+    if name not in available:
+        hint = f"; vLLM has {', '.join(available)}" if available else "; vLLM, which has more, is not installed"
+        raise ConfigError(f"environment.parser: {name!r:.80} is not auto, {', '.join(PARSERS)} or file.py:name{hint}")
     try:
         return VllmParser(name, template)
     except Exception as error:
@@ -258,17 +258,17 @@ def _open_of_vllm(name: str, template: ChatTemplate) -> Parser:
 
 def _reads_calls(parser: Parser, template: ChatTemplate) -> bool:
     call = ToolCall(id="q8Zk3Lw7P", name="look", arguments={"at": PROBE_WORD, "far": True})
-    asked = {"role": "user", "content": "Where?"}
+    question = {"role": "user", "content": "Where?"}
     parameters = {"type": "object", "properties": {"at": {"type": "string"}, "far": {"type": "boolean"}}}
     schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}
     template, parser = template.with_tools([schema]), with_tools(parser, [schema])
     try:
-        before = template.text([asked], add_generation_prompt=True)
-        whole = template.text([asked, ParsedTurn(content="", calls=[call]).as_message()])
+        before = template.text([question], add_generation_prompt=True)
+        rendered = template.text([question, ParsedTurn(content="", calls=[call]).as_message()])
     except UnusableRow:
         return False
-    text = whole.removeprefix(before)
+    text = rendered.removeprefix(before)
     for ends in template.tokenizer.all_special_tokens:
         text = text.rstrip().removesuffix(ends)
-    found = parser(text.strip(), "")
-    return [(own.name, own.arguments) for own in found.calls] == [(call.name, call.arguments)]
+    parsed = parser(text.strip(), "")
+    return [(read_call.name, read_call.arguments) for read_call in parsed.calls] == [(call.name, call.arguments)]

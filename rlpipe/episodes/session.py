@@ -144,9 +144,9 @@ class Deadline:
     def stop(self) -> None:
         """Pause the deadline until ``go_on`` was called as often."""
         self._num_stops += 1
-        when = self._limit.when()
-        if self._is_running and not self.has_passed and self._left_s is None and when is not None:
-            self._left_s = when - asyncio.get_running_loop().time()
+        deadline = self._limit.when()
+        if self._is_running and not self.has_passed and self._left_s is None and deadline is not None:
+            self._left_s = deadline - asyncio.get_running_loop().time()
             self._limit.reschedule(None)
 
     def go_on(self) -> None:
@@ -215,15 +215,17 @@ class Session:
         node = episode.graph.observe(None, episode.opening, self._rendered(episode.opening))
         for turn in range(self._rules.max_turns):
             context = node.token_path()
-            room = self._rules.max_model_len - len(context)
-            if room <= 0:
+            remaining_tokens = self._rules.max_model_len - len(context)
+            if remaining_tokens <= 0:
                 return self._end_for_length(episode, len(context))
             with episode.timed("engine_wait"):
-                answer = await self._sample(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
+                answer = await self._sample(
+                    context, max_tokens=min(self._rules.max_tokens, remaining_tokens), turn=turn
+                )
             parsed = parse_turn(self._parser, read_turn(answer, self._bridge, context), f"{turn}c")
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
-            if answer.finish_reason == "length" and len(answer.token_ids) >= room:
+            if answer.finish_reason == "length" and len(answer.token_ids) >= remaining_tokens:
                 return episode.end_early("length")
             with episode.timed("tool" if parsed.calls else "environment"):
                 new, node.reward, is_done = await self._respond(episode, parsed)
@@ -231,7 +233,7 @@ class Session:
                 return episode.end_early("timeout")
             if is_done or turn + 1 == self._rules.max_turns:
                 return None if is_done else episode.end_early("max_turns")
-            node = self._go_on(episode, node, parsed, new)
+            node = self._continue(episode, node, parsed, new)
         return None
 
     def _end_for_length(self, episode: Episode, num_tokens: int) -> None:
@@ -257,22 +259,22 @@ class Session:
         is_done = bool(step.done)
         return [] if is_done else as_messages(step.observation, "step's observation"), _finite(step.reward), is_done
 
-    def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
+    def _continue(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
         """Add what follows a turn; after one that can't be bridged the conversation is rendered anew."""
         episode.messages += new
-        whole = [*episode.opening, *episode.messages]
+        conversation = [*episode.opening, *episode.messages]
         if self._rules.history == "template":
-            rendered = self._rendered(whole)
+            rendered = self._rendered(conversation)
             added = tokens_after(node, rendered)
             if added is not None:
                 return episode.graph.observe(node, new, added)
             episode.branches_by_reason["rewritten"] += 1
-            return episode.graph.observe(None, whole, rendered)
+            return episode.graph.observe(None, conversation, rendered)
         try:
             suffix = self._bridge.suffix(parsed.as_message(), new)
         except Unbridgeable:
             episode.branches_by_reason["unbridgeable"] += 1
-            return episode.graph.observe(None, whole, self._rendered(whole))
+            return episode.graph.observe(None, conversation, self._rendered(conversation))
         return episode.graph.observe(node, new, suffix.after(node.token_ids, self._bridge))
 
     def _rendered(self, messages: ChatMessages) -> IntArray:
@@ -290,8 +292,8 @@ def _finite(reward: float) -> float:
 
 def tokens_after(node: Node, rendered: IntArray) -> IntArray | None:
     """Return the tokens of a rendered conversation after a node; None if it does not begin with the node's tokens."""
-    known = node.token_path()
-    return rendered[len(known) :] if np.array_equal(rendered[: len(known)], known) else None
+    path_ids = node.token_path()
+    return rendered[len(path_ids) :] if np.array_equal(rendered[: len(path_ids)], path_ids) else None
 
 
 def read_turn(sampled: SampledTurn, bridge: Bridge, context: IntArray) -> str:
@@ -299,13 +301,13 @@ def read_turn(sampled: SampledTurn, bridge: Bridge, context: IntArray) -> str:
 
     Their beginning may be the context's end. A turn that ended by itself is not taken for thoughts alone.
     """
-    own = list(sampled.token_ids)
-    if bridge.has_ended(own):
-        own.pop()
+    token_ids = list(sampled.token_ids)
+    if bridge.has_ended(token_ids):
+        token_ids.pop()
     decode = partial(bridge.template.tokenizer.decode, skip_special_tokens=False)
-    text = cast(str, decode(own))
+    text = cast(str, decode(token_ids))
     if sampled.finish_reason != "length" or END_THINK in text:
         return text
     before = cast(str, decode(context[-MAX_THINK_TOKENS:]))
-    thinks = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
-    return f"{text}{END_THINK}" if thinks else text
+    is_thinking = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
+    return f"{text}{END_THINK}" if is_thinking else text

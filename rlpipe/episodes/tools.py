@@ -99,10 +99,12 @@ class FunctionTool:
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
         try:
-            made = self._model.model_validate(dict(arguments))
+            validated = self._model.model_validate(dict(arguments))
         except ValidationError as error:
             raise InvalidArguments(_describe(error)) from None
-        return await call_anywhere(self.function, **{key: getattr(made, key) for key in made.model_fields_set})
+        return await call_anywhere(
+            self.function, **{key: getattr(validated, key) for key in validated.model_fields_set}
+        )
 
 
 def one_at_a_time(tools: Iterable[Tool]) -> list[Tool]:
@@ -132,8 +134,8 @@ async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any)
     """Return what a function or a coroutine function returns; a function runs in a thread, so that it may block."""
     if inspect.iscoroutinefunction(function):
         return await uncancelled(function(*args, **kwargs))
-    found = await asyncio.to_thread(function, *args, **kwargs)
-    return await uncancelled(found) if inspect.isawaitable(found) else found
+    result = await asyncio.to_thread(function, *args, **kwargs)
+    return await uncancelled(result) if inspect.isawaitable(result) else result
 
 
 async def uncancelled(coroutine: Awaitable[Any]) -> Any:
@@ -185,13 +187,13 @@ def _untitled(schema: Any) -> Any:
         return [_untitled(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
-    return {key: _untitled(value) for key, value in kept.items() if key != "additionalProperties"}
+    entries = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    return {key: _untitled(value) for key, value in entries.items() if key != "additionalProperties"}
 
 
 def _describe(error: ValidationError) -> str:
-    found = [f"{'.'.join(map(str, entry['loc'])) or 'arguments'}: {entry['msg']}" for entry in error.errors()]
-    return "; ".join(found)
+    problems = [f"{'.'.join(map(str, entry['loc'])) or 'arguments'}: {entry['msg']}" for entry in error.errors()]
+    return "; ".join(problems)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,8 +231,8 @@ class Toolbox:
         if call.problem is not None:
             return ToolResult(text=f"Error: {call.problem}", failure="invalid")
         if tool is None:
-            known = ", ".join(self._tools) or "none"
-            return ToolResult(text=f"Error: there is no tool {call.name!r}; there are: {known}", failure="invalid")
+            names = ", ".join(self._tools) or "none"
+            return ToolResult(text=f"Error: there is no tool {call.name!r}; there are: {names}", failure="invalid")
         async with tool.lock if isinstance(tool, _Locked) else nullcontext():  # a call's time begins when it runs
             return await self._run(tool, call)
 
@@ -314,7 +316,7 @@ class Environment(ABC):
     def tools(self) -> Sequence[Tool]:
         """Return the tools of the episode: by default the methods marked by ``tool``, in the order of the class."""
         kinds = reversed(type(self).__mro__)
-        names = [name for kind in kinds for name, own in vars(kind).items() if _is_tool(own)]
+        names = [name for kind in kinds for name, member in vars(kind).items() if _is_tool(member)]
         return [FunctionTool(getattr(self, name), name=name) for name in dict.fromkeys(names)]
 
     def close(self) -> Awaitable[None] | None:
@@ -328,18 +330,20 @@ def tool(function: Function) -> Function:
     return function
 
 
-def _is_tool(own: Any) -> bool:
-    return inspect.isfunction(own) and getattr(own, MARK, False)
+def _is_tool(member: Any) -> bool:
+    return inspect.isfunction(member) and getattr(member, MARK, False)
 
 
 def as_messages(observation: Observation, what: str) -> ChatMessages:
     """Return an observation as chat messages; a text is a user's. Raise ``TypeError``, which names it, for others."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
-    if not isinstance(observation, list | tuple) or not all(isinstance(own, Mapping) for own in observation):
+    if not isinstance(observation, list | tuple) or not all(isinstance(message, Mapping) for message in observation):
         raise TypeError(f"{what} is {observation!r:.100}: give a text or a list of messages")
-    messages: ChatMessages = whole_characters([dict(own) for own in observation])
-    for part in (part for own in messages if isinstance(own.get("content"), list) for part in own["content"]):
+    messages: ChatMessages = whole_characters([dict(message) for message in observation])
+    for part in (
+        part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+    ):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise TypeError(f"{what} has the part {part!r:.50}: episodes have texts only")
     return messages
@@ -357,5 +361,5 @@ def whole_characters(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {key: whole_characters(own) for key, own in value.items()}
-    return [whole_characters(own) for own in value] if isinstance(value, list | tuple) else value
+        return {key: whole_characters(entry) for key, entry in value.items()}
+    return [whole_characters(entry) for entry in value] if isinstance(value, list | tuple) else value

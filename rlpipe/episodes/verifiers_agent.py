@@ -111,7 +111,7 @@ class ServedRollout:
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """Add what is new in one trace."""
-        if delta.get("discard"):  # the server begins anew
+        if delta.get("discard"):  # the server restarts the trace
             self._traces.pop(delta["trace"], None)
             return
         trace = self._traces.setdefault(delta["trace"], {"errors": []})
@@ -129,11 +129,11 @@ class ServedRollout:
         if not answer["head"]["ok"]:
             errors = [*answer["head"]["errors"], *(error for trace in traces for error in trace["errors"])]
             ends = [trace.get("stop_condition") for trace in traces]
-            what = f"{errors[-1]['type']}: {errors[-1]['message']}" if errors else f"it ended by {ends}"
-            raise AgentFailed(f"the rollout failed: {_shown(what)}")
+            reason = f"{errors[-1]['type']}: {errors[-1]['message']}" if errors else f"it ended by {ends}"
+            raise AgentFailed(f"the rollout failed: {_shown(reason)}")
         rewards = [_trace_reward(trace) for trace in traces if self._is_trained(trace["agent"])]
-        given = [reward for reward in rewards if reward is not None]
-        return sum(given) / len(given) if given else None
+        available = [reward for reward in rewards if reward is not None]
+        return sum(available) / len(available) if available else None
 
     def _is_trained(self, agent: Mapping[str, Any]) -> bool:
         asks_policy = (agent["config"]["client"] or {}).get("base_url") == self._base_url
@@ -173,7 +173,7 @@ class ServerConnection:
         import zmq.asyncio
 
         context = zmq.asyncio.Context.instance()
-        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # counts only before the first one
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)  # has no effect after the first socket
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         options = {
             zmq.RECONNECT_IVL: -1,
@@ -208,8 +208,8 @@ class ServerConnection:
     async def receive(self, name: bytes) -> tuple[bytes, bytes]:
         """Return the kind and the data of the next answer to a request; raise ``AgentFailed`` if there will be none."""
         while True:
-            left_ms = None if self._is_open else CONNECT_S * 1000
-            ready = await self._events.poll(left_ms)
+            limit_ms = None if self._is_open else CONNECT_S * 1000
+            ready = await self._events.poll(limit_ms)
             if not ready:
                 raise AgentFailed(f"it does not answer within {CONNECT_S:g} seconds")
             if ready[0][0] is self._monitor:

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     context = _runtime_env(arguments)
     if context is not None:
         os.environ.update(context["env_vars"])
-        if _forked(arguments):
+        if _request_fork(arguments):
             return
     _start_as_ray_does(arguments)
 
@@ -43,7 +43,7 @@ def _runtime_env(arguments: list[str]) -> dict[str, dict[str, str]] | None:
     return {"env_vars": variables} if is_plain else None
 
 
-def _forked(arguments: list[str]) -> bool:
+def _request_fork(arguments: list[str]) -> bool:
     """Ask the preloaded process to fork the worker, and return whether it did."""
     path = os.path.join(os.environ.get(FOLDER, ""), os.environ.get(STAGE, DEFAULT_STAGE))
     worker = [text for text in arguments if not text.startswith(("--serialized-runtime-env-context=", "--language="))]

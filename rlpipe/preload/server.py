@@ -82,27 +82,27 @@ class Worker:
 
 def serve(folder: Path, stages: Sequence[str]) -> Worker:
     """Serve the stages and their parents; return only in each forked worker, with its request."""
-    wanted = _with_parents(stages)
-    listeners = {name: _listen(folder / name) for name in wanted}
+    names = _with_parents(stages)
+    listeners = {name: _listen(folder / name) for name in names}
     stage: str | None = DEFAULT_STAGE
     while stage is not None:
         with without_ray():
             _import_all(STAGES[stage].modules)
-        own, stage = stage, _fork_children(stage, wanted)
-    worker = Server(listeners.pop(own), STAGES[own].ray_modules).run()
+        current, stage = stage, _fork_children(stage, names)
+    worker = Server(listeners.pop(current), STAGES[current].ray_modules).run()
     for listener in listeners.values():
         listener.close()
     return worker
 
 
 def _with_parents(stages: Sequence[str]) -> list[str]:
-    wanted = {DEFAULT_STAGE}
+    names = {DEFAULT_STAGE}
     for name in stages:
         current: str | None = name
         while current is not None:
-            wanted.add(current)
+            names.add(current)
             current = STAGES[current].parent
-    return [name for name in STAGES if name in wanted]
+    return [name for name in STAGES if name in names]
 
 
 def _listen(path: Path) -> socket.socket:
@@ -135,18 +135,18 @@ def without_ray_ids() -> Iterator[None]:
     ever for an object of another one's name.
     """
     actor: Any = importlib.import_module("ray.actor")
-    own = actor.ActorClassID
+    id_class = actor.ActorClassID
 
     class DrawnByPython:
         @staticmethod
         def from_random() -> Any:
-            return own(os.urandom(own.size()))
+            return id_class(os.urandom(id_class.size()))
 
     actor.ActorClassID = DrawnByPython
     try:
         yield
     finally:
-        actor.ActorClassID = own
+        actor.ActorClassID = id_class
 
 
 def _import_all(modules: Sequence[str]) -> None:
@@ -157,9 +157,9 @@ def _import_all(modules: Sequence[str]) -> None:
     gc.freeze()  # a collection in a worker would copy all pages
 
 
-def _fork_children(stage: str, wanted: Sequence[str]) -> str | None:
+def _fork_children(stage: str, names: Sequence[str]) -> str | None:
     """Fork the stages whose parent is ``stage``; return the stage's name in each child, None in this process."""
-    for name in wanted:
+    for name in names:
         if STAGES[name].parent == stage and os.fork() == 0:
             return name
     return None
@@ -175,25 +175,25 @@ class Server:
 
     def run(self) -> Worker:
         """Answer requests until standard input ends, then exit; return only in each forked worker."""
-        woken, wake = socket.socketpair()
-        wake.setblocking(False)
+        wake_read, wake_write = socket.socketpair()
+        wake_write.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
-            for file in (self._listener, woken, sys.stdin):
+            for file in (self._listener, wake_read, sys.stdin):
                 selector.register(file, selectors.EVENT_READ)
             worker = None
             while worker is None:
                 ready = {key.fileobj for key, _ in selector.select()}
-                if woken in ready:
-                    woken.recv(4096)
+                if wake_read in ready:
+                    wake_read.recv(4096)
                     _reap()
                 if sys.stdin in ready and not os.read(0, 4096):
                     os._exit(0)  # libraries would print messages at a normal exit
                 if self._listener in ready:
                     worker = self._answer()
         signal.set_wakeup_fd(-1)
-        for opened in (woken, wake, self._listener):
+        for opened in (wake_read, wake_write, self._listener):
             opened.close()
         return worker
 
@@ -230,14 +230,14 @@ def _reap() -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    parts = []
+    chunks = []
     while size:
-        part = connection.recv(size)
-        if not part:
+        chunk = connection.recv(size)
+        if not chunk:
             raise ValueError("the client has closed its connection")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def become(worker: Worker) -> None:
@@ -258,17 +258,17 @@ def become(worker: Worker) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-_given = dict(os.environ)
+_base_environment = dict(os.environ)
 """Environment without the variables that libraries set when they were imported."""
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
     """Set the variables of a worker, and keep those that libraries have set."""
-    global _given
-    set_by_imports = {name: value for name, value in os.environ.items() if _given.get(name) != value}
-    _given = dict(environment)
+    global _base_environment
+    set_by_imports = {name: value for name, value in os.environ.items() if _base_environment.get(name) != value}
+    _base_environment = dict(environment)
     os.environ.clear()
-    os.environ.update(_given | set_by_imports)
+    os.environ.update(_base_environment | set_by_imports)
 
 
 def _draw_seeds() -> None:

@@ -56,11 +56,11 @@ def assemble_step(
     rollouts whose advantage is 0 are counted in the denominators but left out of the batch, unless the loss reads them
     all the same. If the learner computes the advantages, the batches hold the rewards instead.
     """
-    whole = [*_without_replaced(groups, len(replayed), algorithm, reward_weights), *replayed]
-    trained = [replace(group, rollouts=group.sampled) for group in whole]
+    step_groups = [*_without_replaced(groups, len(replayed), algorithm, reward_weights), *replayed]
+    trained = [replace(group, rollouts=group.sampled) for group in step_groups]
     in_learner = algorithm.learner_computes_advantages
     skip_zero_advantage = skip_zero_advantage and not in_learner
-    baselines = _greedy_rewards(whole, reward_weights) if algorithm.samples_greedy else []
+    baselines = _greedy_rewards(step_groups, reward_weights) if algorithm.samples_greedy else []
     rewards = set_advantages(trained, algorithm, reward_weights, baselines)
     ranges = number_tokens(rollout for group in trained for rollout in group)
     rollouts, pairs = [rollout for group in trained for rollout in group], []
@@ -107,7 +107,7 @@ def _without_replaced(
     replaced = flat[:num_replaced]
     for rollout in (rollout for group in replaced for rollout in group):
         _write_advantages(rollout, np.zeros((), np.float32))
-    return [group for group in groups if not any(group is other for other in replaced)]
+    return [group for group in groups if not any(group is flat_group for flat_group in replaced)]
 
 
 def pair_up(groups: Iterable[RolloutGroup], *, without_truncated: bool) -> list[Rollout]:
@@ -190,7 +190,7 @@ def has_signal(group: RolloutGroup, algorithm: AlgorithmConfig, reward_weights: 
     if algorithm.advantage.credit == "turns":
         credited = _credited_turns(_rewarded(group), reward_weights)
         columns = [list(turn) for turn in zip_longest(*credited, fillvalue=0.0)]
-    return any(np.std(_known(column)) >= NO_SPREAD for column in columns)
+    return any(np.std(_numbers_or_nan(column)) >= NO_SPREAD for column in columns)
 
 
 def _rewarded(group: RolloutGroup) -> list[Rollout]:
@@ -199,7 +199,7 @@ def _rewarded(group: RolloutGroup) -> list[Rollout]:
 
 def _is_flat(group: RolloutGroup) -> bool:
     """Return whether all of the group's advantages are 0."""
-    return not any(own.advantages is not None and own.advantages.any() for own in group.sequences)
+    return not any(sequence.advantages is not None and sequence.advantages.any() for sequence in group.sequences)
 
 
 def _advantages_std(group: RolloutGroup) -> float:
@@ -225,27 +225,27 @@ def set_advantages(
     The groups are without their greedy rollouts, whose rewards are ``baselines``. If the learner computes the
     advantages, zeros stand for them.
     """
-    found = _step_rewards(groups, algorithm, reward_weights, baselines)
+    step_rewards = _step_rewards(groups, algorithm, reward_weights, baselines)
     if algorithm.advantage.credit == "turns":
         for group in groups:
             _credit_turns(group, reward_weights)
-        return found
+        return step_rewards
     inputs = AdvantageInputs(
         config=algorithm.advantage,
-        num_tokens=found.num_tokens,
-        pairwise=found.pairwise,
-        baselines=found.baselines,
+        num_tokens=step_rewards.num_tokens,
+        pairwise=step_rewards.pairwise,
+        baselines=step_rewards.baselines,
         groups=groups,
     )
     estimated: Sequence[FloatArray | list[FloatArray]]
     if algorithm.learner_computes_advantages:
-        estimated = [np.zeros(len(rewards), np.float32) for rewards in found.rewards]
+        estimated = [np.zeros(len(rewards), np.float32) for rewards in step_rewards.rewards]
     else:
-        estimated = estimate_advantages(found.rewards, inputs)
+        estimated = estimate_advantages(step_rewards.rewards, inputs)
     for group, advantages in zip(groups, estimated, strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
             _write_advantages(rollout, np.asarray(advantage))
-    return found
+    return step_rewards
 
 
 def _step_rewards(
@@ -274,8 +274,8 @@ def _greedy_rewards(groups: Sequence[RolloutGroup], reward_weights: Mapping[str,
     weights = np.array(list(reward_weights.values()), np.float32)
     greedy = [[rollout for rollout in group if rollout.is_greedy] for group in groups]
     tables = [_reward_table(rollouts, list(reward_weights)) for rollouts in greedy]
-    found = [combine_rewards(table, weights, "sum_then_normalize", 0.0) for table in tables]
-    return [float(own[0]) if len(own) else np.nan for own in found]
+    combined = [combine_rewards(table, weights, "sum_then_normalize", 0.0) for table in tables]
+    return [float(rewards[0]) if len(rewards) else np.nan for rewards in combined]
 
 
 def number_tokens(rollouts: Iterable[Rollout]) -> dict[int, range]:
@@ -321,10 +321,10 @@ def _credited_turns(rewarded: Sequence[Rollout], reward_weights: Mapping[str, fl
     """Return the rewards of each episode's turns; what reward functions give counts for its last turn."""
     weight, rewards = reward_weights.get("environment", 0.0), []
     for rollout in rewarded:
-        own = np.zeros(0) if rollout.episode is None else weight * np.array(rollout.episode.turn_rewards)
-        if len(own):
-            own[-1] += (rollout.reward or 0.0) - own.sum()
-        rewards.append(own.tolist())
+        turn_rewards = np.zeros(0) if rollout.episode is None else weight * np.array(rollout.episode.turn_rewards)
+        if len(turn_rewards):
+            turn_rewards[-1] += (rollout.reward or 0.0) - turn_rewards.sum()
+        rewards.append(turn_rewards.tolist())
     return rewards
 
 
@@ -354,8 +354,8 @@ def _reward_table(rollouts: Sequence[Rollout], names: list[str]) -> FloatArray:
 
 def _greedy_metrics(rewards: StepRewards) -> dict[str, float]:
     """Return the mean reward of the greedy completions, if there are any."""
-    known = [value for value in rewards.baselines if not np.isnan(value)]
-    return {"reward/greedy": float(np.mean(known))} if known else {}
+    values = [value for value in rewards.baselines if not np.isnan(value)]
+    return {"reward/greedy": float(np.mean(values))} if values else {}
 
 
 def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
@@ -373,15 +373,15 @@ def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
 def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return the rewards' mean and standard deviation, and the share of groups whose rewards are all equal."""
     rollouts = [rollout for group in groups for rollout in group]
-    totals = _known([rollout.reward for rollout in rollouts])
-    spreads = [float(np.std(_known([rollout.reward for rollout in group]))) for group in groups]
+    totals = _numbers_or_nan([rollout.reward for rollout in rollouts])
+    spreads = [float(np.std(_numbers_or_nan([rollout.reward for rollout in group]))) for group in groups]
     metrics = {
         "reward": float(np.mean(totals)),
         "reward_std": float(np.mean(spreads)),
         "frac_reward_zero_std": float(np.mean([spread < NO_SPREAD for spread in spreads])),
     }
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
-        values = _known([rollout.rewards.get(name) for rollout in rollouts])
+        values = _numbers_or_nan([rollout.rewards.get(name) for rollout in rollouts])
         metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         metrics[f"rewards/{name}/std"] = float(np.std(values))
     for name in sorted({name for group in groups for name in group.logged}):
@@ -390,7 +390,7 @@ def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
+def _numbers_or_nan(values: Sequence[float | None]) -> list[float]:
     """Return the values that are not None, or a single NaN if all are, so that their mean is NaN."""
     return [value for value in values if value is not None] or [float("nan")]
 

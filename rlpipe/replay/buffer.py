@@ -92,13 +92,13 @@ class ReplayBuffer:
 
     def _may_fill(self, step: int) -> bool:
         """Return whether, if the step takes the most urgent groups, the remaining ones can meet their deadlines."""
-        still_to_choose, left_behind = self._groups_per_step, 0
+        num_to_choose, total_remaining = self._groups_per_step, 0
         for version in sorted(self._num_admitted):
-            chosen = min(len(self._scored_ids[version]), still_to_choose)
-            left = self._num_admitted[version] - chosen
-            still_to_choose -= chosen
-            left_behind += left
-            if left and left_behind > (version + self._max_staleness - step) * self._groups_per_step:
+            chosen = min(len(self._scored_ids[version]), num_to_choose)
+            remaining = self._num_admitted[version] - chosen
+            num_to_choose -= chosen
+            total_remaining += remaining
+            if remaining and total_remaining > (version + self._max_staleness - step) * self._groups_per_step:
                 return False
         return True
 
@@ -180,10 +180,10 @@ class Rerolls:
         if version != self._version:
             steps = 1 if self._version is None else max(version - self._version, 1)
             self._version, self._left = version, self._per_step * steps
-        due: list[GroupTicket] = []
-        while self._waiting and len(due) < at_most and self._left > 0:
+        tickets: list[GroupTicket] = []
+        while self._waiting and len(tickets) < at_most and self._left > 0:
             if version < self._first_version or version <= self._waiting[0].version:
                 break
-            due.append(self._waiting.popleft())
+            tickets.append(self._waiting.popleft())
             self._left -= 1
-        return due
+        return tickets

@@ -48,15 +48,15 @@ def most_spread(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[Roll
 def own_choice(kept: Sequence[RolloutGroup], inputs: ReplayInputs) -> list[RolloutGroup]:
     """Return the groups that the user's function chooses; raise ``RunError`` if they are not some of the kept ones."""
     config = inputs.config
-    found = call_function(config, REPLAY, list(kept), inputs)
-    if not isinstance(found, list | tuple) or not all(isinstance(group, RolloutGroup) for group in found):
-        raise own_error(config, REPLAY, f"returned {found!r:.80}, not a list of kept groups")
-    ids, known = [group.group_id for group in found], {group.group_id: group for group in kept}
-    if not {*ids} <= known.keys() or len({*ids}) < len(ids):
+    chosen = call_function(config, REPLAY, list(kept), inputs)
+    if not isinstance(chosen, list | tuple) or not all(isinstance(group, RolloutGroup) for group in chosen):
+        raise own_error(config, REPLAY, f"returned {chosen!r:.80}, not a list of kept groups")
+    ids, by_id = [group.group_id for group in chosen], {group.group_id: group for group in kept}
+    if not {*ids} <= by_id.keys() or len({*ids}) < len(ids):
         raise own_error(config, REPLAY, f"returned the groups {ids}, which are not different ones of the kept groups")
     if len(ids) > inputs.num_wanted:
         raise own_error(config, REPLAY, f"returned {len(ids)} groups, and inputs.num_wanted is {inputs.num_wanted}")
-    return [known[group_id] for group_id in ids]
+    return [by_id[group_id] for group_id in ids]
 
 
 class ReplayCache:
@@ -87,11 +87,11 @@ class ReplayCache:
 
     def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
-        wanted = sum(not self._has_signal(group) for group in groups) if self._groups else 0
-        if not wanted:
+        num_wanted = sum(not self._has_signal(group) for group in groups) if self._groups else 0
+        if not num_wanted:
             return []
         choose = REPLAY_POLICIES[self._policy.name] if self._policy.path is None else own_choice
-        found = choose(tuple(self._groups), ReplayInputs(groups=groups, num_wanted=wanted, config=self._policy))
-        ids = {group.group_id for group in found}
+        chosen = choose(tuple(self._groups), ReplayInputs(groups=groups, num_wanted=num_wanted, config=self._policy))
+        ids = {group.group_id for group in chosen}
         self._groups = deque((group for group in self._groups if group.group_id not in ids), self._groups.maxlen)
-        return found
+        return chosen

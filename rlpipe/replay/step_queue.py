@@ -75,8 +75,8 @@ class StepQueue(Notifier):
         if self._wanted is not None:
             return self._wanted
         following = self._newest + 1
-        known = self._newest >= 0 and following not in self._batches
-        return following if known and not self._is_after_end(following) else None
+        is_missing = self._newest >= 0 and following not in self._batches
+        return following if is_missing and not self._is_after_end(following) else None
 
     def want(self, step: int) -> bool:
         """Record that a rank waits for ``step``; return whether it is not ready and was not asked for before."""
@@ -88,7 +88,7 @@ class StepQueue(Notifier):
     async def put(self, step: int, batches: list[TrainBatch]) -> None:
         """Hand out a step's batches, one per rank, and drop those of steps that no rank can want any more."""
         assert len(batches) == self._num_ranks
-        self._batches = {old: kept for old, kept in self._batches.items() if old == step - 1}
+        self._batches = {old: step_batches for old, step_batches in self._batches.items() if old == step - 1}
         self._batches[step] = batches
         self._wanted = None
         await self.notify()
@@ -169,8 +169,8 @@ class FeatureQueue(Notifier):
         Scores of other groups are ignored: a dead process, whose numbers began at 0 as well, gave that job to the rank.
         """
         job = self._jobs.get(job_id)
-        asked = [group.group_id for group in self.share(job_id, rank)]
-        if job is None or [entry.group_id for entry in scores] != asked:
+        group_ids = [group.group_id for group in self.share(job_id, rank)]
+        if job is None or [entry.group_id for entry in scores] != group_ids:
             return
         job.answers[rank] = list(scores)
         if len(job.answers) == self._num_ranks:

@@ -41,7 +41,7 @@ class Outcome:
     @property
     def failures(self) -> dict[int, str]:
         """Reasons of the discarded groups that could not be sampled or scored, by group id."""
-        return {group_id: why for group_id, why in self.discarded.items() if not why.startswith(NO_VARIANCE)}
+        return {group_id: reason for group_id, reason in self.discarded.items() if not reason.startswith(NO_VARIANCE)}
 
 
 MIN_FAILURES = 8
@@ -67,7 +67,7 @@ class FailuresInARow:
         self._unsampled -= {*group_ids}
         if sampled - outcome.failures.keys():
             self._count = 0
-        return self._add({group_id: why for group_id, why in outcome.failures.items() if group_id in sampled})
+        return self._add({group_id: reason for group_id, reason in outcome.failures.items() if group_id in sampled})
 
     def _add(self, failures: Mapping[int, str]) -> str | None:
         self._count += len(failures)
@@ -144,11 +144,11 @@ class ReplayStore:
     def generated(self, groups: Sequence[RolloutGroup]) -> Outcome:
         """Keep the tokens of groups until their scores come, and discard groups that could not be sampled."""
         new = [group for group in groups if self._awaits(group.group_id) and group.group_id not in self._generated]
-        whole = [group for group in new if group.failure is None]
+        sampled = [group for group in new if group.failure is None]
         # Only functions of the user's own read columns of groups that may come back from the ledger.
-        own = self._algorithm.advantage.path, self._algorithm.replay.path
-        self.ledger.generated(whole, with_columns=any(own))
-        self._generated.update((group.group_id, group) for group in whole)
+        user_functions = self._algorithm.advantage.path, self._algorithm.replay.path
+        self.ledger.generated(sampled, with_columns=any(user_functions))
+        self._generated.update((group.group_id, group) for group in sampled)
         outcome = Outcome()
         self._answer_again(outcome, [group.group_id for group in groups], with_tokens=False)
         self._discard(outcome, {group.group_id: group.failure for group in new if group.failure is not None})
@@ -171,7 +171,7 @@ class ReplayStore:
             if self._is_refilled(group):
                 attempt = self._entries[group.group_id].attempt + 1
                 failed[group.group_id] = f"{NO_VARIANCE} (attempt {attempt})"
-                best[group.group_id] = max(_known_rewards(group), default=math.nan)
+                best[group.group_id] = max(_numeric_rewards(group), default=math.nan)
             if self._has_zero_reward(group):
                 outcome.zero_reward.append(self._entries[group.group_id])
         kept = [group for group in groups if group.group_id not in failed]
@@ -188,7 +188,7 @@ class ReplayStore:
         """Discard generated groups that can't be scored any more; ``reasons`` are given by group id."""
         outcome = Outcome()
         self._answer_again(outcome, reasons, with_tokens=True)
-        self._discard(outcome, {i: why for i, why in reasons.items() if self._generated.pop(i, None) is not None})
+        self._discard(outcome, {i: reason for i, reason in reasons.items() if self._generated.pop(i, None) is not None})
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -243,7 +243,9 @@ class ReplayStore:
         unfinished = self.ledger.unfinished()
         self._entries = {group.group_id: group for group, _ in unfinished}
         self._buffer.admit(list(self._entries.values()))
-        by_state = {state: [g.group_id for g, known in unfinished if known is state] for _, state in unfinished}
+        by_state = {
+            state: [g.group_id for g, group_state in unfinished if group_state is state] for _, state in unfinished
+        }
         for group in self.ledger.load(by_state.get(GroupState.SCORED, ())):
             self._buffer.add(group)
         self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
@@ -287,8 +289,8 @@ class ReplayStore:
     def _has_zero_reward(self, group: RolloutGroup) -> bool:
         if self._replay.reroll_after is None:
             return False
-        known = _known_rewards(group)
-        return bool(known) and max(known) <= self._replay.reroll_below
+        rewards = _numeric_rewards(group)
+        return bool(rewards) and max(rewards) <= self._replay.reroll_below
 
     def _assemble(self, step: int, groups: StepGroups) -> list[TrainBatch]:
         batches = assemble_step(
@@ -322,5 +324,5 @@ class ReplayStore:
         }
 
 
-def _known_rewards(group: RolloutGroup) -> list[float]:
+def _numeric_rewards(group: RolloutGroup) -> list[float]:
     return [rollout.reward for rollout in group.sampled if rollout.reward is not None]

@@ -106,11 +106,11 @@ def resolve_engine(rollout: RolloutConfig) -> Literal["vllm", "hf"]:
     """Return the engine that ``rollout.engine`` selects here; raise ``ConfigError`` if it is vllm but can't run."""
     if rollout.engine == "hf":
         return "hf"
-    if (lacking := why_no_vllm(rollout)) is None:
+    if (obstacle := why_no_vllm(rollout)) is None:
         return "vllm"
     if rollout.engine == "auto":
         return "hf"
-    raise ConfigError(f"rollout.engine=vllm, but {lacking}, or set auto or hf")
+    raise ConfigError(f"rollout.engine=vllm, but {obstacle}, or set auto or hf")
 
 
 def why_no_vllm(rollout: RolloutConfig) -> str | None:

@@ -79,31 +79,37 @@ class EngineThread:
                 self._add(requests)
                 return
             self._end_predecessor(client)
-            known = {given for of, given in self._of_clients.values() if of == client}
-            known |= {group.group_id for group in self._finished.get(client, ())}
-            requests = [request for request in requests if request.group_id not in known]
+            submitted = {group_id for owner, group_id in self._of_clients.values() if owner == client}
+            submitted |= {group.group_id for group in self._finished.get(client, ())}
+            requests = [request for request in requests if request.group_id not in submitted]
             ids = [self._take_id() for _ in requests]
-            self._of_clients |= {own: (client, request.group_id) for own, request in zip(ids, requests, strict=True)}
-            self._add([replace(request, group_id=own) for own, request in zip(ids, requests, strict=True)])
+            self._of_clients |= {
+                engine_id: (client, request.group_id) for engine_id, request in zip(ids, requests, strict=True)
+            }
+            self._add([replace(request, group_id=engine_id) for engine_id, request in zip(ids, requests, strict=True)])
 
     def cancel(self, client: str, group_ids: Collection[int]) -> None:
         """Drop a client's requests; a group that has just finished is dropped as well."""
         with self._changed:
             self._check()
-            dropped = {own for own, (name, given) in self._of_clients.items() if name == client and given in group_ids}
+            dropped = {
+                engine_id
+                for engine_id, (name, group_id) in self._of_clients.items()
+                if name == client and group_id in group_ids
+            }
             finished = [group for group in self._finished.get(client, ()) if group.group_id not in group_ids]
             self._finished[client] = deque(finished)
             self._submitted = [request for request in self._submitted if request.group_id not in dropped]
             self._cancelled |= dropped
-            for own in dropped:
-                del self._of_clients[own]
-                self._outstanding_tokens -= self._outstanding.pop(own, 0)
+            for engine_id in dropped:
+                del self._of_clients[engine_id]
+                self._outstanding_tokens -= self._outstanding.pop(engine_id, 0)
 
     def _end_predecessor(self, client: str) -> None:
         name = client.partition("/")[0]
         earlier, self._clients[name] = self._clients.get(name, client), client
         if earlier != client:
-            self.cancel(earlier, [given for of, given in self._of_clients.values() if of == earlier])
+            self.cancel(earlier, [group_id for owner, group_id in self._of_clients.values() if owner == earlier])
             self._finished.pop(earlier, None)
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
@@ -168,8 +174,8 @@ class EngineThread:
             raise WaitTimeout(f"engine {self.name} has not ended its current step within {timeout_s:g} s")
 
     def _take_id(self) -> int:
-        own, self._next_asked_id = self._next_asked_id, self._next_asked_id + 1
-        return own
+        engine_id, self._next_asked_id = self._next_asked_id, self._next_asked_id + 1
+        return engine_id
 
     def _add(self, requests: Sequence[GroupRequest]) -> None:
         self._submitted.extend(requests)
@@ -221,12 +227,12 @@ class EngineThread:
             self._health = engine.health()
             for group in groups:
                 self._outstanding_tokens -= self._outstanding.pop(group.group_id, 0)
-                self._hand_out(group)
+                self._deliver(group)
             if groups:
                 self._changed.notify_all()
         return True
 
-    def _hand_out(self, group: RolloutGroup) -> None:
+    def _deliver(self, group: RolloutGroup) -> None:
         if group.group_id in self._asked:
             self._asked.pop(group.group_id).set_result(group)
             return

@@ -37,14 +37,16 @@ class WithGreedy(WrappedEngine):
                 self._greedy[self._next_id] = request.group_id
                 self._due[request.group_id] += 1
                 self._halves.setdefault(request.group_id, ([], []))
-                own = replace(request, group_id=self._next_id, group_size=1, temperature=0.0, with_greedy=False)
-                added.append(own)
+                greedy_request = replace(
+                    request, group_id=self._next_id, group_size=1, temperature=0.0, with_greedy=False
+                )
+                added.append(greedy_request)
                 self._next_id += 1
         self._engine.submit([*requests, *added])
 
     def cancel(self, group_ids: Collection[int]) -> None:
-        greedy = {own for own, group_id in self._greedy.items() if group_id in group_ids}
-        self._greedy = {own: group_id for own, group_id in self._greedy.items() if own not in greedy}
+        greedy = {engine_id for engine_id, group_id in self._greedy.items() if group_id in group_ids}
+        self._greedy = {engine_id: group_id for engine_id, group_id in self._greedy.items() if engine_id not in greedy}
         for group_id in group_ids:
             self._forget(group_id)
         self._engine.cancel({*group_ids, *greedy})

@@ -77,16 +77,16 @@ class ImageInputs:
         ]
         if not rows[0]:
             return {}
-        made = self._processor.pixels(rows)
-        arguments = {name: value.to(token_ids.device) for name, value in made.items() if name in self._arguments}
+        pixels = self._processor.pixels(rows)
+        arguments = {name: value.to(token_ids.device) for name, value in pixels.items() if name in self._arguments}
         assert self._image_id is not None, "a model that takes images has a token for them"
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in self._arguments:
                 arguments[name] = token_ids.eq(self._image_id).long()
         if "cross_attention_mask" in self._arguments:
             tiles = zip(token_ids, arguments["aspect_ratio_mask"], strict=True)
-            seen = [seen_tiles(row, self._image_id, own) for row, own in tiles]
-            arguments["cross_attention_mask"] = torch.stack(seen)
+            tile_masks = [seen_tiles(row, self._image_id, row_tiles) for row, row_tiles in tiles]
+            arguments["cross_attention_mask"] = torch.stack(tile_masks)
         return arguments
 
 
@@ -160,8 +160,8 @@ class HfEngine:
         self._busy_s += now - start
         groups = []
         for request, received_s in batch:
-            own, samples = samples[: request.group_size], samples[request.group_size :]
-            groups.append(build_group(request, own, now - received_s))
+            group_samples, samples = samples[: request.group_size], samples[request.group_size :]
+            groups.append(build_group(request, group_samples, now - received_s))
         return failed + groups
 
     def prepare_load(self, manifest: WeightsManifest) -> bool:
@@ -199,7 +199,7 @@ class HfEngine:
         for request, received_s in self._waiting:
             eligible = request.min_version <= self._version
             fits = not batch or (
-                num_sequences + request.group_size <= self._batch_size and _alike(request, batch[0][0])
+                num_sequences + request.group_size <= self._batch_size and _can_batch(request, batch[0][0])
             )
             if eligible and (problem := self._problem(request)):
                 failed.append(failed_group(request, problem))
@@ -286,8 +286,8 @@ class HfEngine:
         check_adapter_modules(pairs.keys(), self._linear_modules, config)
         if isinstance(self._policy, PeftModel):
             self._base = self._policy.unload()
-        known = {key: config[key] for key in _ADAPTER_KEYS if config.get(key) is not None}
-        self._policy = get_peft_model(self._base, LoraConfig(**known), autocast_adapter_dtype=False).eval()
+        settings = {key: config[key] for key in _ADAPTER_KEYS if config.get(key) is not None}
+        self._policy = get_peft_model(self._base, LoraConfig(**settings), autocast_adapter_dtype=False).eval()
         layers = _adapted_layers(self._policy)
         check_parameters(pairs.keys(), layers.keys())
         for module, pair in pairs.items():
@@ -377,11 +377,11 @@ def _open_model(model: ModelConfig, *, nf4: bool) -> tuple[PreTrainedModel, Any]
 
 def _end_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> set[int]:
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    own = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*own, tokenizer_eos) if token is not None}
+    end_ids = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*end_ids, tokenizer_eos) if token is not None}
 
 
-def _alike(request: GroupRequest, other: GroupRequest) -> bool:
+def _can_batch(request: GroupRequest, other: GroupRequest) -> bool:
     return _kind(request) == _kind(other)
 
 
@@ -400,11 +400,11 @@ def _check_sampling(sampling: SamplingConfig) -> None:
     for name in ("guided_regex", "guided_json"):
         if getattr(sampling, name) is not None:
             raise ConfigError(f"rollout.sampling.{name} needs rollout.engine=vllm; set it to null for hf")
-    known = set(vars(GenerationConfig())) - _OWN_SAMPLING_ARGS
-    _check_names(sampling.extra, known, "rollout.sampling.extra")
+    allowed = set(vars(GenerationConfig())) - _OWN_SAMPLING_ARGS
+    _check_names(sampling.extra, allowed, "rollout.sampling.extra")
 
 
-def _check_names(given: Mapping[str, Any], known: set[str], option: str) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{option}.{name} can't be set for the hf engine{did_you_mean(name, known)}")
+def _check_names(arguments: Mapping[str, Any], allowed: set[str], option: str) -> None:
+    for name in arguments:
+        if name not in allowed:
+            raise ConfigError(f"{option}.{name} can't be set for the hf engine{did_you_mean(name, allowed)}")

@@ -33,10 +33,14 @@ class TurnByTurn(WrappedEngine):
         self._engine.submit(requests)
 
     def cancel(self, group_ids: Collection[int]) -> None:
-        parts = {part for part, (conversation, _) in self._parts.items() if conversation.group_id in group_ids}
-        self._parts = {part: own for part, own in self._parts.items() if part not in parts}
-        self._conversations = {own: each for own, each in self._conversations.items() if own not in group_ids}
-        self._engine.cancel({*group_ids, *parts})
+        turn_ids = {turn_id for turn_id, (conversation, _) in self._parts.items() if conversation.group_id in group_ids}
+        self._parts = {turn_id: entry for turn_id, entry in self._parts.items() if turn_id not in turn_ids}
+        self._conversations = {
+            group_id: conversation
+            for group_id, conversation in self._conversations.items()
+            if group_id not in group_ids
+        }
+        self._engine.cancel({*group_ids, *turn_ids})
 
     def step(self) -> list[RolloutGroup]:
         finished = []
@@ -100,10 +104,10 @@ class _Conversation:
 
     def take_requests(self) -> list[tuple[int, GroupRequest]]:
         """Return the turns to sample next, as (sibling's index, request); none once a turn has failed."""
-        due = self._due if self.group.failure is None else []
+        indices = self._due if self.group.failure is None else []
         self._due = []
-        self._num_waiting += len(due)
-        return [(index, self._next_request(index)) for index in due]
+        self._num_waiting += len(indices)
+        return [(index, self._next_request(index)) for index in indices]
 
     @property
     def is_over(self) -> bool:
@@ -115,10 +119,10 @@ class _Conversation:
 
     def _next_request(self, index: int) -> GroupRequest:
         request, turn = self._request, self._num_turns[index]
-        said = np.concatenate([self.group.rollouts[index].token_ids, request.prompt.turns[turn - 1]])
+        token_ids = np.concatenate([self.group.rollouts[index].token_ids, request.prompt.turns[turn - 1]])
         return replace(
             request,
-            prompt=request.prompt.followed_by(said),
+            prompt=request.prompt.followed_by(token_ids),
             group_size=1,
             seed=(request.seed + SEED_STEP * (turn * request.group_size + index)) % MAX_SEED,
         )
@@ -129,9 +133,9 @@ def _joined(before: Rollout, answer: Rollout) -> Rollout:
     length = len(answer.token_ids)
     earlier = np.arange(length) < len(before.token_ids)
 
-    def joined(own: np.ndarray, new: np.ndarray, fill: float) -> np.ndarray:
-        filled = np.r_[own, np.full(length - len(own), fill, own.dtype)]
-        return np.where(earlier, filled, new).astype(own.dtype)
+    def joined(old: np.ndarray, new: np.ndarray, fill: float) -> np.ndarray:
+        filled = np.r_[old, np.full(length - len(old), fill, old.dtype)]
+        return np.where(earlier, filled, new).astype(old.dtype)
 
     return replace(
         before,

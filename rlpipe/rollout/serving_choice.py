@@ -51,7 +51,7 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
     adapter, weights = config.model.adapter, config.weights
     if weights.serve != "auto":
         return Serving(kind=published_kind(config.model, weights), reason="as the config says")
-    if (reason := _why_whole(config)) is not None:
+    if (reason := _why_full_models(config)) is not None:
         return Serving(kind="full", reason=reason)
     reason = _why_merged(config, engine)
     if reason is not None:
@@ -69,7 +69,7 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
     return Serving(kind="lora", reason=f"{few}, and merging only pays from {least:,.0f}")
 
 
-def _why_whole(config: Config) -> str | None:
+def _why_full_models(config: Config) -> str | None:
     """Return why engines need whole models, or None if an adapter is enough."""
     model = config.model
     if model.adapter.kind == "none":

@@ -76,9 +76,9 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
         hide_token_warning()
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
         if address is None:
-            wanted = sum(need.num_cpus for need in needs)
+            num_cpus = sum(need.num_cpus for need in needs)
             options["include_dashboard"] = None if cluster.dashboard else False  # True would fail with a minimal Ray
-            options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
+            options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(num_cpus + 0.999))
             os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
             # Otherwise Ray shows all GPUs to processes that requested none, and a run on CPUs would fill the first.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -106,13 +106,13 @@ def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
     total: Counter[str] = Counter()
     for need in needs:
         total.update(need.requested)
-    for resource, wanted in total.items():
-        has = available.get(resource, 0.0)
-        if wanted > has + 1e-9:
-            askers = [need for need in needs if need.all_resources.get(resource)]
-            parts = ", ".join(f"{need.name} {need.all_resources[resource]:g}" for need in askers)
+    for resource, needed in total.items():
+        amount = available.get(resource, 0.0)
+        if needed > amount + 1e-9:
+            affected = [need for need in needs if need.all_resources.get(resource)]
+            listed = ", ".join(f"{need.name} {need.all_resources[resource]:g}" for need in affected)
             raise ConfigError(
-                f"the run needs {wanted:g} {resource} ({parts}) but the cluster has {has:g}: {askers[0].remedy}"
+                f"the run needs {needed:g} {resource} ({listed}) but the cluster has {amount:g}: {affected[0].remedy}"
             )
 
 

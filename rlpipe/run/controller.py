@@ -221,9 +221,9 @@ class Controller:
         self._pool.dispatch(requests)
         if not generated:
             return []
-        groups = await self._without_changed(await self._unscored(generated), generated)
-        for own in groups:
-            add_columns(own, generated[own.group_id])
+        groups = await self._discard_changed(await self._unscored(generated), generated)
+        for stored in groups:
+            add_columns(stored, generated[stored.group_id])
         return [tasks.create_task(self._scoring.score_stored(groups))]
 
     async def _unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -231,14 +231,14 @@ class Controller:
         groups: list[RolloutGroup] = await self._ask(call, "return the groups without scores")
         return groups
 
-    async def _without_changed(
+    async def _discard_changed(
         self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]
     ) -> list[RolloutGroup]:
         """Discard groups whose row of the data is another one now, and return the others; prompts are by group id."""
-        changed = {own.group_id: ROW_CHANGED for own in groups if not answers(own, prompts[own.group_id])}
+        changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
         if changed:
             call: Any = self._replay.discard.remote(changed)
-            await self._settle(await self._ask(call, f"discard {len(changed)} groups"))
+            await self._replace_discarded(await self._ask(call, f"discard {len(changed)} groups"))
         return [group for group in groups if group.group_id not in changed]
 
     async def _start_groups(self) -> None:
@@ -247,8 +247,8 @@ class Controller:
         if not capacity or self._stop_reason is not None:
             return
         cursor = self._prompts.cursor
-        again = self._rerolls.take(version, capacity)
-        chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in again]
+        rerolled = self._rerolls.take(version, capacity)
+        chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in rerolled]
         self._prompts.seek(cursor)
         skipped: list[SkipRecord] = []
         while len(chosen) < capacity:
@@ -309,11 +309,13 @@ class Controller:
             outcome = await self._ask(call, f"store {len(training)} generated groups")
             if (problem := self._failures.sampled(outcome)) is not None:
                 await self.stop(EngineFailed(problem))
-            await self._settle(outcome)
+            await self._replace_discarded(outcome)
 
     async def _stored(self, requests: Sequence[GroupRequest]) -> list[RolloutGroup]:
         """Return those of the groups that are stored without scores; the machine that sampled them may be lost."""
-        prompts = {own.group_id: own.prompt for own in requests if not self._evaluator.owns(own.group_id)}
+        prompts = {
+            request.group_id: request.prompt for request in requests if not self._evaluator.owns(request.group_id)
+        }
         groups = await self._unscored(prompts) if prompts else []
         for group in groups:
             add_columns(group, prompts[group.group_id])
@@ -331,9 +333,9 @@ class Controller:
             outcome = await self._ask(call, f"store the scores of {len(training)} groups")
             if (problem := self._failures.scored(outcome, training)) is not None:
                 await self.stop(RewardFailed(problem))
-            await self._settle(outcome)
+            await self._replace_discarded(outcome)
 
-    async def _settle(self, outcome: Outcome) -> None:
+    async def _replace_discarded(self, outcome: Outcome) -> None:
         """Replace discarded groups by new ones, and queue prompts whose rewards were all zero for a reroll."""
         for group_id, reason in outcome.discarded.items():
             self._reporter.discarded(group_id, reason)
@@ -396,16 +398,16 @@ class Controller:
         if not self._evaluator.prompts:
             return False
         every = self._evaluate_every
-        passed = every > 0 and version // every > self._last_evaluated // every
-        return passed or version in (self._first_step, self._num_steps)
+        is_due = every > 0 and version // every > self._last_evaluated // every
+        return is_due or version in (self._first_step, self._num_steps)
 
     async def _evaluate(self, version: int) -> None:
         requests, result = self._evaluator.start(version)
         if version == self._first_step:
             PHASES.begin("evaluating the initial policy")
         self._pool.dispatch(requests)
-        found = await result
-        self._reporter.evaluated(version, found.metrics, found.groups)
+        evaluated = await result
+        self._reporter.evaluated(version, evaluated.metrics, evaluated.groups)
 
     def _report(self, report: StepReport) -> None:
         if report.step < self._num_steps:
@@ -447,7 +449,7 @@ def answers(group: RolloutGroup, prompt: Prompt) -> bool:
 
 def add_columns(group: RolloutGroup, prompt: Prompt) -> None:
     """Add the row's columns to a group that may come from the ledger, which does not record them."""
-    if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
+    if any(rollout.episode is not None for rollout in group):  # its prompt comes from the environment
         prompt = replace(prompt, prompt=group.prompt.prompt)
     group.prompt = prompt
     group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]

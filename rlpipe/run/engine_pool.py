@@ -146,11 +146,11 @@ class EnginePool:
         for name in self._fleet.serving:
             if self._fleet.version(name) != version:
                 reason = f"it serves version {self._fleet.version(name)}, and missed version {version}"
-                self._give_up_on(name, EngineDied(reason))
+                self._end_collection(name, EngineDied(reason))
 
     def failed(self, name: str, failure: NotLoaded) -> None:
         """Replace an engine that failed to load a version."""
-        self._give_up_on(name, EngineDied(failure.reason, process_alive=failure.process_alive))
+        self._end_collection(name, EngineDied(failure.reason, process_alive=failure.process_alive))
 
     async def run(self) -> None:
         """Serve requests until cancelled."""
@@ -167,9 +167,9 @@ class EnginePool:
                     continue  # this process was suspended, and is yet to read what engines answered
                 for name in self._fleet.check():
                     reason = f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
-                    self._give_up_on(name, EngineDied(reason))
+                    self._end_collection(name, EngineDied(reason))
 
-    def _give_up_on(self, name: str, death: EngineDied) -> None:
+    def _end_collection(self, name: str, death: EngineDied) -> None:
         """End the collection from an engine, whose process may still be alive."""
         if name in self._deaths and not self._deaths[name].done():
             self._deaths[name].set_exception(death)
@@ -264,8 +264,8 @@ class EnginePool:
         """Report an engine's death, and give its work to the others."""
         self._fleet.died(name, reason)
         lost = self._router.remove(name)
-        again = f"; its {len(lost)} groups are generated again" if lost else ""
-        self._notice(name, f"engine {name} died: {reason}{again}", "death")
+        consequence = f"; its {len(lost)} groups are generated again" if lost else ""
+        self._notice(name, f"engine {name} died: {reason}{consequence}", "death")
         self.dispatch(lost)
 
     async def _until_started(self, name: str) -> None:
@@ -330,9 +330,9 @@ class EpisodePool:
         with PHASES.phase("loading the environment"):
             async with asyncio.TaskGroup() as tasks:
                 for name in self._processes:
-                    tasks.create_task(self._start_one(name))
+                    tasks.create_task(self._start_process(name))
 
-    async def _start_one(self, name: str) -> None:
+    async def _start_process(self, name: str) -> None:
         started = self._start(name)
 
         def again() -> tuple[str, ObjectRef]:
@@ -351,13 +351,13 @@ class EpisodePool:
         new: dict[str, list[GroupRequest]] = {}
         moved: dict[str, list[int]] = {}
         for request in requests:
-            own = self._playing.get(request.group_id)
-            if own is None:
-                own = self._playing[request.group_id] = _Playing(request, self._least_busy(), engine)
-                new.setdefault(own.process, []).append(request)
+            playing = self._playing.get(request.group_id)
+            if playing is None:
+                playing = self._playing[request.group_id] = _Playing(request, self._least_busy(), engine)
+                new.setdefault(playing.process, []).append(request)
             else:
-                own.engine = engine
-                moved.setdefault(own.process, []).append(request.group_id)
+                playing.engine = engine
+                moved.setdefault(playing.process, []).append(request.group_id)
         for process, share in new.items():
             self._processes[process].play.remote(share, engine)
         for process, group_ids in moved.items():
@@ -365,8 +365,8 @@ class EpisodePool:
 
     def _least_busy(self) -> str:
         busy = dict.fromkeys(self._processes, 0)
-        for own in self._playing.values():
-            busy[own.process] += 1
+        for playing in self._playing.values():
+            busy[playing.process] += 1
         return min(busy, key=lambda name: busy[name])
 
     async def run(self, finished: Collected, notice: Notice) -> None:
@@ -383,7 +383,7 @@ class EpisodePool:
         while True:
             call: Any = self._processes[name].collect.options(num_returns=2)
             # A group that was lost after it came is played again, and not received yet.
-            received = [own.group_id for own in receipts if own.group_id not in self._playing]
+            received = [receipt.group_id for receipt in receipts if receipt.group_id not in self._playing]
             receipts_ref, groups = call.remote(POLL_S, MAX_GROUPS_PER_COLLECT, received)
             try:
                 receipts = await wait_within(POLL_S + self._cluster.dead_after_s, receipts_ref)
@@ -410,8 +410,8 @@ class EpisodePool:
 
     async def _replace(self, name: str, reason: str, notice: Notice) -> None:
         """Wait until Ray has replaced a process, and begin its groups again."""
-        await self._start_one(name)
-        lost = [own for own in self._playing.values() if own.process == name]
+        await self._start_process(name)
+        lost = [playing for playing in self._playing.values() if playing.process == name]
         notice("episodes", f"{name} died: {reason}; its {len(lost)} groups begin again", "death")
-        for own in lost:
-            self._processes[name].play.remote([own.request], own.engine)
+        for playing in lost:
+            self._processes[name].play.remote([playing.request], playing.engine)

@@ -65,7 +65,7 @@ class Evaluator:
                     group_size=1,
                     max_tokens=prompt.limit(self._max_tokens),
                     temperature=0.0,
-                    seed=prompt.prompt_id,  # an environment plays with it; the policy says what is likeliest
+                    seed=prompt.prompt_id,  # for environments; the policy itself samples greedily
                     min_version=version,
                 )
             )
@@ -81,8 +81,8 @@ class Evaluator:
 
         Raises as ``await_remote`` does.
         """
-        found = await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s")
-        chosen = [found[index] for index in indices]
+        fetched = await await_remote(groups, "an evaluation's groups", within=within, option="cluster.call_timeout_s")
+        chosen = [fetched[index] for index in indices]
         self._kept |= {group.group_id: group for group in chosen if self.owns(group.group_id)}
 
     async def kept(self, requests: Iterable[GroupRequest]) -> list[RolloutGroup]:
@@ -113,9 +113,9 @@ class _Evaluation:
     def add(self, group: RolloutGroup) -> None:
         self._groups.append(group)
         if len(self._groups) == self._num_groups and not self.result.done():
-            scored = [own for own in self._groups if own.failure is None]
-            first = sorted(self._groups, key=lambda own: -own.group_id)[:MAX_HELD_OUT]
-            groups = [own for own in first if own.failure is None]
+            scored = [entry for entry in self._groups if entry.failure is None]
+            first = sorted(self._groups, key=lambda entry: -entry.group_id)[:MAX_HELD_OUT]
+            groups = [entry for entry in first if entry.failure is None]
             self.result.set_result(Evaluated(metrics=self._metrics(scored), groups=groups))
 
     def _is_correct(self, rollout: Rollout) -> bool:

@@ -44,26 +44,26 @@ def probe_cluster(config: Config, file: Path) -> ClusterState:
     connect(config.cluster, [])
     try:
         hosts = [_probe(node, file, config) for node in ray.nodes() if node["Alive"]]
-        return ClusterState(hosts=hosts, lack=_find_lack(config))
+        return ClusterState(hosts=hosts, lack=_missing_resources(config))
     finally:
         if not joined:
             ray.shutdown()
 
 
 def _probe(node: Mapping[str, Any], file: Path, config: Config) -> HostState:
-    sent = time.time()
+    sent_at = time.time()
     (answer,) = start_on_nodes([node["NodeID"]], look, str(file))
-    its_time, sees = get_remote(
+    host_time, sees_file = get_remote(
         answer,
         f"host {node['NodeManagerAddress']} to tell its time",
         within=config.cluster.start_timeout_s,
         option="cluster.start_timeout_s",
     )
-    ahead = min(0.0, its_time - sent) + max(0.0, its_time - time.time())  # the answer was made between the two
-    return HostState(address=node["NodeManagerAddress"], ahead_s=ahead, sees_file=sees)
+    ahead_s = min(0.0, host_time - sent_at) + max(0.0, host_time - time.time())  # the answer was made between the two
+    return HostState(address=node["NodeManagerAddress"], ahead_s=ahead_s, sees_file=sees_file)
 
 
-def _find_lack(config: Config) -> str | None:
+def _missing_resources(config: Config) -> str | None:
     """Return what the run's processes need beyond the cluster's resources."""
     generating = workers.generation_needs(config) if config.algorithm.kind == "rl" else []
     try:

@@ -42,7 +42,7 @@ def fit(config: Config, setup: LearnerSetup, *, is_over: Event, started: Started
 
 
 def _fit_until_over(config: Config, setup: LearnerSetup, is_over: Event, started: Started) -> None:
-    others = placement_groups()
+    existing = placement_groups()
     while not is_over.is_set():
         trainer = make_trainer(
             setup,
@@ -70,7 +70,7 @@ def _fit_until_over(config: Config, setup: LearnerSetup, is_over: Event, started
             within=config.cluster.call_timeout_s,
             option="cluster.call_timeout_s",
         )
-        release_placement_groups(placement_groups() - others)
+        release_placement_groups(placement_groups() - existing)
 
 
 def _learner_error(failure: WorkerGroupError) -> RlpipeError:

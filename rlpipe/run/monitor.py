@@ -84,7 +84,7 @@ class HostWatch:
     def listed(self, hosts: Mapping[str, Host], actors: Mapping[str, Iterable[str]]) -> None:
         """Update the living hosts and the run's actors on each, as listed by the head."""
         for node in self._contacts.keys() - hosts.keys():
-            self._given_up(self._contacts.pop(node))
+            self._report_lost(self._contacts.pop(node))
         for node, host in hosts.items():
             contact = self._contacts.setdefault(node, _Contact(host, self._clock()))
             if self._silence(contact) < 2 * PROBE_S:  # the actors of a silent host may already be lost
@@ -101,18 +101,20 @@ class HostWatch:
     def check(self) -> None:
         """Report the hosts that have become silent, except those that run nothing of this run."""
         for contact in self._contacts.values():
-            concerns = contact.runs or contact.host.is_head
-            if concerns and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
+            is_relevant = contact.runs or contact.host.is_head
+            if is_relevant and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
                 contact.since = time.time() - self._silence(contact)
-                self._say(f"{_name(contact)} has been silent since {_time_of_day(contact.since)}{_what_runs(contact)}")
+                self._say(
+                    f"{_name(contact)} has been silent since {_time_of_day(contact.since)}{_running_note(contact)}"
+                )
 
     def _silence(self, contact: _Contact) -> float:
         return self._clock() - contact.heard_at
 
-    def _given_up(self, contact: _Contact) -> None:
+    def _report_lost(self, contact: _Contact) -> None:
         if contact.runs:
             silence = f", after {self._silence(contact):.0f} s of silence" if contact.since is not None else ""
-            self._say(f"{_name(contact)} is lost to Ray{silence}{_what_runs(contact)}, now restarting elsewhere")
+            self._say(f"{_name(contact)} is lost to Ray{silence}{_running_note(contact)}, now restarting elsewhere")
 
 
 def _name(contact: _Contact) -> str:
@@ -123,7 +125,7 @@ def _time_of_day(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def _what_runs(contact: _Contact) -> str:
+def _running_note(contact: _Contact) -> str:
     return f"; it ran {contact.runs}" if contact.runs else ""
 
 
@@ -144,8 +146,8 @@ async def watch_hosts(say: Callable[[str], None], again: str) -> None:
         f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started again, "
         f"{again} continues from the newest checkpoint and the ledger"
     )
-    watch, left = HostWatch(say), threading.Event()
-    guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, left), daemon=True)
+    watch, stopped = HostWatch(say), threading.Event()
+    guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, stopped), daemon=True)
     guard.start()
     listing = asyncio.ensure_future(_list(watch))
     try:
@@ -158,19 +160,19 @@ async def watch_hosts(say: Callable[[str], None], again: str) -> None:
             if watch.head_silent_s >= limit_s:
                 break
     except BaseException:
-        left.set()
+        stopped.set()
         raise
     finally:
         listing.cancel()
     raise lost
 
 
-def _guard_head(watch: HostWatch, limit_s: float, lost: HeadLost, left: threading.Event) -> None:
+def _guard_head(watch: HostWatch, limit_s: float, lost: HeadLost, stopped: threading.Event) -> None:
     """End this process once the head is silent for too long; leaving a lost cluster would hang, or hide the error.
 
     This runs in a thread, as calls of Ray may block the event loop then.
     """
-    while not left.wait(PROBE_S):
+    while not stopped.wait(PROBE_S):
         heads = [host for host in watch.hosts.values() if host.is_head]
         if watch.head_silent_s >= limit_s and not any(map(_answers, heads)):
             print(f"rlpipe: error: {printable(str(lost))}", file=sys.stderr, flush=True)
@@ -189,11 +191,11 @@ async def _list(watch: HostWatch) -> None:
     """Query the head every ``LIST_S`` seconds; while it does not answer, its last answer stays valid."""
     while True:
         with suppress(RpcError, TimeoutError):
-            watch.listed(*await _ask_head())
+            watch.listed(*await _list_actors())
         await asyncio.sleep(LIST_S)
 
 
-async def _ask_head() -> tuple[dict[str, Host], dict[str, list[str]]]:
+async def _list_actors() -> tuple[dict[str, Host], dict[str, list[str]]]:
     """Return the hosts by node id, and the titles of the actors on each."""
     hosts, actors = await query_head(LIST_S)
     named: dict[str, list[str]] = {node: [] for node in hosts}

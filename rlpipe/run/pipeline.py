@@ -142,10 +142,12 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
         try:
             return train_rl(run, start)
         except LedgerLost as loss:
-            has_own = bool(list_checkpoints(run.output / "checkpoints"))
-            resume = "auto" if has_own or run.config.resume == "never" else run.config.resume
-            found = find_resume_point(replace(run.config, resume=resume), holds_output=True)
-            start = replace(found, messages=[f"{loss}; everything after the last checkpoint is lost", *found.messages])
+            has_checkpoint = bool(list_checkpoints(run.output / "checkpoints"))
+            resume = "auto" if has_checkpoint or run.config.resume == "never" else run.config.resume
+            resume_point = find_resume_point(replace(run.config, resume=resume), holds_output=True)
+            start = replace(
+                resume_point, messages=[f"{loss}; everything after the last checkpoint is lost", *resume_point.messages]
+            )
 
 
 def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
@@ -163,17 +165,17 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     engines = workers.engine_needs(config)
     policy_needs = [*([] if config.rollout.dtype else engines), *workers.learner_needs(config)]
     with ExitStack() as stack:
-        is_own = stack.enter_context(_cluster(config, needs))
+        owns_cluster = stack.enter_context(_cluster(config, needs))
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = workers.start_replay(run)
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
-        ask = ask_cluster(config.cluster, is_own=is_own)
+        ask = ask_cluster(config.cluster, is_own=owns_cluster)
         run, types = resolve_dtype(run, policy_needs, ask, begun=start.dtype)
         types += engine_type_lines(run, engines, ask)
         run, served = resolve_serving(run)
-        parts = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=is_own))
-        weights = workers.start_weights(config, parts.engines)
+        run_workers = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=owns_cluster))
+        weights = workers.start_weights(config, run_workers.engines)
         reporter = stack.enter_context(_reporter(run, start))
         for message in (*notes, *resume_state.messages, *types, *served):
             reporter.message(message)
@@ -183,7 +185,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
 
         async def run_controller() -> None:
             controller = Controller(
-                parts,
+                run_workers,
                 config,
                 replay=replay,
                 weights=weights,
@@ -213,8 +215,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     config = run.config
     needs = workers.learner_needs(config)
     with ExitStack() as stack:
-        is_own = stack.enter_context(_cluster(config, needs))
-        run, types = resolve_dtype(run, needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        owns_cluster = stack.enter_context(_cluster(config, needs))
+        run, types = resolve_dtype(run, needs, ask_cluster(config.cluster, is_own=owns_cluster), begun=start.dtype)
         reporter = stack.enter_context(_reporter(run, start))
         for message in types:
             reporter.message(message)
@@ -286,12 +288,12 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
-    with _cluster(config, workers.generation_needs(config, run.rewards)) as is_own:
-        run, types = resolve_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
+    with _cluster(config, workers.generation_needs(config, run.rewards)) as owns_cluster:
+        run, types = resolve_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=owns_cluster))
         for message in types:
             print(message, file=sys.stderr)
-        with workers.open_workers(run, cluster_is_own=is_own) as parts:
-            return _run(_evaluate_once(run, parts, held_out))
+        with workers.open_workers(run, cluster_is_own=owns_cluster) as run_workers:
+            return _run(_evaluate_once(run, run_workers, held_out))
 
 
 def _drain_hook(config: Config, replay: ActorHandle) -> None:
@@ -301,7 +303,7 @@ def _drain_hook(config: Config, replay: ActorHandle) -> None:
             ray.get(replay.drain_hook.remote(HOOK_DRAIN_S), timeout=2 * HOOK_DRAIN_S)
 
 
-async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) -> dict[str, float]:
+async def _evaluate_once(run: Run, run_workers: Workers, prompts: Sequence[Prompt]) -> dict[str, float]:
     evaluator = _evaluator(run, prompts)
 
     async def keep(groups: ObjectRef, group_ids: GroupIds) -> None:
@@ -317,23 +319,23 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
         evaluator.scored(group_ids.values(), scores)
 
     flow = ScoringDispatch(
-        parts.pools, generated=keep, stored=evaluator.kept, scored=deliver, num_generating=lambda: pool.num_groups
+        run_workers.pools, generated=keep, stored=evaluator.kept, scored=deliver, num_generating=lambda: pool.num_groups
     )
     pool = EnginePool(
-        parts.engines,
+        run_workers.engines,
         cluster=run.config.cluster,
-        start=parts.start_engine,
+        start=run_workers.start_engine,
         load_newest=version_on_disk,
         collected=flow.collected,
         notice=lambda subject, message, kind="engine": logger.warning(message),
         give_up=end,
-        episodes=parts.episodes,
+        episodes=run_workers.episodes,
     )
     requests, result = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:
-        await parts.start(run.config.cluster.start_timeout_s)
+        await run_workers.start(run.config.cluster.start_timeout_s)
         serving = tasks.create_task(pool.run())
-        for name in parts.engines:
+        for name in run_workers.engines:
             pool.loaded(name, 0)
         pool.dispatch(requests)
         await result
@@ -410,17 +412,17 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
     """Join or start a cluster that the run fits on, and yield whether it was started; end the run's actors at exit."""
     joined = ray.is_initialized()
     actors_before = set(ray.util.list_named_actors()) if joined else set()
-    places_before = placement_groups() if joined else set()
+    placements_before = placement_groups() if joined else set()
     preloading.begin(config)
     try:
         with PHASES.phase("joining Ray" if joined or config.cluster.address else "starting Ray"):
-            is_own = connect(config.cluster, needs)
-        yield is_own
+            owns_cluster = connect(config.cluster, needs)
+        yield owns_cluster
     finally:
         end_learner()
         if joined:
             end_actors(actors_before)
-            release_placement_groups(placement_groups() - places_before)
+            release_placement_groups(placement_groups() - placements_before)
         else:
             ray.shutdown()
             preloading.end()
@@ -443,8 +445,8 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
     health = HealthWatch(config, read_rows(run.output / METRICS_FILE))
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, evaluations, health)
     reporter.start(config.algorithm.num_steps, start.step)
-    made_of = describe_gguf(config.model.path)
-    for message in (*start.messages, *([made_of] if made_of is not None else [])):
+    gguf_line = describe_gguf(config.model.path)
+    for message in (*start.messages, *([gguf_line] if gguf_line is not None else [])):
         reporter.message(message)
     try:
         yield reporter

@@ -35,35 +35,35 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
     when they load it; a line announces it if it differs from the policy's. Raises ``ConfigError`` if the model can't be
     used in the type.
     """
-    asked = run.config.model.dtype
-    measured = (begun or AUTO) if asked == AUTO else asked
-    alike = {(need.products, *sorted(need.requested.items())): need for need in needs}
+    requested = run.config.model.dtype
+    measured = (begun or AUTO) if requested == AUTO else requested
+    unique_needs = {(need.products, *sorted(need.requested.items())): need for need in needs}
     lines: list[str] = []
-    dtype = asked
-    if asked != WIDE:
-        devices = [device for need in alike.values() for device in ask(need, measured)]
-        choice = choose_dtype(asked, devices, begun=begun)
+    dtype = requested
+    if requested != WIDE:
+        devices = [device for need in unique_needs.values() for device in ask(need, measured)]
+        choice = choose_dtype(requested, devices, begun=begun)
         dtype, lines = choice.dtype, [choice.line] if choice.line else []
-    settled = _with_dtype(run, dtype)
-    for problem in check_model(settled.model, on_gpu=run.config.learner.num_gpus > 0):
-        raise ConfigError(f"{problem} ({lines[0]})" if asked == AUTO else problem)
-    return settled, [*lines, *_reward_lines(run, dtype, ask)]
+    resolved = _with_dtype(run, dtype)
+    for problem in check_model(resolved.model, on_gpu=run.config.learner.num_gpus > 0):
+        raise ConfigError(f"{problem} ({lines[0]})" if requested == AUTO else problem)
+    return resolved, [*lines, *_reward_lines(run, dtype, ask)]
 
 
 def engine_type_lines(run: Run, engines: Sequence[Need], ask: Ask) -> list[str]:
     """Return a line for the user if ``rollout.dtype`` is slow on a device of the engines."""
-    asked = run.config.rollout.dtype
-    if asked in (None, WIDE):
+    requested = run.config.rollout.dtype
+    if requested in (None, WIDE):
         return []
-    devices = [device for need in {need.products: need for need in engines}.values() for device in ask(need, asked)]
-    line = choose_dtype(asked, devices, option="rollout.dtype", fix="null is model.dtype").line
+    devices = [device for need in {need.products: need for need in engines}.values() for device in ask(need, requested)]
+    line = choose_dtype(requested, devices, option="rollout.dtype", fix="null is model.dtype").line
     return [] if line is None else [line]
 
 
 def resolve_serving(run: Run) -> tuple[Run, list[str]]:
     """Return the run with ``weights.serve=auto`` replaced, and a line about the choice for the user."""
-    asked = replace(run.config, model=run.model)
-    settled, chosen = settle_serving(asked, resolve_engine(run.config.rollout))
+    requested = replace(run.config, model=run.model)
+    settled, chosen = settle_serving(requested, resolve_engine(run.config.rollout))
     lines = [str(chosen)] if run.config.weights.serve == "auto" and run.model.adapter.kind != "none" else []
     return replace(run, config=replace(run.config, weights=settled.weights)), lines
 
@@ -75,20 +75,20 @@ def _with_dtype(run: Run, dtype: str) -> Run:
 
 def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
     for name, reward in run.rewards.items():
-        option, found = f"scoring.rewards.{name}.kwargs.dtype", _own_model(run, name)
+        option, model = f"scoring.rewards.{name}.kwargs.dtype", _reward_model(run, name)
         if reward.path == FEATURE_PATH:
             option = "model.dtype of algorithm.ebft.features"
-        if found is None or found[1] == WIDE:
+        if model is None or model[1] == WIDE:
             continue
-        source, asked = found
+        source, requested = model
         products = None if reward.num_gpus else scorer_products(source, reward.num_cpus)
         need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
-        choice = choose_dtype(asked, ask(need, asked), option=option)
-        if choice.line is not None and (asked != AUTO or choice.dtype != policy_dtype):
+        choice = choose_dtype(requested, ask(need, requested), option=option)
+        if choice.line is not None and (requested != AUTO or choice.dtype != policy_dtype):
             yield choice.line
 
 
-def _own_model(run: Run, name: str) -> tuple[str, str] | None:
+def _reward_model(run: Run, name: str) -> tuple[str, str] | None:
     """Return the source and the requested type of a reward's own model, or None if it has none."""
     reward = run.rewards[name]
     if reward.path == FEATURE_PATH:
@@ -97,31 +97,31 @@ def _own_model(run: Run, name: str) -> tuple[str, str] | None:
     if not (isinstance(loaded, type) and issubclass(loaded, RewardActor) and loaded.has_dtype):
         return None
     try:
-        made = loaded(**reward.kwargs)
+        actor = loaded(**reward.kwargs)
     except ValueError as error:
         raise ConfigError(f"scoring.rewards.{name}.kwargs: {error}") from None
-    return made.source, made.dtype
+    return actor.source, actor.dtype
 
 
 def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
     """Return a function that asks each node for its types once; ``is_own``: the cluster is this machine alone."""
-    known: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
+    types_by_node: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
 
     def ask(need: Need, dtype: str) -> list[DeviceTypes]:
-        made = need.products
+        products = need.products
         # Unmeasured products are timed by another process, because this one does not import torch.
-        if is_own and (made is None or kept_rates(made, NARROW if dtype == AUTO else dtype) is not None):
-            return node_types(dtype, made)
+        if is_own and (products is None or kept_rates(products, NARROW if dtype == AUTO else dtype) is not None):
+            return node_types(dtype, products)
         nodes = nodes_for(need, ray.nodes())
-        new = [node for node in nodes if (node, made, dtype) not in known]
-        for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=made), strict=True):
-            known[node, made, dtype] = get_remote(
+        new = [node for node in nodes if (node, products, dtype) not in types_by_node]
+        for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=products), strict=True):
+            types_by_node[node, products, dtype] = get_remote(
                 answer,
                 "a node to report its compute types",
                 within=cluster.start_timeout_s,
                 option="cluster.start_timeout_s",
             )
-        return [device for node in nodes for device in known[node, made, dtype]]
+        return [device for node in nodes for device in types_by_node[node, products, dtype]]
 
     return ask
 
@@ -129,7 +129,9 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
 def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the ids of Ray's living nodes that meet a process's needs, or of all living nodes if none does alone."""
     alive = [node for node in nodes if node["Alive"]]
-    able = [
-        node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.requested.items())
+    matching = [
+        node
+        for node in alive
+        if all(node["Resources"].get(name, 0) >= amount for name, amount in need.requested.items())
     ]
-    return [node["NodeID"] for node in able or alive]
+    return [node["NodeID"] for node in matching or alive]

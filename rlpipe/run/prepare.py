@@ -113,8 +113,8 @@ def hold_output(output: Path) -> Iterator[None]:
     """Create a run's folder, and lock it within the block; raise ``ConfigError`` if another run holds it."""
     with naming_output(output):
         output.mkdir(parents=True, exist_ok=True)
-    with held(output) as alone:
-        if not alone:
+    with held(output) as has_lock:
+        if not has_lock:
             raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
         yield
 
@@ -170,8 +170,8 @@ def collect_rewards(
         callables[name] = reward
     if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
         features = feature_configs(config.algorithm.ebft.features)
-        if taken := rewards.keys() & features.keys():
-            raise ConfigError(f"{', '.join(sorted(taken))} is a name of EBFT's rewards: rename yours")
+        if clashes := rewards.keys() & features.keys():
+            raise ConfigError(f"{', '.join(sorted(clashes))} is a name of EBFT's rewards: rename yours")
         rewards |= features
     if config.algorithm.kind == "rl" and config.environment.takes_rows:
         if "environment" in rewards:
@@ -210,8 +210,8 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
         )
     if entry.is_served:
         return entry
-    alone = isinstance(reward, type) or entry.num_gpus > 0
-    if alone:
+    needs_processes = isinstance(reward, type) or entry.num_gpus > 0
+    if needs_processes:
         return replace(entry, num_processes=entry.num_processes or 1)
     if entry.memory_gb is None:
         return replace(entry, memory_gb=scoring.memory_gb)
@@ -231,8 +231,8 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
         function = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
         for columns in (prompt.task.keys() for prompt in prompts):
             if missing := missing_columns(function, reward.kwargs, columns):
-                there = ", ".join(columns) or "none"
-                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {there}")
+                existing = ", ".join(columns) or "none"
+                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {existing}")
 
 
 def check_adapter_targets(run: Run) -> None:
@@ -255,21 +255,23 @@ def check_adapter_targets(run: Run) -> None:
 def check_context(run: Run) -> None:
     """Raise ``ConfigError`` if the longest prompt and completion exceed the policy's maximum number of positions."""
     rollout, prompt_tokens = run.config.rollout, run.config.data.max_prompt_tokens
-    wanted = longest_conversation(run.config)
+    num_tokens = longest_conversation(run.config)
     positions = _num_positions(run.model)
-    if positions is not None and wanted > positions:
+    if positions is not None and num_tokens > positions:
         limits = f"data.max_prompt_tokens={prompt_tokens} and rollout.sampling.max_tokens={rollout.sampling.max_tokens}"
-        asked = f"{limits} are together" if rollout.max_model_len is None else f"rollout.max_model_len={wanted} is"
-        raise ConfigError(f"{asked} more than the {positions} positions of model.path={run.model.path}: set less")
+        subject = (
+            f"{limits} are together" if rollout.max_model_len is None else f"rollout.max_model_len={num_tokens} is"
+        )
+        raise ConfigError(f"{subject} more than the {positions} positions of model.path={run.model.path}: set less")
 
 
 def _num_positions(model: ModelConfig) -> int | None:
     """Return the maximum number of positions in the model's config, or None if it has none."""
     try:
         with reading_files(f"model.path={model.path} can't be read", "", error=ModelError):
-            known = read_known_config(model.path)
-            if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
-                config: Any = SimpleNamespace(**known)
+            settings = read_known_config(model.path)
+            if settings is not None and "max_position_embeddings" in settings and not settings.get("rope_scaling"):
+                config: Any = SimpleNamespace(**settings)
             else:
                 from rlpipe.models.loading import describe_model
 
@@ -291,10 +293,10 @@ def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePo
     folder = output / "checkpoints"
     start = read_resume_point(config)
     with naming_output(output), hold_output(output) if folder.is_dir() and not holds_output else nullcontext():
-        aside = set_damaged_aside(folder, newer_than=start.step)
-        left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
-    messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]
-    messages += [f"the run continues from an older checkpoint; a newer one is now {path}" for path in left]
+        damaged_aside = set_damaged_aside(folder, newer_than=start.step)
+        newer_aside = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
+    messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in damaged_aside.items()]
+    messages += [f"the run continues from an older checkpoint; a newer one is now {path}" for path in newer_aside]
     if start.checkpoint is not None:
         messages += [f"resuming from {start.checkpoint}, after step {start.step}"]
     return replace(start, messages=messages)
@@ -341,7 +343,7 @@ def _read_checkpoint(config: Config, folder: Path) -> ResumePoint:
     return ResumePoint(
         checkpoint=checkpoint,
         step=step,
-        cursor=Cursor(**{name: own for name, own in extra["resume"].items() if name != "num_rows"}),
+        cursor=Cursor(**{name: value for name, value in extra["resume"].items() if name != "num_rows"}),
         num_rows=extra["resume"].get("num_rows"),  # both empty in RL
         run_id=extra.get("run_id"),
         dtype=extra["config"]["model"]["dtype"],

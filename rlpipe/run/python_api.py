@@ -90,23 +90,23 @@ def train(
         raise ConfigError(f"{foreign}: rlpipe.train has no such argument; it is {TRL_ARGUMENTS[foreign]} here")
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     dataset = os.fspath(dataset) if isinstance(dataset, os.PathLike) else dataset
-    also = {"model": model, "dataset": dataset, "num_epochs": num_epochs}
-    several = _several(rewards)
+    arguments = {"model": model, "dataset": dataset, "num_epochs": num_epochs}
+    reward_list = _as_list(rewards)
     if not isinstance(config, Config):
         file = os.fspath(config) if isinstance(config, str | os.PathLike) else None
-        given: list[Any] = [{} if file else config or {}, options, {} if model is None else {"model": model}]
-        config = make_config(given, dataset, num_epochs, file)
-    elif others := [*options, *(name for name, value in also.items() if value is not None)]:
-        raise ConfigError(f"{others[0]}: a finished Config takes no further options; pass its options as a dictionary")
-    return cast(Summary, pipeline.train(config, several))
+        trees: list[Any] = [{} if file else config or {}, options, {} if model is None else {"model": model}]
+        config = make_config(trees, dataset, num_epochs, file)
+    elif surplus := [*options, *(name for name, value in arguments.items() if value is not None)]:
+        raise ConfigError(f"{surplus[0]}: a finished Config takes no further options; pass its options as a dictionary")
+    return cast(Summary, pipeline.train(config, reward_list))
 
 
-def _several(rewards: Any) -> list[RewardLike]:
+def _as_list(rewards: Any) -> list[RewardLike]:
     if callable(rewards):
         return [rewards]
-    several = [*rewards] if isinstance(rewards, Iterable) and not isinstance(rewards, str | Mapping) else [rewards]
-    if all(callable(reward) for reward in several):
-        return several
+    reward_list = [*rewards] if isinstance(rewards, Iterable) and not isinstance(rewards, str | Mapping) else [rewards]
+    if all(callable(reward) for reward in reward_list):
+        return reward_list
     raise ConfigError(
         f"rewards={rewards!r:.100}: give a reward function or RewardActor class, or a list of them; "
         "one that is named by its path is an option, such as {'scoring.rewards.NAME.path': 'module:name'}"
@@ -122,8 +122,8 @@ def make_config(
     """
     if num_epochs is not None and not (isinstance(num_epochs, Real) and 0 < num_epochs < math.inf):
         raise ConfigError(f"num_epochs={num_epochs!r}: give a number above 0")
-    if wrong := next((tree for tree in given if not isinstance(tree, Mapping)), None):
-        raise ConfigError(f"config={wrong!r:.100}: give a YAML file, or a dictionary of options")
+    if invalid := next((tree for tree in given if not isinstance(tree, Mapping)), None):
+        raise ConfigError(f"config={invalid!r:.100}: give a YAML file, or a dictionary of options")
     groups, choices = list_groups(), list[str]()
     options = [] if dataset is None else [{"data": _describe_rows(dataset)}]
     for name, value in chain.from_iterable(tree.items() for tree in given):
@@ -152,8 +152,8 @@ def make_config(
 def _describe_rows(dataset: Any) -> dict[str, Any]:
     """Return the options of ``data`` that read a data set."""
     if isinstance(dataset, str):
-        found = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
-        return {"source": next(found, "datasets"), "path": dataset}
+        sources = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
+        return {"source": next(sources, "datasets"), "path": dataset}
     if not isinstance(dataset, Iterable):
         raise DataError(f"dataset={dataset!r:.100}: give a file, a folder, a hub id, or rows")
     source = "parquet" if isinstance(dataset, Table) else "jsonl"

@@ -73,8 +73,8 @@ class ScoringPool(ABC):
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Score the groups at the keys of ``group_ids``, which maps indices in ``groups`` to group ids."""
         calls = split_calls(list(group_ids), self._size)
-        parts = await asyncio.gather(*(self._score_chunk(groups, chunk, group_ids) for chunk in calls))
-        return [scores for part in parts for scores in part]
+        results = await asyncio.gather(*(self._score_chunk(groups, chunk, group_ids) for chunk in calls))
+        return [scores for result in results for scores in result]
 
     async def _score_chunk(
         self, groups: ObjectRef, chunk: Sequence[int], group_ids: Mapping[int, int]
@@ -84,8 +84,8 @@ class ScoringPool(ABC):
             return scores
         retried: list[GroupScores] = []
         for index in chunk:
-            again = await self._call(groups, [index])
-            retried += again if not isinstance(again, str) else [self.failed(group_ids[index], again)]
+            result = await self._call(groups, [index])
+            retried += result if not isinstance(result, str) else [self.failed(group_ids[index], result)]
         return retried
 
     @abstractmethod
@@ -227,22 +227,22 @@ class ServedPool(ScoringPool):
             raise RunError(f"the replicas of {self._name} can't start: {describe_exception(error)}") from None
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
-        parts = await asyncio.gather(*(self._score_chunk(groups, [index], group_ids) for index in group_ids))
-        return [scores for part in parts for scores in part]
+        results = await asyncio.gather(*(self._score_chunk(groups, [index], group_ids) for index in group_ids))
+        return [scores for result in results for scores in result]
 
     async def _score_chunk(
         self, groups: ObjectRef, chunk: Sequence[int], group_ids: Mapping[int, int]
     ) -> list[GroupScores]:
         (index,) = chunk
-        scores = await self._ask(groups, index, alone=False)
+        scores = await self._request_scores(groups, index, alone=False)
         if isinstance(scores, str):  # another group of the batch may be the cause
-            scores = await self._ask(groups, index, alone=True)
+            scores = await self._request_scores(groups, index, alone=True)
         return [self.failed(group_ids[index], scores)] if isinstance(scores, str) else scores
 
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
-        return await self._ask(groups, *indices, alone=True)
+        return await self._request_scores(groups, *indices, alone=True)
 
-    async def _ask(self, groups: ObjectRef, index: int, *, alone: bool) -> list[GroupScores] | str:
+    async def _request_scores(self, groups: ObjectRef, index: int, *, alone: bool) -> list[GroupScores] | str:
         num_deaths = 0
         while True:
             async with self._requests:
@@ -333,19 +333,19 @@ class ScoringDispatch:
 
     async def collected(self, groups: ObjectRef, requests: Mapping[int, GroupRequest]) -> None:
         """Record and score the groups that an engine has finished; ``requests`` are theirs, by index in ``groups``."""
-        kept = asyncio.ensure_future(self._generated(groups, _ids(requests)))
-        self._held.append((groups, requests, kept))
+        stored = asyncio.ensure_future(self._generated(groups, _ids(requests)))
+        self._held.append((groups, requests, stored))
         if sum(len(ids) for _, ids, _ in self._held) >= self._batch_size or not self._num_generating():
             held, self._held = self._held, []
-            results = await asyncio.gather(*(self._score_kept(*part) for part in held), return_exceptions=True)
-            for part, result in zip(held, results, strict=True):
+            results = await asyncio.gather(*(self._score_batch(*batch) for batch in held), return_exceptions=True)
+            for batch, result in zip(held, results, strict=True):
                 # Batches that are lost are generated again by their own calls.
-                if isinstance(result, BaseException) and (part[2] is kept or not isinstance(result, ObjectsLost)):
+                if isinstance(result, BaseException) and (batch[2] is stored or not isinstance(result, ObjectsLost)):
                     raise result
         try:
-            await kept
+            await stored
         except ObjectsLost:
-            self._held = [part for part in self._held if part[2] is not kept]
+            self._held = [batch for batch in self._held if batch[2] is not stored]
             raise
 
     async def score_stored(self, groups: Sequence[RolloutGroup]) -> None:
@@ -355,19 +355,19 @@ class ScoringDispatch:
         ids = {index: group.group_id for index, group in enumerate(groups)}
         await self._scored(ray.put(groups), ids, [scores[pool] for pool in pools])
 
-    async def _score_kept(
-        self, groups: ObjectRef, requests: Mapping[int, GroupRequest], kept: asyncio.Future[None]
+    async def _score_batch(
+        self, groups: ObjectRef, requests: Mapping[int, GroupRequest], stored: asyncio.Future[None]
     ) -> None:
-        """Score groups while their tokens are being stored; the scores wait for ``kept``."""
+        """Score groups while their tokens are being stored; the scores wait for ``stored``."""
         pools = range(len(self._pools))
-        found = await self._score_in(pools, groups, _ids(requests))
-        scores = {pool: own for pool, own in found.items() if not isinstance(own, ObjectsLost)}
-        if losses := {pool: own for pool, own in found.items() if isinstance(own, ObjectsLost)}:
-            await kept
+        results = await self._score_in(pools, groups, _ids(requests))
+        scores = {pool: result for pool, result in results.items() if not isinstance(result, ObjectsLost)}
+        if losses := {pool: result for pool, result in results.items() if isinstance(result, ObjectsLost)}:
+            await stored
             loss = next(iter(losses.values()))
             logger.warning("scoring: groups that the replay actor has stored are scored from there: %s", loss)
             scores |= await self._score_again(await self._stored([*requests.values()]), [*losses])
-        await kept
+        await stored
         await self._scored(groups, _ids(requests), [scores[pool] for pool in pools])
 
     async def _score_again(self, groups: Sequence[RolloutGroup], pools: Sequence[int]) -> dict[int, list[GroupScores]]:
@@ -376,12 +376,12 @@ class ScoringDispatch:
         Generating them again would give scores of other tokens than the stored ones.
         """
         group_ids = {index: group.group_id for index, group in enumerate(groups)}
-        found = await self._score_in(pools, ray.put(groups), group_ids)
+        results = await self._score_in(pools, ray.put(groups), group_ids)
         return {
-            pool: [self._pools[pool].failed(group_id, str(own)) for group_id in group_ids.values()]
-            if isinstance(own, ObjectsLost)
-            else own
-            for pool, own in found.items()
+            pool: [self._pools[pool].failed(group_id, str(result)) for group_id in group_ids.values()]
+            if isinstance(result, ObjectsLost)
+            else result
+            for pool, result in results.items()
         }
 
     async def _score_in(
@@ -389,10 +389,10 @@ class ScoringDispatch:
     ) -> dict[int, list[GroupScores] | ObjectsLost]:
         """Return the scores of some pools, or the loss of the groups on the way there."""
         try:
-            found = await asyncio.gather(*(self._try_in(pool, groups, group_ids) for pool in pools))
+            results = await asyncio.gather(*(self._try_in(pool, groups, group_ids) for pool in pools))
         except RayTaskError as error:
             raise root_cause(error, "scoring failed") from None
-        return dict(zip(pools, found, strict=True))
+        return dict(zip(pools, results, strict=True))
 
     async def _try_in(self, pool: int, groups: ObjectRef, group_ids: GroupIds) -> list[GroupScores] | ObjectsLost:
         self._queues[pool] += len(group_ids)

@@ -156,8 +156,8 @@ def episode_needs(config: Config) -> list[Need]:
 def generation_needs(config: Config, rewards: Mapping[str, RewardConfig] | None = None) -> list[Need]:
     """Return the needs of all processes that generate and score groups; ``rewards`` are by default the config's."""
     pools = resolve_pools(config, rewards).values()
-    own = [*engine_needs(config), *episode_needs(config)]
-    return [*own, *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
+    needs = [*engine_needs(config), *episode_needs(config)]
+    return [*needs, *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
 
 
 def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
@@ -378,13 +378,13 @@ def _callables_of(run: Run, members: Mapping[str, RewardConfig]) -> dict[str, Re
 def _spawner(
     run: Run, members: Mapping[str, RewardConfig], need: Need, reservation: Reservation, engines: Engines
 ) -> Spawn:
-    own = _callables_of(run, members)
+    callables = _callables_of(run, members)
     memory = memory_limit(run.config, members)
 
     def spawn(name: str, bundle: str) -> tuple[ActorHandle, ObjectRef]:
         actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=reservation, bundle=bundle)
         started: ObjectRef = actor.start.remote(
-            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd(), memory, engines
+            dict(members), callables, run.model, run.config.algorithm.num_steps, os.getcwd(), memory, engines
         )
         return actor, started
 

@@ -51,7 +51,10 @@ def passes_tests(
     if log_metric is not None:
         for program in programs:
             log_metric("programs/suspicious", float(program is not None and SUSPICIOUS.search(program) is not None))
-    return [_score(program, _listed(own), partial, timeout_s) for program, own in zip(programs, tests, strict=True)]
+    return [
+        _score(program, _listed(row_tests), partial, timeout_s)
+        for program, row_tests in zip(programs, tests, strict=True)
+    ]
 
 
 passes_tests.needs_sandbox = True  # type: ignore[attr-defined]
@@ -59,8 +62,8 @@ passes_tests.scores_each = True  # type: ignore[attr-defined]
 
 
 def _program(text: str, answer_tag: str | None) -> str | None:
-    inside = text if answer_tag is None else extract_tag(text, answer_tag)
-    return None if inside is None else last_fenced(inside) or inside
+    answer = text if answer_tag is None else extract_tag(text, answer_tag)
+    return None if answer is None else last_fenced(answer) or answer
 
 
 def _listed(tests: Test | Sequence[Test]) -> list[Test]:
@@ -85,11 +88,11 @@ def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: flo
 def _passes(program: str, test: Test, timeout_s: float) -> bool:
     if isinstance(test, str):
         return passes(program, test, timeout_s)
-    printed = _run(program, test["input"], timeout_s)
-    return printed is not None and _normal(printed) == _normal(test["output"])
+    output = _run(program, test["input"], timeout_s)
+    return output is not None and _normalized_lines(output) == _normalized_lines(test["output"])
 
 
-def _run(code: str, given: str, timeout_s: float) -> str | None:
+def _run(code: str, stdin: str, timeout_s: float) -> str | None:
     """Return what the code prints, or None if it fails, takes too long or prints too much."""
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -97,8 +100,8 @@ def _run(code: str, given: str, timeout_s: float) -> str | None:
         file.write_text(code, errors="surrogatepass")
         process = start_program([str(file)], folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            printed = _exchange(process, given.encode(errors="surrogatepass"), deadline)
-            if printed is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
+            output = _exchange(process, stdin.encode(errors="surrogatepass"), deadline)
+            if output is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
                 return None
         except subprocess.TimeoutExpired:
             return None
@@ -108,40 +111,40 @@ def _run(code: str, given: str, timeout_s: float) -> str | None:
                 if pipe is not None:
                     with suppress(OSError):
                         pipe.close()
-    return printed.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
-def _exchange(process: subprocess.Popen[bytes], given: bytes, deadline: float) -> bytes | None:
+def _exchange(process: subprocess.Popen[bytes], stdin: bytes, deadline: float) -> bytes | None:
     """Write the input and return the output, or None if that takes too long or the output is too long."""
     assert process.stdin is not None
     assert process.stdout is not None
-    left, printed = memoryview(given), bytearray()
+    remaining, output = memoryview(stdin), bytearray()
     with DefaultSelector() as selector:
         selector.register(process.stdout, EVENT_READ)
-        if left:
+        if remaining:
             selector.register(process.stdin, EVENT_WRITE)
         else:
             process.stdin.close()
         while selector.get_map():
             ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready or len(printed) > MAX_OUTPUT_BYTES:
+            if not ready or len(output) > MAX_OUTPUT_BYTES:
                 return None
             for key, _ in ready:
                 if key.fileobj is process.stdout:
                     piece = os.read(key.fd, 2**16)
-                    printed += piece
+                    output += piece
                     if not piece:
                         selector.unregister(process.stdout)
                 else:
                     with suppress(BrokenPipeError):
-                        left = left[os.write(key.fd, left[:PIPE_BUF]) :]
-                        if left:
+                        remaining = remaining[os.write(key.fd, remaining[:PIPE_BUF]) :]
+                        if remaining:
                             continue
                     selector.unregister(process.stdin)
                     with suppress(BrokenPipeError):
                         process.stdin.close()
-    return bytes(printed)
+    return bytes(output)
 
 
-def _normal(text: str) -> list[str]:
+def _normalized_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -116,12 +116,12 @@ class EngineChat:
 
     async def _sampled(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
         deadline, reason = time.monotonic() + timeout_s, "none was asked"
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             name = min(self._asked, key=lambda name: (self._avoided_until[name] > time.monotonic(), self._asked[name]))
             self._asked[name] += 1
             try:
-                async with asyncio.timeout(left_s + GRACE_S):
-                    return await self._ask(name, request, left_s)
+                async with asyncio.timeout(remaining_s + GRACE_S):
+                    return await self._ask(name, request, remaining_s)
             except (EngineSilent, TimeoutError) as error:
                 reason = str(error) or f"engine {name} does not answer"
                 self._avoided_until[name] = time.monotonic() + AVOIDED_S
@@ -151,10 +151,10 @@ class EngineChat:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for an option that ``Chat.answer`` does not know."""
-    known = {*SAMPLING, "chat_template_kwargs"}
-    if unknown := options.keys() - known:
+    allowed = {*SAMPLING, "chat_template_kwargs"}
+    if unknown := options.keys() - allowed:
         raise ConfigError(
-            f"engines have no option {', '.join(sorted(unknown))}; they have {', '.join(sorted(known))}, and "
+            f"engines have no option {', '.join(sorted(unknown))}; they have {', '.join(sorted(allowed))}, and "
             "temperature and max_tokens as separate arguments"
         )
 

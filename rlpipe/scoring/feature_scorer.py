@@ -85,14 +85,14 @@ class FeatureReader:
     @torch.no_grad()
     def read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
         """Return the features ``[S, D]``, in float32 on the CPU, in the order of the sequences."""
-        found: list[Tensor | None] = [None] * len(sequences)
-        parts = padded_parts([len(sequence.token_ids) for sequence in sequences], self._max_tokens)
-        for _ in range(self._most(len(parts)) - len(parts)):
+        features: list[Tensor | None] = [None] * len(sequences)
+        batches = padded_parts([len(sequence.token_ids) for sequence in sequences], self._max_tokens)
+        for _ in range(self._most(len(batches)) - len(batches)):
             self._read([FILLER])
-        for members in parts:
+        for members in batches:
             for index, vector in zip(members, self._read([sequences[index] for index in members]), strict=True):
-                found[index] = vector
-        vectors = [vector for vector in found if vector is not None]
+                features[index] = vector
+        vectors = [vector for vector in features if vector is not None]
         return torch.stack(vectors) if vectors else torch.zeros(0, 0)
 
     def _read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
@@ -159,13 +159,13 @@ class FeatureScorer:
 
     def _fill(self, result: GroupScores, samples: Tensor, truth: Tensor) -> None:
         scores = score_features(samples[None], truth[None], self._config.whitening, **self._config.parts)
-        if not all(bool(part.isfinite().all()) for part in (scores.alignment, scores.diversity, scores.cfm)):
+        if not all(bool(component.isfinite().all()) for component in (scores.alignment, scores.diversity, scores.cfm)):
             result.failures = dict.fromkeys((ALIGNMENT, DIVERSITY), "its features are not finite")
             return
-        alone = len(samples) == 1
+        is_single = len(samples) == 1
         result.scores = {
             ALIGNMENT: scores.alignment[0].tolist(),
-            DIVERSITY: [None] if alone else scores.diversity[0].tolist(),
+            DIVERSITY: [None] if is_single else scores.diversity[0].tolist(),
         }
         result.metrics = feature_metrics(scores, self._config)
 

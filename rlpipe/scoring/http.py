@@ -83,7 +83,7 @@ class JsonClient:
                 reason = f"it answered {response.status_code} ({_shown(answer)})"
                 if response.status_code not in RETRIED:
                     raise RequestFailed(f"{server}: {reason}")
-                pause_s = _wanted_pause_s(response)
+                pause_s = _retry_after_s(response)
             except (httpx.TimeoutException, TimeoutError):
                 reason = f"no answer within {self._timeout_s or 0:g} seconds"
             except httpx.HTTPError as error:
@@ -99,7 +99,7 @@ async def together(work: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
     """Run coroutines concurrently and return their results; if one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one) for one in work]
+            running = [tasks.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in running]
@@ -131,24 +131,24 @@ def _json_of(response: httpx.Response, body: bytes) -> Any:
         raise UnusableAnswer(f"its answer is not JSON ({_shown(body)})") from None
 
 
-def _finite(written: str) -> float:
-    value = float(written)
+def _finite(text: str) -> float:
+    value = float(text)
     if not math.isfinite(value):
-        raise ValueError(written)
+        raise ValueError(text)
     return value
 
 
-def _integer(written: str) -> int:
-    if len(written) > MAX_INTEGER_CHARS:
-        raise ValueError(f"an integer of {len(written)} digits")
-    return int(written)
+def _integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_CHARS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("an object has a name twice")
-    return found
+    return entries
 
 
 def _pause_s(attempt: int) -> float:
@@ -156,13 +156,13 @@ def _pause_s(attempt: int) -> float:
     return min(FIRST_PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
 
 
-def _wanted_pause_s(response: httpx.Response) -> float | None:
+def _retry_after_s(response: httpx.Response) -> float | None:
     """Return the seconds of ``Retry-After``, within limits; None for a date, or what is not a number."""
     try:
-        wanted_s = float(response.headers["retry-after"])
+        pause_s = float(response.headers["retry-after"])
     except (KeyError, ValueError):
         return None
-    return None if math.isnan(wanted_s) else min(max(wanted_s, 0.0), MAX_PAUSE_S)
+    return None if math.isnan(pause_s) else min(max(pause_s, 0.0), MAX_PAUSE_S)
 
 
 def _shown(body: bytes) -> str:

@@ -58,11 +58,11 @@ class AnswerCache:
         row = self._run("SELECT answer FROM answers WHERE key = ?", (key,))
         if row is None:
             return None
-        self._keep(key, row[0])
+        self._remember(key, row[0])
         return str(row[0])
 
     def put(self, key: str, answer: str) -> None:
-        self._keep(key, answer)
+        self._remember(key, answer)
         self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
 
     def _run(self, statement: str, values: tuple[str, ...]) -> tuple[str] | None:
@@ -77,7 +77,7 @@ class AnswerCache:
             return None
         return row
 
-    def _keep(self, key: str, answer: str) -> None:
+    def _remember(self, key: str, answer: str) -> None:
         self._answers[key] = answer
         self._answers.move_to_end(key)
         while len(self._answers) > self._max_in_memory:
@@ -163,9 +163,9 @@ class Judge(RewardActor, ABC):
         """Return the value in the judge's answer to the template, filled with the group's row and ``values``."""
         body = {**self._body, "messages": self._messages(group, values)}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        known = self._cache.get(key) if self._cache is not None else None
-        if known is not None:
-            return self.parse(known)
+        cached = self._cache.get(key) if self._cache is not None else None
+        if cached is not None:
+            return self.parse(cached)
         if isinstance(self._client, JsonClient):
             answer, value = await self._client.post("/chat/completions", body, self._read_completion)
         else:
@@ -181,8 +181,8 @@ class Judge(RewardActor, ABC):
     def _messages(self, group: RolloutGroup, values: Mapping[str, Any]) -> list[dict[str, str]]:
         prompt = group.prompt.prompt
         messages = [] if isinstance(prompt, str) else prompt
-        asked = prompt if isinstance(prompt, str) else _last_user_turn(prompt)
-        text = self._template.render({**group.prompt.task, "prompt": asked, "messages": messages, **values})
+        question = prompt if isinstance(prompt, str) else _last_user_turn(prompt)
+        text = self._template.render({**group.prompt.task, "prompt": question, "messages": messages, **values})
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": text}]
 
@@ -201,8 +201,8 @@ class Judge(RewardActor, ABC):
 
 def _check_source(url: str | None, model: str | None, engine: str | None, cache: str | None) -> None:
     if (url is None) == (engine is None):
-        found = "neither" if url is None else "both"
-        raise ValueError(f"a judge needs either url (a server) or engine (base or policy), found {found}: set one")
+        sources = "neither" if url is None else "both"
+        raise ValueError(f"a judge needs either url (a server) or engine (base or policy), found {sources}: set one")
     if engine not in (None, *get_args(Weights)):
         raise ValueError(f"engine is {engine!r}; set {' or '.join(get_args(Weights))}")
     if (url is None) != (model is None):
@@ -233,8 +233,8 @@ class NumberJudge(Judge):
     def parse(self, answer: str) -> float:
         text = answer
         if self._pattern is not None:
-            found = list(self._pattern.finditer(answer))
-            text = found[-1][1] if found else ""
+            matches = list(self._pattern.finditer(answer))
+            text = matches[-1][1] if matches else ""
         number = last_number(text)
         if number is None or not self._minimum <= number <= self._maximum:
             raise UnusableAnswer(
@@ -293,18 +293,18 @@ class PairwiseJudge(Judge):
         results = await together(
             self.ask(group, completion_a=texts[first], completion_b=texts[second]) for first, second in games
         )
-        won: list[list[float]] = [[] for _ in texts]
+        wins: list[list[float]] = [[] for _ in texts]
         for (first, second), result in zip(games, results, strict=True):
-            won[first].append(result)
-            won[second].append(1 - result)
-        return [math.fsum(own) / len(own) for own in won]
+            wins[first].append(result)
+            wins[second].append(1 - result)
+        return [math.fsum(outcomes) / len(outcomes) for outcomes in wins]
 
     def _pairs(self, count: int) -> list[tuple[int, int]]:
         if self._opponents is None:
             return list(combinations(range(count), 2))
         steps = range(1, min(self._opponents, count - 1) + 1)
-        met = {frozenset((index, (index + step) % count)) for index in range(count) for step in steps}
-        return sorted((min(pair), max(pair)) for pair in met)
+        pairs = {frozenset((index, (index + step) % count)) for index in range(count) for step in steps}
+        return sorted((min(pair), max(pair)) for pair in pairs)
 
     def parse(self, answer: str) -> float:
         """Return 1 if A is better, 0 if B is, and 0.5 for a tie."""

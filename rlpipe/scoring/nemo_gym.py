@@ -46,10 +46,10 @@ class NemoGym(RewardActor):
 
 def reward_of(answer: Any, *, of: str | None = None) -> float:
     """Return the reward in a server's answer, or that of a component; raise ``UnusableAnswer`` if there is none."""
-    found = answer if isinstance(answer, Mapping) else {}
-    value = found.get("reward")
+    fields = answer if isinstance(answer, Mapping) else {}
+    value = fields.get("reward")
     if of is not None:
-        components = found.get("reward_components")
+        components = fields.get("reward_components")
         value = components.get(of) if isinstance(components, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         named = "reward" if of is None else f"reward_components[{of!r}]"

@@ -60,8 +60,8 @@ def expected_rewards(config: Config) -> dict[str, RewardConfig]:
     """Return the rewards of a config as preparing the run will complete them, inferred from their paths alone."""
     rewards = dict(config.scoring.rewards)
     for name, reward in rewards.items():
-        alone = reward.num_gpus > 0 or reward.path.startswith(REWARD_CLASSES)
-        if alone and not reward.is_served:
+        needs_processes = reward.num_gpus > 0 or reward.path.startswith(REWARD_CLASSES)
+        if needs_processes and not reward.is_served:
             rewards[name] = replace(reward, num_processes=reward.num_processes or 1)
     if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
         rewards |= feature_configs(config.algorithm.ebft.features)
@@ -115,8 +115,8 @@ def split_served(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, Rew
     """Return the rewards of each deployment of Ray Serve, by its name."""
     served = {name: reward for name, reward in rewards.items() if reward.is_served}
     features = {name: reward for name, reward in served.items() if reward.path == FEATURE_PATH}
-    own = {name: {name: reward} for name, reward in served.items() if name not in features}
-    return own | ({"features": features} if features else {})
+    separate = {name: {name: reward} for name, reward in served.items() if name not in features}
+    return separate | ({"features": features} if features else {})
 
 
 def split_learner(rewards: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
@@ -130,8 +130,8 @@ def split_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, Re
     local = {name: reward for name, reward in rewards.items() if name not in elsewhere}
     shared = {name: reward for name, reward in local.items() if reward.num_processes is None}
     pools = {SHARED_POOL: shared} if shared else {}
-    own = {name: reward for name, reward in local.items() if reward.num_processes is not None}
-    return pools | {f"reward-{name}": {name: reward} for name, reward in own.items()}
+    separate = {name: reward for name, reward in local.items() if reward.num_processes is not None}
+    return pools | {f"reward-{name}": {name: reward} for name, reward in separate.items()}
 
 
 def split_calls(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:

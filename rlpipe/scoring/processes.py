@@ -33,10 +33,10 @@ def run_server(
 
     Its first argument is the file descriptor of the other end.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    with theirs:
-        given = [str(theirs.fileno()), *arguments]
-        return _run_module(name, given, pass_fds=[theirs.fileno()], environment=ONE_THREAD), ours
+    parent_end, child_end = socket.socketpair(socket.AF_UNIX, kind)
+    with child_end:
+        child_arguments = [str(child_end.fileno()), *arguments]
+        return _run_module(name, child_arguments, pass_fds=[child_end.fileno()], environment=ONE_THREAD), parent_end
 
 
 def _run_module(
@@ -92,13 +92,13 @@ def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[i
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
-    found: set[int] = set()
+    pids: set[int] = set()
     waiting = list(roots)
     while waiting:
-        new = [child for child in children.get(waiting.pop(), ()) if child not in found]
-        found.update(new)
+        new = [child for child in children.get(waiting.pop(), ()) if child not in pids]
+        pids.update(new)
         waiting += new
-    return found
+    return pids
 
 
 class ProcessTree:
@@ -116,34 +116,34 @@ class ProcessTree:
         """Return the ids of the living descendants."""
         pids = process_ids()
         self._strangers &= pids
-        found = read_processes(pids - self._strangers)
-        family = descendants([os.getpid()], found)
-        # The child of one that dies during the look seems to be a stranger, until it is this process's child.
-        others = found.keys() - family - {os.getpid()}
-        self._strangers |= others & self._once
-        self._once = others
+        processes = read_processes(pids - self._strangers)
+        family = descendants([os.getpid()], processes)
+        # A process whose parent dies during the scan seems unrelated until this process has adopted it.
+        strangers = processes.keys() - family - {os.getpid()}
+        self._strangers |= strangers & self._once
+        self._once = strangers
         return family
 
 
 def marked(mark: str, pids: Iterable[int]) -> set[int]:
     """Return those of ``pids`` that were started with ``mark``, such as ``NAME=value``, in their environment."""
-    found = set()
+    matches = set()
     for pid in pids:
         with suppress(OSError):
             if mark.encode() in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                found.add(pid)
-    return found
+                matches.add(pid)
+    return matches
 
 
 def end_processes(find: Callable[[], set[int]]) -> None:
     """Kill the processes that ``find`` returns until there are none; stop all first, so that none starts another."""
     deadline = time.monotonic() + END_TIMEOUT_S
-    while (found := find()) and time.monotonic() < deadline:
+    while (pids := find()) and time.monotonic() < deadline:
         stopped: set[int] = set()
-        while (new := found - stopped) and time.monotonic() < deadline:
+        while (new := pids - stopped) and time.monotonic() < deadline:
             send_signal(new, signal.SIGSTOP)
             stopped |= new
-            found = find()
+            pids = find()
         send_signal(stopped, signal.SIGKILL)
         time.sleep(0.001)
 
@@ -202,9 +202,9 @@ class ProcessSnapshot:
                         signal.signal(number, signal.SIG_IGN)
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
-        for timer, (left, interval) in self._timers.items():
-            if left > 0:  # set before the reward was called, and still running
-                signal.setitimer(timer, left, interval)
+        for timer, (remaining_s, interval) in self._timers.items():
+            if remaining_s > 0:  # set before the reward was called, and still running
+                signal.setitimer(timer, remaining_s, interval)
         if self._folder is not None:
             with suppress(OSError):
                 os.chdir(self._folder)
@@ -312,12 +312,12 @@ def find_survivors(group: int, mark: str, unrelated: AbstractSet[int] = frozense
 
 def reap() -> None:
     group, token = int(sys.argv[1]), sys.argv[2]
-    kept = read_process(group)
+    leader = read_process(group)
     # Ray kills a worker's own children first, so the reaper must not be one. A pipe would not report the worker's end,
     # because children that it forks hold the other end open.
     if os.fork() != 0:
         os._exit(0)
-    while kept is not None and (now := read_process(group)) is not None and now.started == kept.started:
+    while leader is not None and (now := read_process(group)) is not None and now.started == leader.started:
         time.sleep(REAPER_POLL_S)
     end_processes(lambda: find_survivors(group, f"{CHILD_MARK}={token}"))
 

@@ -54,11 +54,11 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, keep), encode(entry, keep)] for key, entry in dict.items(value)]}
-    for name, plain in SEQUENCES.items():
-        if isinstance(value, plain):  # type: ignore[arg-type]
-            return {name: [encode(entry, keep) for entry in plain.__iter__(value)]}  # type: ignore[attr-defined]
+    for name, base_type in SEQUENCES.items():
+        if isinstance(value, base_type):  # type: ignore[arg-type]
+            return {name: [encode(entry, keep) for entry in base_type.__iter__(value)]}  # type: ignore[attr-defined]
     if isinstance(value, Decimal | Fraction | complex):
-        name = next(name for name, plain in NUMBERS.items() if isinstance(value, plain))  # type: ignore[arg-type]
+        name = next(name for name, base_type in NUMBERS.items() if isinstance(value, base_type))  # type: ignore[arg-type]
         return {name: str(value)}
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return encode(value.item(), keep)
@@ -110,8 +110,8 @@ class ProgramHost:
     def _run(self, request: dict[str, Any]) -> Any:
         match request:
             case {"names": names}:
-                found = {name: getattr(self._program, name) for name in names if hasattr(self._program, name)}
-                return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+                values = {name: getattr(self._program, name) for name in names if hasattr(self._program, name)}
+                return {name: value for name, value in values.items() if not isinstance(value, types.ModuleType)}
             case {"call": index, "arguments": [positional, named]}:
                 values, options = decode(positional, self._find), decode(named, self._find)
                 result = self._objects[index](*values, **options)
@@ -135,9 +135,9 @@ class ProgramHost:
                 return bool(self._objects[first] == self._objects[second])
         raise ValueError(f"unknown request {request}")
 
-    def _answer(self, work: Callable[[], Any]) -> None:
+    def _answer(self, operation: Callable[[], Any]) -> None:
         try:
-            answer = {"value": encode(work(), self._keep)}
+            answer = {"value": encode(operation(), self._encode_object)}
         except BaseException as error:  # noqa: BLE001 - a program may raise anything
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
         self._write(answer)
@@ -146,7 +146,7 @@ class ProgramHost:
         self._answers.write(json.dumps(message).encode() + b"\n")
         self._answers.flush()
 
-    def _keep(self, value: Any) -> Any:
+    def _encode_object(self, value: Any) -> Any:
         if isinstance(value, TestObject):
             return {"local": object.__getattribute__(value, "_index")}
         self._objects.append(value)
@@ -162,11 +162,11 @@ class ProgramHost:
 
     def ask_back(self, kind: str, index: int, *arguments: Any) -> Any:
         """Ask the other side about an object of the test, which was passed as an argument."""
-        self._write({kind: index, "arguments": encode(list(arguments), self._keep)})
+        self._write({kind: index, "arguments": encode(list(arguments), self._encode_object)})
         answer = json.loads(self._requests.readline())
         if "raised" in answer:
-            kind_of_error = AttributeError if kind == "attribute" else ValueError
-            raise kind_of_error(answer["raised"])
+            error_type = AttributeError if kind == "attribute" else ValueError
+            raise error_type(answer["raised"])
         return decode(answer["value"], self._find)
 
 
@@ -202,8 +202,8 @@ SHOWN = ("__call__", "__iter__", "__getitem__", "__len__", "__bool__")
 
 def main() -> None:
     requests, answers = (int(argument) for argument in sys.argv[1:3])
-    with os.fdopen(requests, "rb") as given, os.fdopen(answers, "wb") as written:
-        ProgramHost(given, written).serve()
+    with os.fdopen(requests, "rb") as request_pipe, os.fdopen(answers, "wb") as answer_pipe:
+        ProgramHost(request_pipe, answer_pipe).serve()
 
 
 if __name__ == "__main__":

@@ -97,21 +97,21 @@ class RemoteProgram:
 
     def __enter__(self) -> RemoteProgram:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        theirs_in, self._requests = os.pipe()
-        self._answers, theirs_out = os.pipe()
+        child_in, self._requests = os.pipe()
+        self._answers, child_out = os.pipe()
         self._process = start_program(
-            [str(Path(program_host.__file__)), str(theirs_in), str(theirs_out)],
+            [str(Path(program_host.__file__)), str(child_in), str(child_out)],
             self._folder.name,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[theirs_in, theirs_out],
+            pass_fds=[child_in, child_out],
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        os.close(child_in)
+        os.close(child_out)
         os.set_blocking(self._requests, False)
         os.set_blocking(self._answers, False)
         try:
-            self._ask(self._source)
+            self._exchange(self._source)
         except BaseException as error:
             self.__exit__()
             if isinstance(error, Exception):
@@ -127,13 +127,13 @@ class RemoteProgram:
 
     def defined(self, names: list[str]) -> dict[str, Any]:
         """Return the program's objects of these names that it defines, without its modules."""
-        found = self._ask({"names": names})
-        return {name: found[name] for name in names if name in found} if isinstance(found, dict) else {}
+        objects = self._exchange({"names": names})
+        return {name: objects[name] for name in names if name in objects} if isinstance(objects, dict) else {}
 
     def call(self, index: int, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Call an object of the program; lists and the like that it changes are changed here, too."""
         arguments = [encode(list(positional), self._name), encode(dict(named), self._name)]
-        answer = self._ask({"call": index, "arguments": arguments})
+        answer = self._exchange({"call": index, "arguments": arguments})
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
             raise ProgramFailed("the program answered a call in an invalid form")
         result, changed = answer
@@ -143,12 +143,12 @@ class RemoteProgram:
         return result
 
     def ask(self, kind: str, index: int, **more: Any) -> Any:
-        return self._ask({kind: index, **{name: encode(value, self._name) for name, value in more.items()}})
+        return self._exchange({kind: index, **{name: encode(value, self._name) for name, value in more.items()}})
 
     def equal(self, first: int, second: int) -> bool:
-        return self._ask({"equal": [first, second]}) is True
+        return self._exchange({"equal": [first, second]}) is True
 
-    def _ask(self, request: Any) -> Any:
+    def _exchange(self, request: Any) -> Any:
         self._write(request)
         while True:
             match self._read():
@@ -209,7 +209,7 @@ class RemoteProgram:
             return {"object": object.__getattribute__(value, "_index")}
         if isinstance(value, HIDDEN_TYPES):
             raise TypeError(f"a test can't pass a {type(value).__name__} to a program")
-        index = next((number for number, known in enumerate(self._locals) if known is value), len(self._locals))
+        index = next((number for number, existing in enumerate(self._locals) if existing is value), len(self._locals))
         if index == len(self._locals):
             self._locals.append(value)
         return {"local": index}
@@ -245,8 +245,12 @@ class RemoteProgram:
             raise ProgramFailed("the program sent an invalid answer") from None
 
     def _await(self, fd: int, *, is_read: bool) -> None:
-        left = self._deadline - time.monotonic()
-        ready = select.select([fd] if is_read else [], [] if is_read else [fd], [], max(0.0, left)) if left > 0 else ()
+        remaining_s = self._deadline - time.monotonic()
+        ready = (
+            select.select([fd] if is_read else [], [] if is_read else [fd], [], max(0.0, remaining_s))
+            if remaining_s > 0
+            else ()
+        )
         if not any(ready):
             raise ProgramFailed("the program took too long")
 
@@ -312,8 +316,8 @@ REMOTE_ABILITIES = frozenset(REMOTE_METHODS)
 REMOTE_TYPES: dict[frozenset[str], type[RemoteObject]] = {}
 """A class for each set of abilities, because Python looks them up in an object's class."""
 for _bits in range(2 ** len(REMOTE_METHODS)):
-    _own = [name for index, name in enumerate(REMOTE_METHODS) if _bits >> index & 1]
-    REMOTE_TYPES[frozenset(_own)] = type("Remote", (RemoteObject,), {name: REMOTE_METHODS[name] for name in _own})
+    _names = [name for index, name in enumerate(REMOTE_METHODS) if _bits >> index & 1]
+    REMOTE_TYPES[frozenset(_names)] = type("Remote", (RemoteObject,), {name: REMOTE_METHODS[name] for name in _names})
 
 
 def _replace(original: Any, value: Any) -> None:
@@ -330,13 +334,13 @@ def _replace(original: Any, value: Any) -> None:
 def _raise(kinds: list[Any], text: str) -> NoReturn:
     """Raise the first of Python's own exceptions among the classes of an exception of the program."""
     for name in kinds:
-        error = _own_error(name, text)
+        error = _builtin_error(name, text)
         if error is not None:
             raise error
     raise ProgramError(text)
 
 
-def _own_error(name: Any, text: str) -> Exception | None:
+def _builtin_error(name: Any, text: str) -> Exception | None:
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is Exception:
         return None
@@ -355,24 +359,24 @@ def passes(source: str, test: str, timeout_s: float) -> bool:
     code = compile(tree, "<test>", "exec")
     try:
         with RemoteProgram(source, timeout_s) as program:
-            exec(code, {"__name__": "test", **_known(program, tree)})
+            exec(code, {"__name__": "test", **_resolve_names(program, tree)})
     except (Exception, SystemExit):  # noqa: BLE001 - whatever a test raises, it did not pass
         return False
     return True
 
 
-def _known(program: RemoteProgram, test: ast.Module) -> dict[str, Any]:
+def _resolve_names(program: RemoteProgram, test: ast.Module) -> dict[str, Any]:
     """Return what the test's names stand for: objects of the program, or modules that the test reads attributes of.
 
     The program's own ``set`` or ``math`` never stand in for Python's, which tests compare with. Only if the program
     defines no other name of the test is a function called ``sum`` the one that is tested.
     """
     nodes = list(ast.walk(test))
-    used = sorted({node.id for node in nodes if isinstance(node, ast.Name)})
+    used_names = sorted({node.id for node in nodes if isinstance(node, ast.Name)})
     owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     modules = {name: importlib.import_module(name) for name in owners.intersection(TEST_MODULES)}
-    found = program.defined([name for name in used if name not in modules and not hasattr(builtins, name)])
-    if not found:
-        shadowing = program.defined([name for name in used if hasattr(builtins, name)])
-        found = {name: value for name, value in shadowing.items() if isinstance(value, RemoteObject)}
-    return {**modules, **found}
+    objects = program.defined([name for name in used_names if name not in modules and not hasattr(builtins, name)])
+    if not objects:
+        shadowing = program.defined([name for name in used_names if hasattr(builtins, name)])
+        objects = {name: value for name, value in shadowing.items() if isinstance(value, RemoteObject)}
+    return {**modules, **objects}

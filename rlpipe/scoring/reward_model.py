@@ -99,8 +99,8 @@ class ClassifierReward(RewardActor):
         """Return one value for each completion, which is given with its group."""
 
     def tokens(self, text: str, *, special: bool = False) -> list[int]:
-        found: list[int] = self._own(text, add_special_tokens=special)["input_ids"]
-        return found
+        token_ids: list[int] = self._own(text, add_special_tokens=special)["input_ids"]
+        return token_ids
 
     def prompt_and_answer(self, group: RolloutGroup, text: str) -> list[int]:
         """Return the tokens of the prompt followed by the completion."""
@@ -133,15 +133,15 @@ class ClassifierReward(RewardActor):
         for sequence in sequences:
             if len(sequence) > self.max_tokens:
                 raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self.max_tokens}")
-        found: dict[int, Tensor] = {}
+        logits_by_index: dict[int, Tensor] = {}
         for members in padded_parts([len(sequence) for sequence in sequences], self.batch_tokens):
             rows = [torch.tensor(sequences[i], dtype=torch.long) for i in members]
             token_ids = pad_sequence(rows, batch_first=True, padding_value=self._own.pad_token_id)
             mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             inputs = {"input_ids": token_ids.to(self._device), "attention_mask": mask.to(self._device)}
             logits = self._model(**inputs).logits
-            found.update(zip(members, logits.float().cpu(), strict=True))
-        return [found[index] for index in range(len(sequences))]
+            logits_by_index.update(zip(members, logits.float().cpu(), strict=True))
+        return [logits_by_index[index] for index in range(len(sequences))]
 
 
 class SequenceReward(ClassifierReward):
@@ -157,7 +157,7 @@ class SequenceReward(ClassifierReward):
         self._label, self._sigmoid = label, sigmoid
 
     def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
-        logits = [found[self._label] for found in self.run([self.prompt_and_answer(*answer) for answer in answers])]
+        logits = [values[self._label] for values in self.run([self.prompt_and_answer(*answer) for answer in answers])]
         return [float(value.sigmoid() if self._sigmoid else value) for value in logits]
 
 
@@ -188,12 +188,12 @@ class StepReward(ClassifierReward):
         self._separator, self._mark, self._label, self._combine = separator, step_token or separator, label, combine
 
     def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
-        cut = [self._cut(*answer) for answer in answers]
-        scored = [index for index, (_, ends) in enumerate(cut) if ends]
-        logits = self.run([cut[index][0] for index in scored])
+        truncated = [self._cut(*answer) for answer in answers]
+        scored = [index for index, (_, ends) in enumerate(truncated) if ends]
+        logits = self.run([truncated[index][0] for index in scored])
         values: list[float | None] = [None] * len(answers)
-        for index, found in zip(scored, logits, strict=True):
-            steps = found[cut[index][1]].softmax(1)[:, self._label]
+        for index, answer_logits in zip(scored, logits, strict=True):
+            steps = answer_logits[truncated[index][1]].softmax(1)[:, self._label]
             values[index] = float(REDUCTIONS[self._combine](steps))
         return values
 

@@ -172,9 +172,9 @@ def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: s
             f"reward {source} has no parameter {_listed(unknown)}, which kwargs sets; "
             f"its parameters are ({_listed(signature.named)})"
         )
-    taken = set(kwargs) & PROVIDED
-    if taken:
-        raise RewardImportError(f"reward {source}: {_listed(taken)} comes from the run; remove it from kwargs")
+    reserved = set(kwargs) & PROVIDED
+    if reserved:
+        raise RewardImportError(f"reward {source}: {_listed(reserved)} comes from the run; remove it from kwargs")
 
 
 def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
@@ -192,8 +192,8 @@ def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable
     """Return the required parameters that neither the run, nor ``kwargs``, nor the data-set ``columns`` can fill."""
     if inspect.isclass(reward):
         return []
-    passed = PROVIDED | set(kwargs) | (set(columns) - HIDDEN_COLUMNS)
-    return sorted(read_signature(reward, repr(reward)).required - passed)
+    available = PROVIDED | set(kwargs) | (set(columns) - HIDDEN_COLUMNS)
+    return sorted(read_signature(reward, repr(reward)).required - available)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -83,7 +83,9 @@ class _RewardCall:
         self.arguments: dict[str, Any] = {name: [group.prompt.task[name]] * len(group) for name in self.columns}
         self.arguments |= {
             "prompts": [group.prompt.prompt] * len(group),
-            "completions": [_messages(own, text) for own, text in zip(group, texts, strict=True)] if chat else texts,
+            "completions": [_messages(rollout, text) for rollout, text in zip(group, texts, strict=True)]
+            if chat
+            else texts,
             "completion_ids": [rollout.completion_ids.tolist() for rollout in group],
             "rollouts": group.rollouts,
             "trainer_state": _trainer_state(group, num_steps),
@@ -104,8 +106,8 @@ class _RewardCall:
         self.result.metrics = {name: sum(values) / len(values) for name, values in self._logged.items()}
         if len(self.group) < self._num_rollouts:
             for name, values in self.result.scores.items():
-                found = dict(zip(self._scored, values, strict=True))
-                self.result.scores[name] = [found.get(index) for index in range(self._num_rollouts)]
+                by_index = dict(zip(self._scored, values, strict=True))
+                self.result.scores[name] = [by_index.get(index) for index in range(self._num_rollouts)]
         return self.result
 
 
@@ -182,13 +184,15 @@ class _SandboxedReward(_FunctionReward):
         """
         deadline, count, values = time.monotonic() + self._timeout_s, len(call.group), list[Any]()
         for index in range(count):
-            own = {
+            call_arguments = {
                 name: value[index : index + 1] if name in call.arguments and isinstance(value, list) else value
                 for name, value in arguments.items()
             }
-            left = max(0.0, deadline - time.monotonic())
+            remaining_s = max(0.0, deadline - time.monotonic())
             try:
-                values += self._score(call, own, 1, timeout_s=min(left, 2 * left / (count - index)))
+                values += self._score(
+                    call, call_arguments, 1, timeout_s=min(remaining_s, 2 * remaining_s / (count - index))
+                )
                 crashed = False
             except SandboxFailed as failure:
                 if not failure.is_crash:
@@ -249,12 +253,12 @@ class Scorer:
         """Set the memory limit of this process, once its rewards are loaded."""
         self._limit, self._allowed_bytes = limit, limit.apply()
 
-    def _open(self, name: str, config: RewardConfig, given: Reward | None) -> _Reward:
-        if given is None:
+    def _open(self, name: str, config: RewardConfig, reward_function: Reward | None) -> _Reward:
+        if reward_function is None:
             reward, source = load_reward(config.path, config.kwargs), config.path
         else:
-            check_reward(given, config.kwargs, name)
-            reward, source = given, name
+            check_reward(reward_function, config.kwargs, name)
+            reward, source = reward_function, name
         if self._sandbox is not None and config.isolation == "sandbox":
             return _SandboxedReward(name, reward, config, self._sandbox)
         if not isinstance(reward, type):
@@ -328,7 +332,7 @@ def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], c
     try:
         try:
             returned = list(score([call.group for call in calls]))
-            checked = [check_scores(own, len(call.group)) for own, call in zip(returned, calls, strict=True)]
+            checked = [check_scores(scores, len(call.group)) for scores, call in zip(returned, calls, strict=True)]
         finally:
             before.undo()
     except KeyboardInterrupt:
@@ -339,8 +343,8 @@ def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], c
         before.end_children()
         return
     seconds = (time.perf_counter() - started) / len(calls)
-    for call, own in zip(calls, checked, strict=True):
-        call.result.scores[name], call.result.seconds[name] = own, seconds
+    for call, scores in zip(calls, checked, strict=True):
+        call.result.scores[name], call.result.seconds[name] = scores, seconds
 
 
 def _begin(name: str, reward: _Reward, call: _RewardCall) -> list[Awaitable[bool]]:
@@ -388,10 +392,10 @@ def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Ma
     """
     values: dict[str, list[float | None]] = {}
     failures: dict[str, str] = {}
-    for part in scores:
-        values |= part.scores
-        failures |= part.failures
-        group.logged |= part.metrics
+    for pool_scores in scores:
+        values |= pool_scores.scores
+        failures |= pool_scores.failures
+        group.logged |= pool_scores.metrics
     failures |= {name: "it was not scored" for name in rewards if name not in values and name not in failures}
     for name, reason in failures.items():
         values[name] = _substitute(name, reason, group, rewards[name])
@@ -399,7 +403,7 @@ def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Ma
         has_failed = rollout.status is RolloutStatus.FAILED
         rollout.rewards = {name: 0.0 if has_failed else values[name][index] for name in rewards}
         rollout.reward = None if group.failure else _weighted_sum(rollout.rewards, rewards)
-    group.score_s = sum(sum(part.seconds.values()) for part in scores)
+    group.score_s = sum(sum(pool_scores.seconds.values()) for pool_scores in scores)
 
 
 def _substitute(name: str, reason: str, group: RolloutGroup, config: RewardConfig) -> list[float | None]:

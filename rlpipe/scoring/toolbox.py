@@ -23,8 +23,8 @@ def completion_text(completion: Completion) -> str:
     """Return the text of a completion: the completion itself, or its last message by the assistant that has a text."""
     if isinstance(completion, str):
         return completion
-    own = (message for message in reversed(completion) if message.get("role", "assistant") == "assistant")
-    return next((message["content"] for message in own if message.get("content")), "")
+    replies = (message for message in reversed(completion) if message.get("role", "assistant") == "assistant")
+    return next((message["content"] for message in replies if message.get("content")), "")
 
 
 def extract_tag(text: str, tag: str) -> str | None:
@@ -36,8 +36,8 @@ def extract_tag(text: str, tag: str) -> str | None:
 
 def last_number(text: str) -> float | None:
     """Return the last number in a text, with sign, thousands separators, decimals and exponent, or None."""
-    found = NUMBER.findall(text.replace("−", "-"))
-    return _to_float(found[-1]) if found else None
+    numbers = NUMBER.findall(text.replace("−", "-"))
+    return _to_float(numbers[-1]) if numbers else None
 
 
 def _to_float(digits: str) -> float:
@@ -58,7 +58,7 @@ def _answers(completions: Sequence[Completion], answer_tag: str | None) -> list[
     return [text.strip() if answer_tag is None else extract_tag(text, answer_tag) for text in texts]
 
 
-def _given(answer: Sequence[Any]) -> Sequence[Any]:
+def _require_answers(answer: Sequence[Any]) -> Sequence[Any]:
     if any(gold is None for gold in answer):
         raise ValueError("the row's answer is null")
     return answer
@@ -80,9 +80,10 @@ def exact_match(
         text = str(value).strip()
         return text.casefold() if ignore_case else text
 
-    found = _answers(completions, answer_tag)
+    texts = _answers(completions, answer_tag)
     return [
-        float(text is not None and key(text) == key(gold)) for text, gold in zip(found, _given(answer), strict=True)
+        float(text is not None and key(text) == key(gold))
+        for text, gold in zip(texts, _require_answers(answer), strict=True)
     ]
 
 
@@ -93,7 +94,7 @@ def numeric_match(
 
     Raises ``ValueError`` for a row whose answer is not a number.
     """
-    return [float(miss <= tolerance) for miss in _misses(completions, answer, answer_tag)]
+    return [float(miss <= tolerance) for miss in _distances(completions, answer, answer_tag)]
 
 
 def numeric_closeness(
@@ -104,10 +105,10 @@ def numeric_closeness(
     This distinguishes wrong answers even if no sample of a group is right yet. The number is found as by
     ``numeric_match``. Raises ``ValueError`` for a row whose answer is not a number.
     """
-    return [scale / (scale + miss) for miss in _misses(completions, answer, answer_tag)]
+    return [scale / (scale + distance) for distance in _distances(completions, answer, answer_tag)]
 
 
-def _misses(completions: Sequence[Completion], answer: Sequence[Any], answer_tag: str | None) -> list[float]:
+def _distances(completions: Sequence[Completion], answer: Sequence[Any], answer_tag: str | None) -> list[float]:
     """Return the distance of each completion's last number from the row's answer."""
     numbers = [None if text is None else last_number(text) for text in _answers(completions, answer_tag)]
     return [_distance(number, _gold_number(gold)) for number, gold in zip(numbers, answer, strict=True)]
@@ -125,7 +126,7 @@ def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> 
     a row whose answer has no ``####``. Data: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
     """
     golds = []
-    for gold in _given(answer):
+    for gold in _require_answers(answer):
         if "####" not in gold:
             raise ValueError(f"the row's answer {gold[-40:]!r} has no '####'; use numeric_match for plain answers")
         golds.append(_gold_number(gold.rsplit("####", 1)[1]))
@@ -148,7 +149,7 @@ def math_answer(
     leaves out LaTeX. Raises ``ValueError`` for a row whose answer math-verify can't read. Parsing a completion and
     comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0.
     """
-    golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in _given(answer)}}
+    golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in _require_answers(answer)}}
     texts = [completion_text(completion) for completion in completions]
     return [_equals(golds[str(gold)], text, plain, timeout_s) for gold, text in zip(answer, texts, strict=True)]
 
@@ -163,19 +164,19 @@ def _read_gold(gold: str, plain: bool, timeout_s: int) -> list[Any]:
     from math_verify import parse
 
     wrapped = gold if plain or "$" in gold or "\\boxed" in gold else f"${gold}$"
-    found: list[Any] = parse(wrapped, _extraction(plain), parsing_timeout=timeout_s)
-    if not found:
+    parsed: list[Any] = parse(wrapped, _extraction(plain), parsing_timeout=timeout_s)
+    if not parsed:
         raise ValueError(
             f"the row's answer {gold[-60:]!r} is not a mathematical expression that parses within {timeout_s} s"
         )
-    return found
+    return parsed
 
 
 def _equals(gold: list[Any], text: str, plain: bool, timeout_s: int) -> float:
     from math_verify import parse, verify
 
-    found = parse(text, _extraction(plain), parsing_timeout=timeout_s)
-    return float(verify(gold, found, timeout_seconds=timeout_s))
+    parsed = parse(text, _extraction(plain), parsing_timeout=timeout_s)
+    return float(verify(gold, parsed, timeout_seconds=timeout_s))
 
 
 @lru_cache(maxsize=64)
@@ -199,9 +200,9 @@ def reasoning_gym(
     one that makes the grader raise, scores 0; an entry that the grader can't use raises.
     """
     arguments = json.dumps(dict(task_args or {}), sort_keys=True)
-    found = _answers(completions, answer_tag)
+    texts = _answers(completions, answer_tag)
     graders = [_grader(task, arguments) for task in reasoning_gym_task]
-    return [_grade(*item) for item in zip(graders, found, entry, strict=True)]
+    return [_grade(*item) for item in zip(graders, texts, entry, strict=True)]
 
 
 def _grade(grader: Any, text: str | None, entry: Mapping[str, Any]) -> float:

@@ -66,8 +66,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in MACHINERY]
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))]
-    return next(reversed(own or frames), None)
+    user_frames = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))]
+    return next(reversed(user_frames or frames), None)
 
 
 def shortened(text: str, limit: int) -> str:

@@ -299,15 +299,15 @@ def checksum(tensor: Tensor) -> int:
 
 def add_checksum(sums: dict[int, int], name: str, tensor: Tensor) -> None:
     """Add a tensor's checksum to the sum of its layer, the first number in its name (-1 if there is none)."""
-    layer = next((int(part) for part in name.split(".") if part.isdigit()), -1)
+    layer = next((int(segment) for segment in name.split(".") if segment.isdigit()), -1)
     sums[layer] = (sums.get(layer, 0) + checksum(tensor)) & _MASK
 
 
 def merge_sums(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     """Add up the sums of several ranks' shards."""
     merged: dict[int, int] = {}
-    for part in parts:
-        for layer, value in part.items():
+    for rank_sums in parts:
+        for layer, value in rank_sums.items():
             merged[layer] = (merged.get(layer, 0) + value) & _MASK
     return merged
 

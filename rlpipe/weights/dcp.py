@@ -48,7 +48,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], *, num_ranks: int) -
     """
     writer = _DigestingWriter(folder)
     try:
-        with _single_process_is_meant():
+        with _without_process_warning():
             dcp.save(tensors, storage_writer=writer, no_dist=num_ranks == 1)
     except CheckpointException as error:
         raise OSError(f"{folder} can't be written: {_causes(error)}") from error
@@ -71,8 +71,8 @@ class StoredTensors:
         """Fill this rank's tensors, where ``prefix`` precedes their names; raise ``ConfigError`` for a damaged file."""
         named = {prefix + name: tensor for name, tensor in tensors.items()}
         try:
-            with _single_process_is_meant():
-                dcp.load(named, storage_reader=_GivenReader(self._folder, self._metadata), no_dist=True)
+            with _without_process_warning():
+                dcp.load(named, storage_reader=_MetadataReader(self._folder, self._metadata), no_dist=True)
         except CheckpointException as error:
             raise ConfigError(_unreadable(self._folder, _causes(error))) from None
 
@@ -89,16 +89,16 @@ class _DigestingWriter(FileSystemWriter):
         infos = [result.storage_data for result in written.wait()]
         digests = {name: file_digest(self.path / name) for name in {info.relative_path for info in infos}}
         for info in infos:
-            info.digest = digests[info.relative_path]  # it travels to rank 0 with the rest
+            info.digest = digests[info.relative_path]  # rank 0 gets it with the other fields
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        for info in (result.storage_data for own in results for result in own):
+        for info in (result.storage_data for rank_results in results for result in rank_results):
             self.digests[info.relative_path] = vars(info).pop("digest")
         super().finish(metadata, results)
 
 
-class _GivenReader(FileSystemReader):
+class _MetadataReader(FileSystemReader):
     """Reader that is given the folder's metadata."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
@@ -142,25 +142,25 @@ class _Unpickler(pickle.Unpickler):
 def _read_metadata(folder: Path) -> Metadata:
     try:
         with (folder / filesystem._metadata_fn).open("rb") as file:
-            found = _Unpickler(file).load()
-        _check(found, {path.name: path.stat().st_size for path in folder.iterdir()})
+            checkpoint_metadata = _Unpickler(file).load()
+        _check(checkpoint_metadata, {path.name: path.stat().st_size for path in folder.iterdir()})
     except Exception as error:  # noqa: BLE001 - a damaged pickle can raise any
         raise ConfigError(_unreadable(folder, f"{filesystem._metadata_fn}: {describe_error(error)}")) from None
-    return found  # type: ignore[no-any-return]
+    return checkpoint_metadata  # type: ignore[no-any-return]
 
 
-def _check(found: Any, sizes: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` unless ``found`` describes whole tensors, stored in files of the given names and sizes."""
-    if not isinstance(found, Metadata):
+def _check(checkpoint_metadata: Any, sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` unless the metadata describe whole tensors, in files of the given names and sizes."""
+    if not isinstance(checkpoint_metadata, Metadata):
         raise ValueError("it does not describe a checkpoint")
-    for name, entry in found.state_dict_metadata.items():
+    for name, entry in checkpoint_metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{name} is not a tensor")
         for chunk in entry.chunks:
-            parts = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-            if not all(0 <= offset <= offset + size <= whole for offset, size, whole in parts):
+            bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if not all(0 <= offset <= offset + size <= length for offset, size, length in bounds):
                 raise ValueError(f"a part of {name} lies outside of it")
-            stored = found.storage_data[MetadataIndex(name, chunk.offsets)]
+            stored = checkpoint_metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             if not 0 <= stored.offset <= stored.offset + stored.length <= sizes.get(stored.relative_path, -1):
                 raise ValueError(f"{stored.relative_path} does not hold {name}")
             if stored.transform_descriptors:
@@ -178,7 +178,7 @@ def _causes(error: CheckpointException) -> str:
 
 
 @contextmanager
-def _single_process_is_meant() -> Iterator[None]:
+def _without_process_warning() -> Iterator[None]:
     """Suppress torch's warning at every checkpoint of a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -47,11 +47,11 @@ class LowRank:
         merged = torch.empty_like(base, dtype=dtype)
         step = max(1, (CPU_CHUNK if base.device.type == "cpu" else DEVICE_CHUNK) // base.shape[1])
         for start in range(0, len(base), step):
-            part = slice(start, start + step)
-            weight = (self.rows[part] @ self.columns).add_(base[part])
+            chunk = slice(start, start + step)
+            weight = (self.rows[chunk] @ self.columns).add_(base[chunk])
             if self.magnitude is not None:
-                weight *= (self.magnitude[part] / _norms(weight))[:, None]
-            merged[part] = weight if dtype is torch.float32 else weight.float()
+                weight *= (self.magnitude[chunk] / _norms(weight))[:, None]
+            merged[chunk] = weight if dtype is torch.float32 else weight.float()
         return merged
 
 
@@ -61,7 +61,7 @@ def low_rank(a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = No
 
     Raises ``ModelError`` if a value is not finite.
     """
-    if not all(part.isfinite().all() for part in (a, b, magnitude) if part is not None):
+    if not all(tensor.isfinite().all() for tensor in (a, b, magnitude) if tensor is not None):
         raise ModelError("the adapter has values that are not finite")
     bits = (MANTISSA_BITS + 1 - (len(a) - 1).bit_length()) // 2
     return LowRank(
@@ -72,7 +72,7 @@ def low_rank(a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = No
 
 
 def _on_grid(values: Tensor, bits: int) -> Tensor:
-    """Round every row to multiples of the power of two that its largest element has about 2^``bits`` of."""
+    """Round each row to multiples of a power of two, of which its largest element is about 2^``bits``."""
     largest = values.abs().amax(1, keepdim=True)
     exponent = (largest.view(torch.int64) >> MANTISSA_BITS) & EXPONENT_MASK
     grid = ((exponent + 1 - bits).clamp(min=1) << MANTISSA_BITS).view(torch.float64)

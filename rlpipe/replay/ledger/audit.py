@@ -236,11 +236,11 @@ def audit(ledger: Ledger) -> Audit:
             0
         ],
         events=_counts(ledger, "SELECT kind, count(*) FROM events GROUP BY kind"),
-        findings=[_ask(ledger, check, values) for check in CHECKS],
+        findings=[_run_check(ledger, check, values) for check in CHECKS],
     )
 
 
-def _ask(ledger: Ledger, check: Check, values: tuple[Any, ...]) -> Finding:
+def _run_check(ledger: Ledger, check: Check, values: tuple[Any, ...]) -> Finding:
     query = f"{TABLES} SELECT count(*) OVER (), * FROM ({check.contradictions}) LIMIT {MAX_KEPT}"
     rows = ledger.rows(query, *values)
     return Finding(
@@ -267,23 +267,23 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
 
 def _compared(ledger: Ledger, eras: Sequence[tuple[int, int, Mapping[str, Any]]]) -> tuple[Any, ...]:
     trees = [tree for _, _, tree in eras]
-    one_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
-    has_epochs = one_data and trees[0]["data"].get("source") != "mix"
+    same_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
+    has_epochs = same_data and trees[0]["data"].get("source") != "mix"
     limits = [
         [
             first,
-            beyond,
+            stop,
             tree["algorithm"]["groups_per_step"],
             tree["replay"]["max_staleness"],
             tree["replay"]["reuse_groups"],
             tree["algorithm"]["combine"] == "sum_then_normalize",
         ]
-        for first, beyond, tree in eras
+        for first, stop, tree in eras
     ]
     return (
         ledger.cursor.epoch,
         ledger.cursor.position,
-        ledger.get("num_rows") if one_data else None,
+        ledger.get("num_rows") if same_data else None,
         ledger.checkpoint_step,
         has_ended(ledger),
         max(tree["replay"]["refill_attempts"] for tree in trees),
@@ -305,12 +305,12 @@ def describe(result: Audit) -> Iterator[str]:
     """Yield the totals and the checks, as lines of text."""
     state = "a finished run" if result.finished else "a run that has not ended"
     yield f"{state}: {result.num_steps:,} steps trained, the newest checkpoint after {result.checkpoint_step:,}"
-    again = len(result.repeated_steps)
-    if again:
-        times = sum(result.repeated_steps.values()) - again
+    num_repeated = len(result.repeated_steps)
+    if num_repeated:
+        times = sum(result.repeated_steps.values()) - num_repeated
         listed = _listed(result.repeated_steps)
-        steps = "step was" if again == 1 else "steps were"
-        yield f"{again:,} {steps} trained again after a crash, {times:,} repetitions in all: {listed}"
+        steps = "step was" if num_repeated == 1 else "steps were"
+        yield f"{num_repeated:,} {steps} trained again after a crash, {times:,} repetitions in all: {listed}"
     yield ""
     yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was admitted yet'}"
     if result.rerolled:

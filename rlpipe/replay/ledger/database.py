@@ -144,11 +144,11 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
     )
     names = (*TOKEN_ARRAYS, "turns") if "turns" in arrays else TOKEN_ARRAYS
     ends = np.cumsum(arrays["lengths"])
-    parts = {name: np.split(arrays[name], ends[:-1]) for name in names if len(ends)}
+    sequences = {name: np.split(arrays[name], ends[:-1]) for name in names if len(ends)}
     last = np.cumsum(arrays.get("num_sequences", np.ones(len(record["rollouts"]), np.int32))).tolist()
     rollouts = []
     for entry, start, stop in zip(record["rollouts"], [0, *last], last, strict=False):
-        advantages = _stored_advantages(entry, parts["loss_mask"][start:stop])
+        advantages = _stored_advantages(entry, sequences["loss_mask"][start:stop])
         first, *branches = [
             Rollout(
                 group_id=group_id,
@@ -165,7 +165,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 rejected=None,
                 is_greedy=bool(entry.get("is_greedy", False)),
                 first_index=0,
-                **{name: parts[name][index] for name in names},
+                **{name: sequences[name][index] for name in names},
             )
             for index in range(start, stop)
         ]
@@ -190,9 +190,9 @@ def _stored_advantages(entry: Mapping[str, Any], masks: Sequence[BoolArray]) -> 
     if "advantages" not in entry:
         return [np.full(len(mask), entry["advantage"], np.float32) for mask in masks]
     counts, values = zip(*entry["advantages"], strict=True)
-    found = np.zeros(sum(map(len, masks)), np.float32)
-    found[np.concatenate(masks)] = np.repeat(np.array(values, np.float32), counts)
-    return np.split(found, np.cumsum([len(mask) for mask in masks[:-1]]))
+    advantages = np.zeros(sum(map(len, masks)), np.float32)
+    advantages[np.concatenate(masks)] = np.repeat(np.array(values, np.float32), counts)
+    return np.split(advantages, np.cumsum([len(mask) for mask in masks[:-1]]))
 
 
 def _stored_episode(record: Mapping[str, Any], branches: Sequence[Rollout]) -> EpisodeTrace:
@@ -327,9 +327,9 @@ class Database:
         """Return a value of the run as a whole, or None."""
         if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             return None
-        found = self.rows("SELECT value FROM meta WHERE key = ?", key)
+        rows = self.rows("SELECT value FROM meta WHERE key = ?", key)
         with self.decoding(key):
-            value = json.loads(found[0][0]) if found else None
+            value = json.loads(rows[0][0]) if rows else None
         if not isinstance(value, SETTINGS.get(key, object) | None):
             raise self.damaged(f"{key} is of the type {type(value).__name__}, not {SETTINGS[key].__name__}")
         return value
@@ -419,7 +419,7 @@ class Database:
                     raise LedgerError(f"another process has taken over the ledger {self.path}; this one has to stop")
                 yield
             except BaseException:
-                if self._connection.in_transaction:  # not after a full disk, which has ended it already
+                if self._connection.in_transaction:  # a full disk has rolled it back already
                     self._connection.rollback()
                 raise
             self._connection.execute("COMMIT")
@@ -447,8 +447,8 @@ def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.C
     """
     if read_only:
         has_log = path.with_name(f"{path.name}-wal").exists()
-        unchanging = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
-        mode = "ro&immutable=1" if unchanging else "ro"
+        is_immutable = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
+        mode = "ro&immutable=1" if is_immutable else "ro"
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=_Connection)
     connection.execute("PRAGMA journal_mode = WAL")

@@ -205,9 +205,9 @@ class GroupFilter:
             "epoch = ?": self.epoch,
             "prompt_id = ?": self.prompt_id,
         }
-        used = {test: value for test, value in compared.items() if value is not None}
-        tests = [*used, *([f"state IN ({', '.join('?' * len(self.states))})"] if self.states else [])]
-        return " AND ".join(tests) or "1", [*used.values(), *self.states]
+        active = {test: value for test, value in compared.items() if value is not None}
+        tests = [*active, *([f"state IN ({', '.join('?' * len(self.states))})"] if self.states else [])]
+        return " AND ".join(tests) or "1", [*active.values(), *self.states]
 
 
 def find_groups(
@@ -314,16 +314,16 @@ class Feed:
         if file != self._file:
             self._file = file
             self._skip_groups(ledger)
-        found = dict(self._open_groups(ledger))
-        groups = read_groups(ledger, [group_id for group_id in found if group_id not in self._shown])
+        open_groups = dict(self._open_groups(ledger))
+        groups = read_groups(ledger, [group_id for group_id in open_groups if group_id not in self._shown])
         steps = find_steps(ledger, first=self._first_step, last=self._last_step, after=self._newest_step)
         events = ledger.events(self._last_event)
-        self._newest_group = max([self._newest_group, *found.values()])
+        self._newest_group = max([self._newest_group, *open_groups.values()])
         self._newest_step = max([self._newest_step, *(step.ended_at for step in steps)])
         if events:
             self._last_event, self._newest_event = events[-1].number, events[-1].time
         self._floor = _first_open(ledger)
-        self._shown = {group_id for group_id in found if group_id >= self._floor}
+        self._shown = {group_id for group_id in open_groups if group_id >= self._floor}
         return [*groups, *steps, *events]
 
     def _skip_groups(self, ledger: Ledger) -> None:
@@ -371,15 +371,15 @@ def check_pages(ledger: Ledger) -> None:
 def check_values(ledger: Ledger) -> None:
     """Raise ``LedgerDamaged`` if a table, a column or the type of a value is not as in the schema."""
     for table, columns in _tables().items():
-        found = [name for _, name, *_ in ledger.rows(f"PRAGMA table_info({table})")]
-        if not found and table in ADDED:
+        existing = [name for _, name, *_ in ledger.rows(f"PRAGMA table_info({table})")]
+        if not existing and table in ADDED:
             continue
-        if found != list(columns):
-            columns_there = f"has the columns {', '.join(found)}" if found else "is missing"
-            raise ledger.damaged(f"table {table} {columns_there}")
-        wrong = " ".join(f"WHEN NOT ({test}) THEN '{name}'" for name, test in columns.items())
+        if existing != list(columns):
+            problem = f"has the columns {', '.join(existing)}" if existing else "is missing"
+            raise ledger.damaged(f"table {table} {problem}")
+        cases = " ".join(f"WHEN NOT ({test}) THEN '{name}'" for name, test in columns.items())
         key = next(iter(columns))
-        query = f"SELECT {key}, CASE {wrong} END AS wrong FROM {table} WHERE wrong IS NOT NULL LIMIT 1"
+        query = f"SELECT {key}, CASE {cases} END AS wrong FROM {table} WHERE wrong IS NOT NULL LIMIT 1"
         for row, name in ledger.rows(query):
             raise ledger.damaged(f"{table}.{name} is of the wrong type or out of range where {key} is {row!r:.40}")
     for name in SETTINGS:

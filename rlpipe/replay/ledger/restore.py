@@ -127,20 +127,20 @@ def _why_replaced(path: Path, start: RunStart) -> str | None:
 
 
 def _why_unfit(path: Path, start: RunStart) -> str | None:
-    with closing(Ledger(path, read_only=True, at_rest=True)) as found:
-        if found.get("run_id") is None:  # its run died while creating it
+    with closing(Ledger(path, read_only=True, at_rest=True)) as ledger:
+        if ledger.get("run_id") is None:  # its run died while creating it
             return None
-        _check_owner(found, start)
-        known = found.checkpoint_step
-        if start.checkpoint is None and known:
+        _check_owner(ledger, start)
+        recorded_step = ledger.checkpoint_step
+        if start.checkpoint is None and recorded_step:
             raise ConfigError(
-                f"{path} records a checkpoint after {known} steps, but none is next to it: put it back, "
+                f"{path} records a checkpoint after {recorded_step} steps, but none is next to it: put it back, "
                 "or choose another output"
             )
-        _check_run(found, start)
-        if known > start.step:
-            return f"continues to step {known}"
-        return None if found.has_steps(start.step) else f"does not have all of the {start.step} steps"
+        _check_run(ledger, start)
+        if recorded_step > start.step:
+            return f"continues to step {recorded_step}"
+        return None if ledger.has_steps(start.step) else f"does not have all of the {start.step} steps"
 
 
 def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -177,11 +177,11 @@ def _check_owner(ledger: Ledger, start: RunStart) -> None:
     if owner is None or output is None or ledger.path.parent == output:
         return
     with ledger.decoding("owner"):
-        other, known = Path(owner["output"]), str(owner["id"])
-    if known != output_id(output) or (known == output_id(other) and not other.samefile(output)):
+        owner_output, owner_id = Path(owner["output"]), str(owner["id"])
+    if owner_id != output_id(output) or (owner_id == output_id(owner_output) and not owner_output.samefile(output)):
         raise ConfigError(
-            f"the ledger {ledger.path} belongs to the run in {other}, not to output={output}: choose another name or "
-            "ledger.folder, or resume that run"
+            f"the ledger {ledger.path} belongs to the run in {owner_output}, not to output={output}: choose another "
+            "name or ledger.folder, or resume that run"
         )
 
 
@@ -221,10 +221,10 @@ def _replace(path: Path, copy: Path) -> Path | None:
 
 def _set_aside(path: Path) -> Path | None:
     """Rename the ledger with its companions, which SQLite would otherwise use for the next ledger."""
-    there = [suffix for suffix in ("", *COMPANIONS) if path.with_name(path.name + suffix).exists()]
+    suffixes = [suffix for suffix in ("", *COMPANIONS) if path.with_name(path.name + suffix).exists()]
     number = 1
     while any((aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).parent.glob(f"{aside.name}*")):
         number += 1
-    for suffix in there:
+    for suffix in suffixes:
         path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
-    return aside if there else None
+    return aside if suffixes else None

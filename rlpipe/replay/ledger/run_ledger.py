@@ -133,8 +133,8 @@ class Ledger(Database):
         now = time.time()
         with self._transaction():
             for group in groups:
-                known = np.array([rollout.reward for rollout in group.sampled if rollout.reward is not None])
-                statistics = (float(f()) if len(known) else None for f in (known.mean, known.std, known.max))
+                rewards = np.array([rollout.reward for rollout in group.sampled if rollout.reward is not None])
+                statistics = (float(f()) if len(rewards) else None for f in (rewards.mean, rewards.std, rewards.max))
                 changed = self._connection.execute(
                     "UPDATE groups SET state = 'SCORED', reward = ?, reward_std = ?, best_reward = ?, score_s = ?,"
                     " scored_at = ? WHERE group_id = ? AND state = 'GENERATED'",
@@ -216,7 +216,9 @@ class Ledger(Database):
             self._set(checkpoint_step=max(step, self.checkpoint_step))
             if weights is not None:
                 digests = {**(self.get("digests") or {}), str(step): weights}
-                self._set(digests={known: digests[known] for known in sorted(digests, key=int)[-KEPT_DIGESTS:]})
+                self._set(
+                    digests={saved_step: digests[saved_step] for saved_step in sorted(digests, key=int)[-KEPT_DIGESTS:]}
+                )
             self._connection.execute(
                 "UPDATE groups SET state = 'TRAINED', trained_at = ? WHERE state = 'ASSIGNED' AND step < ?",
                 (time.time(), step),
@@ -307,9 +309,9 @@ class Ledger(Database):
         """
         if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'differences'"):
             return None  # a ledger of an earlier version
-        found = self.rows("SELECT halves FROM differences WHERE group_id = ?", group_id)
+        rows = self.rows("SELECT halves FROM differences WHERE group_id = ?", group_id)
         with self.decoding(f"group {group_id}"):
-            return np.frombuffer(found[0][0], np.float16).astype(np.float32) if found else None
+            return np.frombuffer(rows[0][0], np.float16).astype(np.float32) if rows else None
 
     def groups_of(self, step: int) -> StepGroups | None:
         """Return the groups that a step took, or None if none; raise ``LedgerError`` if their tokens are dropped."""
@@ -343,24 +345,24 @@ class Ledger(Database):
 
     def open_attempts(self) -> list[int]:
         """Return the attempts due for groups without reward variance that the run did not make before it ended."""
-        left: Counter[int] = Counter()
+        remaining: Counter[int] = Counter()
         for attempt, count in self.rows(
             "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE ? GROUP BY attempt",
             f"{NO_VARIANCE}%",
         ):
-            left[attempt] = count
+            remaining[attempt] = count
         for attempt, count in self.rows("SELECT attempt, count(*) FROM groups WHERE attempt > 0 GROUP BY attempt"):
-            left[attempt] -= count
-        return sorted(left.elements())
+            remaining[attempt] -= count
+        return sorted(remaining.elements())
 
     def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[GroupTicket, str]]:
         """Return those groups that were discarded with tokens, or before they had any, with the reasons."""
-        wanted = (
+        condition = (
             "state = 'DISCARDED' AND step IS NULL AND (generated_at IS NOT NULL) = ?"
             f" AND group_id IN ({', '.join(map(str, group_ids))})"
         )
-        reasons = dict(self.rows(f"SELECT group_id, reason FROM groups WHERE {wanted}", with_tokens))
-        return [(group, reasons[group.group_id]) for group in self._admitted(wanted, with_tokens)]
+        reasons = dict(self.rows(f"SELECT group_id, reason FROM groups WHERE {condition}", with_tokens))
+        return [(group, reasons[group.group_id]) for group in self._admitted(condition, with_tokens)]
 
     def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
         """Return attempt, re-roll, and generation and scoring times (seconds since 1970) of groups with scores."""

@@ -130,7 +130,7 @@ class VllmEngine:
     def cancel(self, group_ids: Collection[int]) -> None:
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0].group_id not in group_ids)
         self._ready = [group for group in self._ready if group.group_id not in group_ids]
-        running = [name for name, own in self._running.items() if own.request.group_id in group_ids]
+        running = [name for name, sequence in self._running.items() if sequence.request.group_id in group_ids]
         self._llm.abort_request(running)
         for name in running:
             self._forget(name)
@@ -148,18 +148,20 @@ class VllmEngine:
         if self._kind is WeightsKind.LORA and not self._in_flight:
             return self._has_free_slot()
         running = self._running.values()
-        must_finish = [one for one in running if not self._in_flight or not self._can_go_on(one, manifest.version)]
+        must_finish = [
+            sequence for sequence in running if not self._in_flight or not self._can_go_on(sequence, manifest.version)
+        ]
         # Full weights that do not fit are only detected after some of them have been replaced.
         self._holding = bool(must_finish) or self._kind is not WeightsKind.LORA
         return not must_finish
 
     def _has_free_slot(self) -> bool:
-        kept = {running.adapter_id for running in self._running.values()} - {None}
+        adapter_ids = {running.adapter_id for running in self._running.values()} - {None}
         if self._adapter is not None:
-            kept.add(self._adapter.lora_int_id)
+            adapter_ids.add(self._adapter.lora_int_id)
         lora_config = self._llm.vllm_config.lora_config
         assert lora_config is not None
-        return len(kept) < lora_config.max_loras
+        return len(adapter_ids) < lora_config.max_loras
 
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         if manifest.kind is not self._kind:
@@ -251,13 +253,13 @@ class VllmEngine:
             return tokens_input(token_ids, cache_salt=salt)
         images = [open_image(image.content) for image in prompt.images]
         raw: Any = {"prompt_token_ids": prompt.folded_ids.tolist(), "multi_modal_data": {"image": images}}
-        (made,) = self._llm.renderer.render_cmpl([raw], prompt_extras={"cache_salt": salt})
-        if list(made["prompt_token_ids"]) != token_ids:
+        (rendered,) = self._llm.renderer.render_cmpl([raw], prompt_extras={"cache_salt": salt})
+        if list(rendered["prompt_token_ids"]) != token_ids:
             raise ConfigError(
-                f"vllm creates {len(made['prompt_token_ids'])} tokens for a prompt with images that has "
+                f"vllm creates {len(rendered['prompt_token_ids'])} tokens for a prompt with images that has "
                 f"{len(token_ids)}, or different ones; set rollout.engine=hf, which uses the model's own processor"
             )
-        return made
+        return rendered
 
     def _advance(self) -> None:
         self._ready += [self._finish(output) for output in self._llm.step() if isinstance(output, RequestOutput)]
@@ -340,19 +342,19 @@ class VllmEngine:
         return digests[0]
 
     def _merge_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
-        with self._whole_versions():
+        with self._in_place_errors():
             arguments = adapter_bucket(manifest, buckets), manifest.adapter_config
             return digest_of_sums(merge_sums(self._llm.collective_rpc("merge_adapter", args=arguments)))
 
     def _load_full(self, buckets: Buckets) -> str:
-        with self._whole_versions():
+        with self._in_place_errors():
             self._llm.collective_rpc("begin_full_load")
             for bucket in buckets:
                 self._llm.collective_rpc("load_full_bucket", args=(bucket,))
             return digest_of_sums(merge_sums(self._llm.collective_rpc("finish_full_load")))
 
     @contextmanager
-    def _whole_versions(self) -> Iterator[None]:
+    def _in_place_errors(self) -> Iterator[None]:
         """Raise ``EngineFailed`` if replacing weights in place fails while sequences run with them."""
         try:
             yield

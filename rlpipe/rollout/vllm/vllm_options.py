@@ -123,13 +123,13 @@ def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
     return args
 
 
-def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], option: str) -> None:
-    for name in given:
-        if name in own:
-            hint = f"set {own[name]} instead" if own[name] else "rlpipe sets it itself"
+def _check_names(arguments: dict[str, Any], allowed: set[str], reserved: dict[str, str], option: str) -> None:
+    for name in arguments:
+        if name in reserved:
+            hint = f"set {reserved[name]} instead" if reserved[name] else "rlpipe sets it itself"
             raise ConfigError(f"{option}.{name} can't be set: {hint}")
-        if name not in known:
-            raise ConfigError(f"{option}.{name} is unknown to vllm{did_you_mean(name, known)}")
+        if name not in allowed:
+            raise ConfigError(f"{option}.{name} is unknown to vllm{did_you_mean(name, allowed)}")
 
 
 def _target_suffixes(model: ModelConfig) -> list[str]:

@@ -86,15 +86,15 @@ class Nf4Loader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto"))
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
-        left = nf4_parameters(meta_model(model_config.hf_config, trust_remote_code=model_config.trust_remote_code))
+        remaining = nf4_parameters(meta_model(model_config.hf_config, trust_remote_code=model_config.trust_remote_code))
         for name, weight in super().get_all_weights(model_config, model):
-            quantized = name in left
-            left.discard(name)
+            quantized = name in remaining
+            remaining.discard(name)
             yield name, nf4_round_trip(weight.to(model_config.dtype)) if quantized else weight
-        if left:
+        if remaining:
             raise ModelError(
                 f"{type(model).__name__} has files whose weight names differ from those of transformers, such as "
-                f"{min(left)}: set rollout.engine=hf, or model.adapter.kind=lora"
+                f"{min(remaining)}: set rollout.engine=hf, or model.adapter.kind=lora"
             )
 
 

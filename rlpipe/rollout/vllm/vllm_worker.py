@@ -126,7 +126,7 @@ class WeightsExtension:
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         model = self.model_runner.model
         check_dtype(tensors, self.model_runner.model_config.dtype)
-        names = _own_names(model, tensors)
+        names = _vllm_names(model, tensors)
         renamed = {names[name]: tensor for name, tensor in tensors.items()}
         unfused = {name for name in renamed if _EXPERTS not in name}
         buffers = {name: (name, 0) for name, _ in model.named_buffers()}
@@ -142,7 +142,7 @@ class WeightsExtension:
         """Return the checksums of the served weights; raise ``ModelError`` if a parameter was not published."""
         model = self.model_runner.model
         end_experts(model, self.vllm_config)
-        received = set(_own_names(model, self._received).values())
+        received = set(_vllm_names(model, self._received).values())
         check_parameters(received & self._locations.keys(), self._locations.keys())
         return self.checksums(self._received)
 
@@ -153,7 +153,7 @@ class WeightsExtension:
         """
         model, sums = self.model_runner.model, dict[int, int]()
         pack_layers(model)
-        for name, tensor in _owned_shards(model, set(_own_names(model, published).values())):
+        for name, tensor in _owned_shards(model, set(_vllm_names(model, published).values())):
             add_checksum(sums, name, tensor)
         return sums
 
@@ -179,7 +179,7 @@ class AdapterLayout:
         self, manager: LoRAModelManager, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]
     ) -> None:
         self._names, self._config = list(tensors), dict(adapter_config)
-        helper = _legal_helper(manager, adapter_config)
+        helper = _validated_helper(manager, adapter_config)
         mapper = _rename_mapper(manager.model)
         self.peft_names: dict[str, str] = {}
         """PEFT's names of the adapted modules, by vLLM's names."""
@@ -268,7 +268,7 @@ def _rename_mapper(model: nn.Module) -> Any:
     return None if mapper is None else mapper.get_rename_mapper()
 
 
-def _own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
+def _vllm_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
     """Map the names of published tensors to vLLM's names before fusing."""
     mapper = _rename_mapper(model)
     return {name: (mapper.map_name(name) or name) if mapper else name for name in published}
@@ -281,7 +281,7 @@ def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
             yield from manager.packed_modules.get(name, [name])
 
 
-def _legal_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) -> PEFTHelper:
+def _validated_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) -> PEFTHelper:
     try:
         helper = PEFTHelper.from_dict(dict(adapter_config))
         helper.validate_legal(manager.lora_config)
@@ -310,9 +310,9 @@ def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[
             served = loaded
         else:
             served = _read_slot(name, layer, slot, loaded)
-        for part, a, b in zip(manager.packed_modules.get(name, [name]), *served, strict=True):
+        for module, a, b in zip(manager.packed_modules.get(name, [name]), *served, strict=True):
             if a is not None:
-                yield part, (a, b)
+                yield module, (a, b)
 
 
 _Slices = tuple[list[Any], list[Any]]
@@ -322,13 +322,16 @@ _Slices = tuple[list[Any], list[Any]]
 def _read_slot(name: str, layer: Any, slot: int, expected: _Slices) -> _Slices:
     """Read from the layer's slot the parts that have the shapes of the expected tensors."""
     lora_a, lora_b = (
-        [_filled_part(name, buffer[slot, 0], tensor) for buffer, tensor in zip(_as_list(stacked), tensors, strict=True)]
+        [
+            _filled_slice(name, buffer[slot, 0], tensor)
+            for buffer, tensor in zip(_as_list(stacked), tensors, strict=True)
+        ]
         for stacked, tensors in zip((layer.lora_a_stacked, layer.lora_b_stacked), expected, strict=True)
     )
     return lora_a, lora_b
 
 
-def _filled_part(name: str, buffer: Tensor, tensor: Tensor | None) -> Tensor | None:
+def _filled_slice(name: str, buffer: Tensor, tensor: Tensor | None) -> Tensor | None:
     """Return the part of the buffer that holds the tensor; raise ``WeightsMismatch`` if the rest is not zero."""
     if tensor is None:
         if buffer.any():
@@ -343,8 +346,8 @@ def _filled_part(name: str, buffer: Tensor, tensor: Tensor | None) -> Tensor | N
 
 
 def _check_equal(name: str, served: _Slices, loaded: _Slices) -> None:
-    for part, tensor in zip(chain(*served), chain(*loaded), strict=True):
-        if part is not None and not torch.equal(part.cpu(), tensor.cpu()):
+    for piece, tensor in zip(chain(*served), chain(*loaded), strict=True):
+        if piece is not None and not torch.equal(piece.cpu(), tensor.cpu()):
             raise WeightsMismatch(f"{name} does not serve the adapter that was loaded")
 
 
@@ -352,11 +355,11 @@ def _as_list(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _fused_parts(model: nn.Module, module: str) -> list[str]:
+def _fused_modules(model: nn.Module, module: str) -> list[str]:
     """Return the names of the modules that vLLM fused into this one; its own name if it is not fused."""
     prefix, _, suffix = module.rpartition(".")
-    parts = getattr(model, "packed_modules_mapping", {}).get(suffix, [suffix])
-    return [f"{prefix}.{part}" if prefix else part for part in parts]
+    names = getattr(model, "packed_modules_mapping", {}).get(suffix, [suffix])
+    return [f"{prefix}.{name}" if prefix else name for name in names]
 
 
 def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
@@ -368,8 +371,8 @@ def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
     for name, _ in model.named_parameters():
         module, _, kind = name.rpartition(".")
         if _EXPERTS not in name:
-            for index, part in enumerate(_fused_parts(model, module)):
-                locations[f"{part}.{kind}"] = (name, index)
+            for index, fused_module in enumerate(_fused_modules(model, module)):
+                locations[f"{fused_module}.{kind}"] = (name, index)
     return locations
 
 

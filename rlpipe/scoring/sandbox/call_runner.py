@@ -59,8 +59,8 @@ class CallRunner:
         scratch = tempfile.mkdtemp(dir=self._folder)
         pid = os.fork()
         if pid == 0:
-            own_fds = [read_end, self._wake, self._wake_end, self._connection.fileno()]
-            run_child(function, job, limits, write_end, own_fds, scratch, kept_fds)
+            server_fds = [read_end, self._wake, self._wake_end, self._connection.fileno()]
+            run_child(function, job, limits, write_end, server_fds, scratch, kept_fds)
         os.close(write_end)
         for fd in kept_fds:
             os.close(fd)
@@ -134,18 +134,18 @@ def read_more(fd: int, answer: bytearray) -> bool:
 
 def reap(pid: int) -> int | None:
     """Reap all children that have ended; return the wait status of ``pid`` if it is among them."""
-    found = None
+    status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
-            found = ended[1] if ended[0] == pid else found
-    return found
+            status = ended[1] if ended[0] == pid else status
+    return status
 
 
 def end_children(first: int) -> None:
     """End and reap every process that the last call has left; ``first`` was started by this process."""
     with suppress(ChildProcessError, ProcessLookupError):
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
-        os.killpg(first, signal.SIGKILL)  # with it ends its process namespace, if it has one
+        os.killpg(first, signal.SIGKILL)  # this also ends its process namespace, if it has one
     with suppress(ChildProcessError):
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -176,8 +176,8 @@ def describe_excess(family: Collection[int], limits: Limits, base_bytes: int) ->
     memory = limits.memory
     if memory is None:
         return None
-    taken = sum(max(0, memory_bytes(pid) - base_bytes) for pid in family)
-    return f"its processes used more than {memory} together{limits.where}" if taken > memory.gb * GIB else None
+    used_bytes = sum(max(0, memory_bytes(pid) - base_bytes) for pid in family)
+    return f"its processes used more than {memory} together{limits.where}" if used_bytes > memory.gb * GIB else None
 
 
 def memory_bytes(pid: int) -> int:

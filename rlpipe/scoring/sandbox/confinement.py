@@ -92,10 +92,10 @@ def find_obstacle() -> str | None:
 def describe_confinement() -> str:
     """Return what confines sandboxed calls and their programs on this machine, for a log."""
     version, bwrap = landlock_version(), None if landlock_version() else find_bwrap()
-    parts = ["a filter of system calls"]
-    parts += [f"Landlock {version}"] if version else []
-    parts += [f"bubblewrap ({bwrap}) for programs"] if bwrap else []
-    return ", ".join([*parts, *usable_namespaces().describe()])
+    measures = ["a filter of system calls"]
+    measures += [f"Landlock {version}"] if version else []
+    measures += [f"bubblewrap ({bwrap}) for programs"] if bwrap else []
+    return ", ".join([*measures, *usable_namespaces().describe()])
 
 
 def readable_paths(more: Iterable[str | Path] = ()) -> set[str]:
@@ -134,8 +134,8 @@ def confine_program(folder: str, readable: Iterable[str | Path] = ()) -> tuple[l
 
 def _bwrap_arguments(folder: str, readable: Iterable[str]) -> list[str]:
     binds = [argument for path in sorted({*readable, *READABLE[:5]}) for argument in ("--ro-bind-try", path, path)]
-    own = [] if folder == os.sep else ["--bind", folder, folder, "--chdir", folder]
-    return [*BWRAP_NAMESPACES, "--die-with-parent", "--dev", "/dev", *binds, *own]
+    folder_options = [] if folder == os.sep else ["--bind", folder, folder, "--chdir", folder]
+    return [*BWRAP_NAMESPACES, "--die-with-parent", "--dev", "/dev", *binds, *folder_options]
 
 
 def _restrict(version: int, *, readable: Iterable[str], writable: Sequence[str]) -> None:

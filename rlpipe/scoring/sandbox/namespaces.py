@@ -51,9 +51,9 @@ class Namespaces:
             return []
         names = [name for name, flag in NEW.items() if self.flags & flag]
         names += ["user"] if self.flags & NEW_USER else []
-        more = ["temporary files in memory"] if self.has_mounts else []
-        more += [f"at most {MAX_TASKS} processes"] if self.limits_tasks else []
-        return [f"namespaces ({', '.join(names)})", *more]
+        limits = ["temporary files in memory"] if self.has_mounts else []
+        limits += [f"at most {MAX_TASKS} processes"] if self.limits_tasks else []
+        return [f"namespaces ({', '.join(names)})", *limits]
 
 
 @cache
@@ -69,27 +69,27 @@ def usable_namespaces() -> Namespaces:
                 os._exit(1)
         os.close(write_end)
         with open(read_end) as file:
-            found = file.read()
+            answer = file.read()
         os.waitpid(pid, 0)
-        if found:
-            return Namespaces(flags=flags, **json.loads(found))
+        if answer:
+            return Namespaces(flags=flags, **json.loads(answer))
     return Namespaces()
 
 
 def _try_namespaces(flags: int, write_end: int) -> None:
     enter_namespaces(Namespaces(flags=flags), "/")
-    steps = {"has_mounts": lambda: _mount_own("/tmp"), "limits_tasks": _limit_tasks}
-    worked = {}
+    steps = {"has_mounts": lambda: _mount_private("/tmp"), "limits_tasks": _limit_tasks}
+    succeeded = {}
     for name, step in steps.items():
         try:
             step()
-            worked[name] = True
+            succeeded[name] = True
         except OSError:
-            worked[name] = False
+            succeeded[name] = False
     limit_user_tasks(Namespaces(flags=flags))
     pid = os.fork()  # RLIMIT_NPROC counts the whole machine's processes before Linux 5.14
     if pid == 0:
-        os.write(write_end, json.dumps(worked).encode())
+        os.write(write_end, json.dumps(succeeded).encode())
         os._exit(0)
     os.waitpid(pid, 0)
 
@@ -104,18 +104,18 @@ def enter_namespaces(namespaces: Namespaces, scratch: str, unused: Sequence[int]
     if not namespaces.flags:
         return
     _unshare(namespaces.flags)
-    alive, is_alive = os.pipe()
+    read_alive, write_alive = os.pipe()
     status, write_status = os.pipe()
     if os.fork() != 0:
-        for fd in (*unused, is_alive, write_status):
+        for fd in (*unused, write_alive, write_status):
             os.close(fd)
-        _end_as(status)
+        _exit_like(status)
     try:
         call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.close(alive)
-        os.write(is_alive, b"x")  # fails if the parent ended before it could signal that
+        os.close(read_alive)
+        os.write(write_alive, b"x")  # fails if the parent ended before it could signal that
         if namespaces.has_mounts:
-            _mount_own(scratch)
+            _mount_private(scratch)
         if namespaces.limits_tasks:
             _limit_tasks()
         call = os.fork()
@@ -125,7 +125,7 @@ def enter_namespaces(namespaces: Namespaces, scratch: str, unused: Sequence[int]
         for fd in unused:
             os.close(fd)
         _reap_until(call, write_status)
-    for fd in (is_alive, status, write_status):
+    for fd in (write_alive, status, write_status):
         os.close(fd)
 
 
@@ -138,15 +138,15 @@ def limit_user_tasks(namespaces: Namespaces) -> None:
 def _unshare(flags: int) -> None:
     user, group = os.geteuid(), os.getegid()
     check(libc().unshare(flags))
-    if flags & NEW_USER:  # ids stay what they are
-        call_prctl(PR_SET_DUMPABLE, 1)  # the files belong to root otherwise
+    if flags & NEW_USER:  # user and group are mapped to themselves
+        call_prctl(PR_SET_DUMPABLE, 1)  # otherwise the files of /proc/self belong to root
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     call_prctl(PR_SET_DUMPABLE, 0)
 
 
-def _mount_own(scratch: str) -> None:
+def _mount_private(scratch: str) -> None:
     _mount("none", "/", None, RECURSIVE | PRIVATE)
     _mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES | NO_EXECUTION)
     for target, megabytes, mode in ((scratch, SCRATCH_MB, 700), ("/dev/shm", SHARED_MEMORY_MB, 1777)):
@@ -179,7 +179,7 @@ def _reap_until(call: int, write_status: int) -> NoReturn:
     os._exit(0)
 
 
-def _end_as(status: int) -> NoReturn:
+def _exit_like(status: int) -> NoReturn:
     """End this process as the call's process ended, whose wait status comes by a pipe."""
     with open(status, "rb") as file:
         reported = file.read()

@@ -71,8 +71,8 @@ class Sandbox:
         """
         if self._connection.closed:
             self._start()
-        sent = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
-        job = pickle.dumps((num_values, sent), protocol=pickle.HIGHEST_PROTOCOL)
+        call_arguments = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
+        job = pickle.dumps((num_values, call_arguments), protocol=pickle.HIGHEST_PROTOCOL)
         limit_s = self._rewards[name].timeout_s
         limit_s = (limit_s if timeout_s is None else min(limit_s, timeout_s)) + FROZEN_AFTER_S
         try:
@@ -114,14 +114,14 @@ class Sandbox:
 
     def _start(self) -> None:
         self._folder = ScratchFolder("rlpipe-sandbox-")
-        self._server, ours = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder.path)
-        self._connection = Connection(ours.detach())
+        self._server, parent_end = run_server("rlpipe.scoring.sandbox.sandbox_server", self._folder.path)
+        self._connection = Connection(parent_end.detach())
         try:
             with self._killed_after(START_TIMEOUT_S):
                 self._connection.send_bytes(pickle.dumps(self._rewards))
-                found = json.loads(self._connection.recv_bytes())
+                report = json.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
-            found = {
+            report = {
                 "wrong": "the server of the sandbox died at its start, or did not import the functions within "
                 f"{START_TIMEOUT_S:g} seconds; its output says why"
             }
@@ -129,20 +129,20 @@ class Sandbox:
             self.close()
             raise
         names = ", ".join(self._rewards)
-        if "obstacle" in found:
+        if "obstacle" in report:
             self.close()
             raise ConfigError(
-                f"isolation=sandbox of {names} can't be used on this machine: {found['obstacle']}; set process"
+                f"isolation=sandbox of {names} can't be used on this machine: {report['obstacle']}; set process"
             )
-        if "wrong" in found:
+        if "wrong" in report:
             self.close()
-            raise RewardImportError(f"isolation=sandbox of {names}: {found['wrong']}")
-        logger.info("the programs that %s start are confined by %s", names, found["confinement"])
-        if found["num_threads"] > 1:
+            raise RewardImportError(f"isolation=sandbox of {names}: {report['wrong']}")
+        logger.info("the programs that %s start are confined by %s", names, report["confinement"])
+        if report["num_threads"] > 1:
             logger.warning(
                 "the modules of %s start %d threads when they are imported; forks of such a process may hang",
                 names,
-                found["num_threads"] - 1,
+                report["num_threads"] - 1,
             )
 
 

@@ -94,8 +94,8 @@ def main() -> None:
             return
         server = SandboxServer(connection, folder)
         num_threads = len(list(Path("/proc/self/task").iterdir()))
-        found = {"num_threads": num_threads, "confinement": describe_confinement()}
-        connection.send_bytes(json.dumps(found).encode())
+        report = {"num_threads": num_threads, "confinement": describe_confinement()}
+        connection.send_bytes(json.dumps(report).encode())
         server.serve()
     except InputError as error:
         connection.send_bytes(json.dumps({"wrong": str(error)}).encode())

@@ -101,27 +101,27 @@ def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:
     machine = MACHINES[platform.machine()]
     program = _begin(machine)
     for number in (*machine.refused, *REFUSED_EVERYWHERE):
-        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
+        program += _for_call(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
     for number in (*machine.missing, *MISSING_EVERYWHERE):
-        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)])
+        program += _for_call(number, [(RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)])
     for number in machine.sockets:
-        program += _when(number, _allow_unix_only())
+        program += _for_call(number, _allow_unix_only())
     for number, commands in machine.owners:
-        program += _when(number, _refuse_commands(commands))
+        program += _for_call(number, _refuse_commands(commands))
     for number in machine.aimed:
-        program += _when(number, _allow_younger(own, protected))
+        program += _for_call(number, _allow_younger(own, protected))
     return [*program, (RETURN, 0, 0, ALLOW)]
 
 
 def build_program_filter() -> list[Instruction]:
     """Return the filter that is added for a model's program, which opens no sockets except pairs."""
     machine = MACHINES[platform.machine()]
-    refuse_sockets = _when(machine.sockets[0], [(RETURN, 0, 0, FAIL_WITH | errno.EACCES)])
+    refuse_sockets = _for_call(machine.sockets[0], [(RETURN, 0, 0, FAIL_WITH | errno.EACCES)])
     return [*_begin(machine), *refuse_sockets, (RETURN, 0, 0, ALLOW)]
 
 
 def _begin(machine: Machine) -> list[Instruction]:
-    """Return the instructions that end calls of another architecture, and leave the call's number to be compared."""
+    """Return instructions that refuse calls of other architectures, and load the call's number to compare it."""
     return [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (JUMP_EQUAL, 1, 0, machine.audit),
@@ -132,7 +132,7 @@ def _begin(machine: Machine) -> list[Instruction]:
     ]
 
 
-def _when(number: int, block: list[Instruction]) -> list[Instruction]:
+def _for_call(number: int, block: list[Instruction]) -> list[Instruction]:
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 
@@ -151,7 +151,7 @@ def _refuse_commands(commands: Sequence[int]) -> list[Instruction]:
     return [(LOAD, 0, 0, SECOND_ARGUMENT_AT), *checks, (RETURN, 0, 0, ALLOW), refusal]
 
 
-def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
+def _allow_younger(own_pid: int, protected: Sequence[int]) -> list[Instruction]:
     """Return the instructions that check the process in the first argument.
 
     0 is the process itself or its group; a negative number, which is a large unsigned one here, is another group.
@@ -159,8 +159,8 @@ def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
     refused = [number for pid in protected for number in (pid, PID_SPACE - pid)]
     checks: list[Instruction] = [
         *((JUMP_EQUAL, len(refused) - index + 2, 0, number) for index, number in enumerate(refused)),
-        (JUMP_AT_LEAST, 0, 2, own),
-        (JUMP_GREATER, 1, 0, PID_SPACE - own),
+        (JUMP_AT_LEAST, 0, 2, own_pid),
+        (JUMP_GREATER, 1, 0, PID_SPACE - own_pid),
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, FAIL_WITH | errno.EPERM),
     ]
@@ -173,9 +173,9 @@ def install_filter(program: Sequence[Instruction]) -> None:
         code.to_bytes(2, sys.byteorder) + bytes([true, false]) + constant.to_bytes(4, sys.byteorder)
         for code, true, false, constant in program
     )
-    whole = _Program(len(program), packed)
+    filter_program = _Program(len(program), packed)
     call_prctl(PR_SET_NO_NEW_PRIVS, 1)
-    call_prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(whole))
+    call_prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(filter_program))
 
 
 def call_prctl(option: int, *arguments: int) -> None:
@@ -193,8 +193,8 @@ def drop_capabilities(*, keep_mapping: bool = False) -> None:
     header = _CapabilityHeader(CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for capabilities 32 and up
     if libc().capget(ctypes.byref(header), sets) == 0:
-        kept = sets[1] & (KEPT_CAPABILITIES | SET_FILE_CAPABILITIES * keep_mapping)
-        sets[:] = [kept, kept, 0, 0, 0, 0]
+        capabilities = sets[1] & (KEPT_CAPABILITIES | SET_FILE_CAPABILITIES * keep_mapping)
+        sets[:] = [capabilities, capabilities, 0, 0, 0, 0]
         if libc().capset(ctypes.byref(header), sets) == 0:
             return
     raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")

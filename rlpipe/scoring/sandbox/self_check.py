@@ -89,7 +89,7 @@ def list_attempts(file: Path, pid: int, port: int) -> list[Attempt]:
             name="leave a process behind",
             program="import os\nif os.fork() == 0:\n    os.setsid()\n"
             f"    os.execv('/bin/sh', ['{MARK}', '-c', 'sleep 600; true'])\nraise SystemExit",
-            did_harm=lambda: any(map(_is_left, list_processes())),
+            did_harm=lambda: any(map(_has_mark, list_processes())),
         ),
     ]
 
@@ -102,23 +102,23 @@ def check_sandbox() -> Mapping[str, bool]:
     os.environ["RLPIPE_SANDBOX_CHECK"] = "1"
     sandbox = Sandbox({NAME: REWARD})
     try:
-        if not _works(sandbox, ""):
+        if not _succeeds(sandbox, ""):
             raise RunError(
                 "even a harmless program fails in the sandbox: its Python can't read the files that it needs"
             )
         with bystanders() as targets:
             attempts = list_attempts(*targets)
-            came_to_end = [_works(sandbox, attempt.program) for attempt in attempts]
+            successes = [_succeeds(sandbox, attempt.program) for attempt in attempts]
             # After all of them: a process that was ended takes a moment to be gone.
             return {
-                attempt.name: not works and not attempt.did_harm()
-                for attempt, works in zip(attempts, came_to_end, strict=True)
+                attempt.name: not succeeded and not attempt.did_harm()
+                for attempt, succeeded in zip(attempts, successes, strict=True)
             }
     finally:
         sandbox.close()
 
 
-def _works(sandbox: Sandbox, program: str) -> bool:
+def _succeeds(sandbox: Sandbox, program: str) -> bool:
     columns = {"completions": [program + ENDS], "tests": [["assert answer() == 42"]]}
     try:
         return sandbox.call(NAME, columns, 1).values == [1.0]
@@ -126,7 +126,7 @@ def _works(sandbox: Sandbox, program: str) -> bool:
         return False
 
 
-def _is_left(pid: int) -> bool:
+def _has_mark(pid: int) -> bool:
     try:
         return MARK.encode() in (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:

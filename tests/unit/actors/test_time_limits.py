@@ -38,7 +38,7 @@ def test_a_rank_does_not_wait_for_ever_for_a_batch(loop: LearnerLoop) -> None:
 
 def test_a_rank_does_not_wait_for_ever_for_evaluations(loop: LearnerLoop) -> None:
     with pytest.raises(WaitTimeout, match=r"rank 3 has waited .* for the end of the evaluations; .*2 groups are due"):
-        loop._score_the_rest()
+        loop._score_remaining()
 
 
 def test_a_replica_outlasts_a_silent_lease_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

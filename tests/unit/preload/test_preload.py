@@ -42,9 +42,9 @@ def test_what_more_than_variables_is_asked_for_ray_starts_itself(
 
 def test_without_preloaded_processes_ray_starts_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(client.FOLDER, str(tmp_path))
-    assert not client._forked(PLAIN)
+    assert not client._request_fork(PLAIN)
     monkeypatch.delenv(client.FOLDER)
-    assert not client._forked(PLAIN)
+    assert not client._request_fork(PLAIN)
 
 
 @pytest.mark.parametrize("answer", [b"+", b"-", b""])
@@ -67,7 +67,7 @@ def test_a_worker_that_is_turned_away_is_started_by_ray(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert client._forked([context(), *PLAIN]) == (answer == b"+")
+    assert client._request_fork([context(), *PLAIN]) == (answer == b"+")
     thread.join()
     listener.close()
     assert received["arguments"] == ["default_worker.py", "--node-id=1"]
@@ -91,7 +91,7 @@ def test_ray_is_hidden_while_libraries_load() -> None:
 
 def test_a_worker_has_its_variables_and_those_that_imports_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
-    monkeypatch.setattr(server, "_given", before)
+    monkeypatch.setattr(server, "_base_environment", before)
     try:
         os.environ["SET_BY_AN_IMPORT"] = "1"
         server._set_environment({"OF_THE_WORKER": "2"})

@@ -143,7 +143,7 @@ def test_a_driver_that_stood_still_does_not_give_up_its_cluster(monkeypatch: pyt
         async def ask() -> tuple[dict[str, Host], dict[str, list[str]]]:
             return {"a": head}, {}
 
-        monkeypatch.setattr(monitor, "_ask_head", ask)
+        monkeypatch.setattr(monitor, "_list_actors", ask)
         watching = asyncio.create_task(monitor.watch_hosts(said.append, "the same command"))
         await asyncio.sleep(0.5)
         time.sleep(4.0)

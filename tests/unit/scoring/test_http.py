@@ -10,7 +10,7 @@ import httpx
 import pytest
 from http_cases import Reply, serving
 
-from rlpipe.scoring.http import MAX_ANSWER_BYTES, MAX_PAUSE_S, JsonClient, RequestFailed, _wanted_pause_s
+from rlpipe.scoring.http import MAX_ANSWER_BYTES, MAX_PAUSE_S, JsonClient, RequestFailed, _retry_after_s
 
 
 async def post(url: str, timeout_s: float = 5) -> Any:
@@ -62,7 +62,7 @@ def test_redirects_are_not_followed() -> None:
     ],
 )
 def test_retry_after_is_bounded(written: str, pause_s: float | None) -> None:
-    assert _wanted_pause_s(httpx.Response(503, headers={"retry-after": written})) == pause_s
+    assert _retry_after_s(httpx.Response(503, headers={"retry-after": written})) == pause_s
 
 
 def test_a_drip_does_not_outlive_the_timeout() -> None:

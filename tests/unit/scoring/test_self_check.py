@@ -16,7 +16,7 @@ from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.sandbox import self_check
 from rlpipe.scoring.sandbox.confinement import find_obstacle
 from rlpipe.scoring.sandbox.sandbox import Answer
-from rlpipe.scoring.sandbox.self_check import _is_left, bystanders, list_attempts
+from rlpipe.scoring.sandbox.self_check import _has_mark, bystanders, list_attempts
 
 pytestmark = pytest.mark.skipif(find_obstacle() is not None, reason="this machine has no sandbox")
 
@@ -39,7 +39,7 @@ def test_every_attempt_works_outside_of_a_sandbox(tmp_path: Path) -> None:
                 while not attempt.did_harm():
                     assert time.monotonic() < deadline, attempt.name
                     time.sleep(0.01)
-    for pid in filter(_is_left, list_processes()):
+    for pid in filter(_has_mark, list_processes()):
         os.kill(pid, signal.SIGKILL)
 
 
