@@ -182,7 +182,7 @@ class WeightsActor(Notifier):
                 return NotLoaded(Cause.LEARNER, Cause.LEARNER.value)
             if isinstance(cause, EngineNotStarted):
                 return NotLoaded(Cause.PROCESS, KILLED)
-            if isinstance(cause, InputError):
+            if isinstance(cause, InputError | WeightsMismatch):
                 self._error = WeightsMismatch(
                     f"engine {name} could not load weights version {manifest.version}: {cause}"
                 )

@@ -44,6 +44,9 @@ from rlpipe.configs.section_constraints import (
 )
 from rlpipe.configs.serving import check_quantization, check_serve, check_transport, check_updates
 
+SPLITTING_ARGUMENTS = {"enable_chunked_prefill", "long_prefill_token_threshold"}
+"""vLLM's options that compute a long prompt in several steps."""
+
 
 def contradictions(config: Config) -> Iterator[str]:
     yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
@@ -277,9 +280,11 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.num_gpus: {gpus:g} GPUs for an engine with rollout.tensor_parallel_size={size}; "
             "set both to the same"
         )
-    for key in rollout.engine_args:
+    for key, value in rollout.engine_args.items():
         if key in ENGINE_ARGUMENTS:
             yield f"rollout.engine_args.{key}: {_own_option(ENGINE_ARGUMENTS[key])}"
+        if key in SPLITTING_ARGUMENTS and value and not gpus:
+            yield f"rollout.engine_args.{key}: vllm can't split prompts of seeded requests on a CPU; delete it"
 
 
 def check_sampling(rollout: RolloutConfig) -> Iterator[str]:

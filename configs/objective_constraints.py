@@ -172,7 +172,10 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def check_engine_dtype(config: Config) -> Iterator[str]:
-    """Yield contradictions of ``rollout.dtype``, whose rounding the correction makes up for."""
+    """Yield contradictions of ``rollout.dtype``, whose rounding the correction makes up for.
+
+    ``model.dtype=auto`` contradicts nothing; the type that it becomes is checked once it is known.
+    """
     algorithm, dtype = config.algorithm, config.rollout.dtype
     if dtype is None:
         return
@@ -181,7 +184,7 @@ def check_engine_dtype(config: Config) -> Iterator[str]:
     if dtype == "float32" and config.model.attention == "flash_attention_2":
         yield "rollout.dtype: flash_attention_2 does not support float32; set model.attention=sdpa, or bfloat16 here"
     has_correction = algorithm.correction.path is not None or algorithm.correction.mode != "none"
-    if dtype != config.model.dtype and not has_correction and not algorithm.samples_pairs:
+    if dtype != config.model.dtype != "auto" and not has_correction and not algorithm.samples_pairs:
         yield (
             f"rollout.dtype: engines that compute in {dtype} sample from another distribution than the learner's; set "
             "algorithm.correction.mode, such as token_truncate, or null here"

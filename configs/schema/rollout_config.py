@@ -21,7 +21,10 @@ from rlpipe.configs.schema.option import (
 @dataclass(kw_only=True)
 class SamplingConfig(Freezable):
     temperature: float = option(
-        1.0, "Sampling temperature, which divides the logits in the engine and in the learner.", above=0, maximum=100
+        1.0,
+        "Sampling temperature, which divides the logits in the engine and in the learner; vllm takes no lower one.",
+        minimum=0.01,
+        maximum=100,
     )
     top_p: float = option(1.0, "Nucleus sampling.", above=0, maximum=1)
     top_k: int = option(0, "Sample from the k most likely tokens; 0: from all.", minimum=0, maximum=2**31 - 1)

@@ -22,8 +22,9 @@ from rlpipe.hardware.dtypes import WIDE, choose_dtype
 from rlpipe.models.adapter import read_adapter_config
 from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.model_files import model_products
-from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.engine import Engine, resolve_engine
 from rlpipe.rollout.engine_thread import open_engine
+from rlpipe.rollout.serving_choice import serve_alone
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
     tokenizer = load_tokenizer(model)
     rendered = render_prompts(prompts, tokenizer, request, ImageProcessor(model))
     longest = max(len(prompt.token_ids) for prompt in rendered)
-    engine = open_engine("generate", model, rollout_config(request), WeightsConfig(), max_prompt_tokens=longest)
+    rollout = rollout_config(request)
+    weights = serve_alone(model, WeightsConfig(), resolve_engine(rollout))
+    engine = open_engine("generate", model, rollout, weights, max_prompt_tokens=longest)
     try:
         engine.submit([group_request(prompt, request) for prompt in rendered])
         for text, group in zip(prompts, finished_in_order(engine, len(prompts)), strict=True):

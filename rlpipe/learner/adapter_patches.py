@@ -30,9 +30,10 @@ from rlpipe.learner.adapter_layers import apply_factors, parameter_of
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.models.adapter import ADAPTER, put_tensors
 from rlpipe.models.hf_weight_map import to_files, untied_state
-from rlpipe.models.loading import COMPLETE, describe_model, empty_model, placeholder
+from rlpipe.models.loading import COMPLETE, describe_model, empty_model, is_quantized, placeholder
 from rlpipe.models.nf4 import from_nf4, nf4_layers, nf4_round_trip
 from rlpipe.models.served_weights import PREFIX, changed_tie
+from rlpipe.weights.buckets import UNMERGEABLE
 
 Patch = Callable[[Tensor], Tensor]
 """Function from a parameter of the base, which it may change in place, to the merged parameter."""
@@ -49,7 +50,7 @@ def empty_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
     """
     with reading_files(f"the base {folder} can't be used", COMPLETE, error=ModelError):
         config = describe_model(str(folder), ModelConfig(), f"the base {folder}")
-        if any(getattr(config, name, None) is not None for name in ("quantization_config", "compression_config")):
+        if is_quantized(config):
             raise ModelError(f"the base {folder} is quantized: {UNQUANTIZED}")
         named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
         return empty_model(config, named if as_named else None)
@@ -102,7 +103,7 @@ def check_mergeable(config: PeftConfig) -> LoraConfig:
         raise ValueError(f"{config.peft_type} is not LoRA, and can't be merged")
     if config.bias != "none":
         raise ValueError(f"it trained biases of the base (bias={config.bias!r}), which are not merged")
-    for feature in ("use_qalora", "layer_replication", "alora_invocation_tokens"):
+    for feature in UNMERGEABLE:
         if getattr(config, feature, None):
             raise ValueError(f"it uses {feature}, which can't be merged")
     return config

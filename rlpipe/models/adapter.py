@@ -192,4 +192,7 @@ def read_adapter_config(path: str, option: str = "--adapter") -> AdapterConfig:
         alpha=settings.lora_alpha,
         target_modules=modules if isinstance(modules, str) else sorted(modules or ()),
         use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        modules_to_save=list(settings.modules_to_save or ()),
+        target_parameters=list(settings.target_parameters or ()),
     )

@@ -65,6 +65,11 @@ def describe_model(path: str, config: ModelConfig, name: str | None = None) -> P
     return described
 
 
+def is_quantized(config: PreTrainedConfig) -> bool:
+    """Return whether a model's files hold quantized weights."""
+    return any(getattr(config, name, None) is not None for name in ("quantization_config", "compression_config"))
+
+
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -28,9 +28,17 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, untied_state
-from rlpipe.models.loading import describe_model, empty_model
+from rlpipe.models.loading import describe_model, empty_model, is_quantized
 from rlpipe.models.weight_files import open_files
-from rlpipe.weights.buckets import MAGNITUDE, add_checksum, check_parameters, digest_of_sums, lora_scaling, merge_sums
+from rlpipe.weights.buckets import (
+    MAGNITUDE,
+    UNMERGEABLE,
+    add_checksum,
+    check_parameters,
+    digest_of_sums,
+    lora_scaling,
+    merge_sums,
+)
 from rlpipe.weights.exact_merge import low_rank
 
 PREFIX = "base_model.model."
@@ -47,16 +55,27 @@ Merge = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 class ServedWeights:
     """Weights of a base model with an adapter in them, one parameter at a time.
 
-    Raises ``ModelError`` if the base's files can't be read as safetensors.
+    Raises ``ModelError`` if the base's files can't be read as safetensors or are quantized, or if the adapter was
+    trained on a base in NF4.
     """
 
     def __init__(self, model: ModelConfig) -> None:
+        if model.adapter.kind == "qlora":
+            raise ModelError(
+                "weights.serve=merged: the adapter was trained on a base in NF4, and can't be merged into the base's "
+                "files: set weights.serve=adapter"
+            )
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         folder = Path(model_folder(model.path)).expanduser()
         if not folder.is_dir():
             folder = Path(model_snapshot(model.path, revision=model.revision))
         self._files, self._opened = open_files(folder), ExitStack()
         described = describe_model(str(folder), model)
+        if is_quantized(described):
+            raise ModelError(
+                f"weights.serve=merged: {model.path} is quantized, and an adapter can't be merged into its files: set "
+                "weights.serve=adapter, or use an unquantized base"
+            )
         self._model = empty_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
         tied: Mapping[str, str] = self._model.all_tied_weights_keys or {}
         self._parameters = [name for name in untied_state(self._model) if name not in tied]
@@ -88,9 +107,10 @@ class ServedWeights:
         return units
 
     @property
-    def file_names(self) -> set[str]:
-        """Names in the files of all tensors that the model uses."""
-        return {name for parameter in self._parameters for name in self._units[parameter].sources}
+    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors that the model uses, by their names in the files."""
+        used = {name for parameter in self._parameters for name in self._units[parameter].sources}
+        return {name: tuple(tensor.shape) for name, tensor in self._files.meta_tensors().items() if name in used}
 
     def changed(
         self, config: Mapping[str, Any], adapter: Mapping[str, Tensor], device: torch.device
@@ -117,10 +137,11 @@ class ServedWeights:
         units = {id(unit): unit for unit in (self._units[name] for name in [*self._touched, *experts])}
         for unit in units.values():
             parameters = self._read(unit, device)
-            yield (
-                unit,
-                {name: merges[name](value, placed) if name in merges else value for name, value in parameters.items()},
-            )
+            for name in parameters.keys() & merges.keys():
+                parameters[name] = merges[name](parameters[name], placed)
+                if not parameters[name].isfinite().all():
+                    raise ModelError(f"the adapter makes {name} infinite or NaN in {self.dtype}")
+            yield unit, parameters
 
     def changes_experts(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor]) -> bool:
         """Return whether ``changed`` yields experts of a mixture; raise as it does."""
@@ -177,8 +198,12 @@ def plan_merges(
 ) -> dict[str, Merge]:
     """Return a merge for each parameter of ``model`` that adapter tensors of these names change.
 
-    Raises ``ModelError`` for tensors without a place in the model, and for a tied parameter.
+    Raises ``ModelError`` for tensors without a place in the model, for a tied parameter, and for features of PEFT that
+    a merge does not capture.
     """
+    for feature in UNMERGEABLE:
+        if config.get(feature):
+            raise ModelError(f"the adapter uses {feature}, which can't be merged into the weights that engines serve")
     parts: dict[str, dict[str, str]] = {}
     merges: dict[str, Merge] = {}
     for name in sorted(names):

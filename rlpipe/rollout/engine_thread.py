@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
-from rlpipe.errors import ConfigError, EngineFailed, InputError, WaitTimeout
+from rlpipe.errors import ConfigError, EngineFailed, InputError, WaitTimeout, WeightsMismatch
 from rlpipe.rollout.engine import Engine, resolve_engine, why_no_vllm
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
@@ -258,7 +258,7 @@ class EngineThread:
             if not engine.prepare_load(load.manifest):
                 return
             digest = engine.load(load.manifest, load.buckets)
-        except InputError as error:
+        except (InputError, WeightsMismatch) as error:
             load.digest.set_exception(error)
         else:
             with self._changed:

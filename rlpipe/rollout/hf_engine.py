@@ -304,7 +304,7 @@ class HfEngine:
         for _, parameters in self._served.changed(config, tensors, self._base.device):
             for name, value in parameters.items():
                 served[name].copy_(value)
-        return _digest(served)
+        return _digest(served, self._base.dtype)
 
     def _digest_of(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         assert self._served is not None, "the engine was opened to serve merged weights"
@@ -337,13 +337,13 @@ class HfEngine:
                     for parameter, value in parameters.items():
                         served[parameter].copy_(value)
         check_parameters(received, meta_tensors.keys())
-        return _digest(served)
+        return _digest(served, self._base.dtype)
 
 
-def _digest(served: Mapping[str, Tensor]) -> str:
+def _digest(served: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     sums: dict[int, int] = {}
     for name, tensor in served.items():
-        add_checksum(sums, name, tensor)
+        add_checksum(sums, name, tensor, dtype)
     return digest_of_sums(sums)
 
 

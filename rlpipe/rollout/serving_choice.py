@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rlpipe.configs.schema.model_config import AdapterConfig, needs_merging, rescales_weights
-from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.serving import base_reader, published_kind
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, needs_merging, rescales_weights
+from rlpipe.configs.schema.root_config import Config, WeightsConfig
+from rlpipe.configs.serving import base_reader, check_quantization, published_kind, unmergeable
+from rlpipe.errors import ConfigError, ModelError
 from rlpipe.models.model_files import read_num_experts, read_widths
 from rlpipe.rollout.engine import MAX_RANK
 
@@ -53,8 +54,9 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
         return Serving(kind=published_kind(config.model, weights), reason="as the config says")
     if (reason := _why_full_models(config)) is not None:
         return Serving(kind="full", reason=reason)
-    reason = _why_merged(config, engine)
+    reason = _why_merged(config.model, engine)
     if reason is not None:
+        _check_mergeable(config, reason)
         return Serving(kind="merged", reason=reason)
     if (name := base_reader(config)) is not None:
         return Serving(kind="lora", reason=f"scoring.rewards.{name} samples from the base")
@@ -87,16 +89,38 @@ def _why_full_models(config: Config) -> str | None:
     return None
 
 
-def _why_merged(config: Config, engine: Literal["vllm", "hf"]) -> str | None:
+def serve_alone(model: ModelConfig, weights: WeightsConfig, engine: Literal["vllm", "hf"]) -> WeightsConfig:
+    """Return how engines without a learner serve the model's adapter, with ``weights.serve=auto`` replaced.
+
+    Raises ``ModelError`` if they can neither apply the adapter on top of the base nor merge it.
+    """
+    reason = _why_merged(model, engine) if weights.serve == "auto" and model.adapter.path is not None else None
+    if reason is None:
+        return weights
+    if model.adapter.kind == "qlora" or not _is_safetensors(model.path):
+        base = "a base in NF4" if model.adapter.kind == "qlora" else "a base that is not in safetensors"
+        raise ModelError(f"{model.adapter.path}: {reason}, nor merge it into {base}: merge it first (rlpipe merge)")
+    return replace(weights, serve="merged")
+
+
+def _check_mergeable(config: Config, reason: str) -> None:
+    """Raise ``ConfigError`` if engines that have to merge the adapter, for ``reason``, can't."""
+    merged = replace(config, weights=replace(config.weights, serve="merged"))
+    problems = [*(f"weights.serve: merged {problem}" for problem in unmergeable(merged)), *check_quantization(merged)]
+    if problems:
+        raise ConfigError(f"{problems[0]} (engines would have to merge the adapter: {reason})")
+
+
+def _why_merged(model: ModelConfig, engine: Literal["vllm", "hf"]) -> str | None:
     """Return why engines can't apply the adapter on top of the base, or None if they can."""
-    adapter = config.model.adapter
-    if needs_merging(config.model):
+    adapter = model.adapter
+    if needs_merging(model):
         return f"they can't apply {_feature(adapter)} on top of the base"
     if adapter.kind != "lora":
         return None
     if engine == "vllm" and adapter.r > MAX_RANK:
         return f"vllm applies ranks of up to {MAX_RANK} on top of a base, and model.adapter.r={adapter.r}"
-    if adapter.target_modules == "all-linear" and (num_experts := read_num_experts(config.model.path)) > 1:
+    if adapter.target_modules == "all-linear" and (num_experts := read_num_experts(model.path)) > 1:
         return f"all-linear includes the router and {num_experts} experts"
     return None
 

@@ -37,14 +37,13 @@ from rlpipe.models.gguf_models import describe_gguf
 from rlpipe.preload import preloading
 from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine
-from rlpipe.run import workers
+from rlpipe.run import precision, workers
 from rlpipe.run.cluster import Need, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.run.controller import Controller
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.learner_group import end_learner, start_learner
 from rlpipe.run.monitor import RunMonitor, watch_hosts
-from rlpipe.run.precision import ask_cluster, engine_type_lines, resolve_dtype, resolve_serving
 from rlpipe.run.prepare import (
     ResumePoint,
     RewardLike,
@@ -170,10 +169,10 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         replay = workers.start_replay(run)
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
-        ask = ask_cluster(config.cluster, is_own=owns_cluster)
-        run, types = resolve_dtype(run, policy_needs, ask, begun=start.dtype)
-        types += engine_type_lines(run, engines, ask)
-        run, served = resolve_serving(run)
+        ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)
+        run, types = precision.resolve_dtype(run, policy_needs, ask, begun=start.dtype)
+        types += precision.engine_type_lines(run, engines, ask)
+        run, served = precision.resolve_serving(run)
         run_workers = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=owns_cluster))
         weights = workers.start_weights(config, run_workers.engines)
         reporter = stack.enter_context(_reporter(run, start))
@@ -216,7 +215,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     needs = workers.learner_needs(config)
     with ExitStack() as stack:
         owns_cluster = stack.enter_context(_cluster(config, needs))
-        run, types = resolve_dtype(run, needs, ask_cluster(config.cluster, is_own=owns_cluster), begun=start.dtype)
+        ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)
+        run, types = precision.resolve_dtype(run, needs, ask, begun=start.dtype)
         reporter = stack.enter_context(_reporter(run, start))
         for message in types:
             reporter.message(message)
@@ -289,9 +289,11 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
     with _cluster(config, workers.generation_needs(config, run.rewards)) as owns_cluster:
-        run, types = resolve_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=owns_cluster))
+        ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)
+        run, types = precision.resolve_dtype(run, workers.engine_needs(config), ask)
         for message in types:
             print(message, file=sys.stderr)
+        run = precision.resolve_serving_alone(run)
         with workers.open_workers(run, cluster_is_own=owns_cluster) as run_workers:
             return _run(_evaluate_once(run, run_workers, held_out))
 

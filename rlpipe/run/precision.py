@@ -10,14 +10,14 @@ import ray
 
 from rlpipe.actors.node import ask_nodes, node_types
 from rlpipe.actors.remote import get_remote
-from rlpipe.configs.constraints import check_model
+from rlpipe.configs.constraints import check_engine_dtype, check_model
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.dtype_speed import Products, kept_rates
 from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.rollout.engine import resolve_engine
-from rlpipe.rollout.serving_choice import settle_serving
+from rlpipe.rollout.serving_choice import serve_alone, settle_serving
 from rlpipe.run.cluster import Need
 from rlpipe.run.prepare import Run
 from rlpipe.scoring.pools import FEATURE_PATH
@@ -45,8 +45,10 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
         choice = choose_dtype(requested, devices, begun=begun)
         dtype, lines = choice.dtype, [choice.line] if choice.line else []
     resolved = _with_dtype(run, dtype)
-    for problem in check_model(resolved.model, on_gpu=run.config.learner.num_gpus > 0):
-        raise ConfigError(f"{problem} ({lines[0]})" if requested == AUTO else problem)
+    problems = [*check_model(resolved.model, on_gpu=run.config.learner.num_gpus > 0)]
+    problems += check_engine_dtype(resolved.config) if run.config.algorithm.kind == "rl" else []
+    for problem in problems:
+        raise ConfigError(f"{problem} ({lines[0]})" if requested == AUTO and lines else problem)
     return resolved, [*lines, *_reward_lines(run, dtype, ask)]
 
 
@@ -66,6 +68,12 @@ def resolve_serving(run: Run) -> tuple[Run, list[str]]:
     settled, chosen = settle_serving(requested, resolve_engine(run.config.rollout))
     lines = [str(chosen)] if run.config.weights.serve == "auto" and run.model.adapter.kind != "none" else []
     return replace(run, config=replace(run.config, weights=settled.weights)), lines
+
+
+def resolve_serving_alone(run: Run) -> Run:
+    """Return a run without a learner with ``weights.serve=auto`` replaced; raise ``ModelError`` as ``serve_alone``."""
+    weights = serve_alone(run.model, run.config.weights, resolve_engine(run.config.rollout))
+    return replace(run, config=replace(run.config, weights=weights))
 
 
 def _with_dtype(run: Run, dtype: str) -> Run:

@@ -12,7 +12,8 @@ shard tensors, so the digest is independent of the layout: every element's bits 
 2^64, separately for every layer, and XXH3-128 is taken over these sums. A missing or altered element, a wrong type, or
 two swapped layers change the digest. A permutation of elements within one layer does not, which is why the engines also
 compare fused parameters with the tensors they came from. Elements whose bits are all zero add nothing, so padding does
-not count. A tied tensor is published, and counted, once.
+not count. A tied tensor is published, and counted, once. Some models keep a few parameters in float32, whatever type
+they are served in; these count as they are after a cast to that type.
 
 Between GPUs, vLLM's NCCL transfer is used instead (``rlpipe.learner.nccl_broadcast``). In both cases a ``Transfer``
 gives both sides the address and the tensors to expect.
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
+UNMERGEABLE = ("use_qalora", "layer_replication", "alora_invocation_tokens")
+"""Features of PEFT's adapters that neither a merge nor an engine's LoRA captures."""
 """Adapter features that engines can't serve, but that merging the adapter supports."""
 MAGNITUDE = "lora_magnitude_vector"
 """Part of the names of DoRA's norms, which the learner computes with in float32, and which keep that type."""
@@ -297,8 +300,12 @@ def checksum(tensor: Tensor) -> int:
     return total & _MASK
 
 
-def add_checksum(sums: dict[int, int], name: str, tensor: Tensor) -> None:
-    """Add a tensor's checksum to the sum of its layer, the first number in its name (-1 if there is none)."""
+def add_checksum(sums: dict[int, int], name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Add a tensor's checksum to the sum of its layer, the first number in its name (-1 if there is none).
+
+    Engines give the ``dtype`` that they serve, in which tensors count that a model keeps in a wider one.
+    """
+    tensor = _cast(tensor, dtype)
     layer = next((int(segment) for segment in name.split(".") if segment.isdigit()), -1)
     sums[layer] = (sums.get(layer, 0) + checksum(tensor)) & _MASK
 
@@ -399,9 +406,9 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def _check_features(adapter_config: Mapping[str, Any]) -> None:
-    for feature in (*MERGEABLE, "use_qalora", "layer_replication"):
+    for feature in (*MERGEABLE, *UNMERGEABLE):
         if adapter_config.get(feature):
-            merging = "set model.adapter.merge=true in its training run, or merge it first (rlpipe merge)"
+            merging = "set weights.serve=merged, or merge it first (rlpipe merge)"
             raise ModelError(
                 f"the adapter uses {feature}, which engines can't serve as an adapter"
                 + (f": {merging}" if feature in MERGEABLE else "")

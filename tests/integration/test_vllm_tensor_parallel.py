@@ -48,3 +48,13 @@ def test_a_split_model_serves_what_is_published(
         assert largest_difference(policy, groups, 1.0) < 1e-4
     damaged = corrupted(published, "1.mlp.down_proj.weight" if kind == "none" else "1.self_attn.v_proj.lora_A")
     assert load(engine, damaged) != published[0].digest
+
+
+def test_every_rank_counts_its_shard_of_parameters_that_a_module_shards_itself() -> None:
+    from rlpipe.rollout.vllm.vllm_worker import _is_sharded
+
+    published = {"attention.sinks": (8,), "norm.weight": (32,), "gate.weight": (4, 32)}
+    assert _is_sharded(nn.Module(), "attention.sinks", (4,), published)
+    assert not _is_sharded(nn.Module(), "norm.weight", (32,), published)
+    assert not _is_sharded(nn.Module(), "fused.weight", (96, 32), published), "it was published in other tensors"
+    assert _is_sharded(nn.Module(), "mlp.experts.w13_weight", (4, 32, 16), published)

@@ -370,7 +370,7 @@ class VllmEngine:
         self._llm.collective_rpc("update_weights", args=(receiving,))
         self._llm.collective_rpc("finish_weight_update")
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
-        published = [spec.name for spec in transfer.specs]
+        published = {spec.name: spec.shape for spec in transfer.specs}
         return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums", args=(published,))))
 
     def _load_first(self, model: ModelConfig, config: PeftConfig, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from multiprocessing import parent_process
 from typing import Any
 
@@ -44,6 +45,7 @@ if parent_process() is not None and current_platform.is_cpu():
     # packed weights could neither be replaced in place nor read back.
     setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010
 
+Shape = tuple[int, ...]
 _EXPERTS = ".experts."
 _LOAD_BYTES = 2**26
 """Bytes of merged tensors after which they are loaded; vLLM takes a millisecond for each call."""
@@ -107,7 +109,7 @@ class WeightsExtension:
         self._load(merged)
         if with_experts:
             end_experts(model, self.vllm_config)
-        return self.checksums(served.file_names)
+        return self.checksums(served.file_shapes)
 
     def begin_full_load(self) -> None:
         self._begin_load(with_experts=True)
@@ -115,7 +117,7 @@ class WeightsExtension:
     def _begin_load(self, *, with_experts: bool) -> None:
         model = self.model_runner.model
         self._locations = _locate_parameters(model)
-        self._received: set[str] = set()
+        self._received: dict[str, Shape] = {}
         if with_experts:
             begin_experts(model, self.vllm_config)
 
@@ -136,7 +138,7 @@ class WeightsExtension:
             model.load_weights(iter(tensors.items()))
         for name in unfused:
             _check_slice(model, *locations[name], renamed[name])
-        self._received |= tensors.keys()
+        self._received |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def finish_full_load(self) -> dict[int, int]:
         """Return the checksums of the served weights; raise ``ModelError`` if a parameter was not published."""
@@ -146,15 +148,16 @@ class WeightsExtension:
         check_parameters(received & self._locations.keys(), self._locations.keys())
         return self.checksums(self._received)
 
-    def checksums(self, published: Collection[str]) -> dict[int, int]:
+    def checksums(self, published: Mapping[str, Shape]) -> dict[int, int]:
         """Return the checksums, by layer, of this rank's part of the published tensors, and pack them for the CPU.
 
-        Tensors that several ranks hold are counted by one of them.
+        Tensors that several ranks hold are counted by one of them. ``published`` has the whole tensors' shapes.
         """
         model, sums = self.model_runner.model, dict[int, int]()
         pack_layers(model)
-        for name, tensor in _owned_shards(model, set(_vllm_names(model, published).values())):
-            add_checksum(sums, name, tensor)
+        shapes = {served: published[name] for name, served in _vllm_names(model, published).items()}
+        for name, tensor in _owned_shards(model, shapes):
+            add_checksum(sums, name, tensor, self.model_runner.model_config.dtype)
         return sums
 
 
@@ -390,7 +393,7 @@ def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tens
         raise WeightsMismatch(f"{parameter_name} does not serve what was published for its part {index}")
 
 
-def _owned_shards(model: nn.Module, published: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def _owned_shards(model: nn.Module, published: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's parameters and published buffers, without those that another rank also holds and counts."""
     rank = get_tensor_model_parallel_rank()
     if rank == 0:
@@ -401,13 +404,14 @@ def _owned_shards(model: nn.Module, published: Collection[str]) -> Iterator[tupl
             yield name, parameter
         elif isinstance(layer, QKVParallelLinear) and rank % layer.num_kv_head_replicas:
             yield name, parameter[: layer.num_heads * layer.head_size]
-        elif _is_sharded(layer, name):
+        elif _is_sharded(layer, name, parameter.shape, published):
             yield name, parameter
 
 
-def _is_sharded(layer: nn.Module, name: str) -> bool:
+def _is_sharded(layer: nn.Module, name: str, shape: Shape, published: Mapping[str, Shape]) -> bool:
+    """Return whether a parameter of this shape is one of several shards; modules may also have some of their own."""
     if isinstance(layer, RowParallelLinear) and name.endswith(".bias"):
         return False
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
         return layer.tp_size > 1
-    return _EXPERTS in name
+    return _EXPERTS in name or prod(shape) < prod(published.get(name, shape))

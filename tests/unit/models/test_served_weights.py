@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
@@ -21,7 +25,7 @@ from transformers import (
     set_seed,
 )
 
-from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.hf_weight_map import untied_state
 from rlpipe.models.served_weights import ServedWeights
@@ -195,7 +199,7 @@ def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in weights
     assert digest == digest_of(weights)
     served = ServedWeights(ModelConfig(path=str(path), dtype="float32"))
-    assert served.file_names == set(weights)
+    assert served.file_shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
 def test_an_adapter_on_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
@@ -242,3 +246,58 @@ def test_tensors_that_nothing_loads_are_named(untied: Path, change: Any, message
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has neither model\.safetensors\.index\.json nor model\.safetensors"):
         ServedWeights(ModelConfig(path=str(tmp_path), dtype="float32"))
+
+
+def make_float32_router(folder: Path) -> Path:
+    """Make a mixture that keeps the biases of its routers in float32, and fill these with random values."""
+    set_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, n_routed_experts=4, num_experts_per_tok=2,
+        first_k_dense_replace=1, n_shared_experts=1, tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config)
+    for name, tensor in untied_state(model).items():
+        if "correction_bias" in name:
+            tensor.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_what_a_model_keeps_in_float32_counts_in_the_served_type(tmp_path: Path) -> None:
+    path = make_float32_router(tmp_path)
+    adapted = adapt(path, target_modules=["q_proj", "o_proj"])
+    weights, digest = serve(path, adapted, "bfloat16")
+    assert torch.float32 in {tensor.dtype for tensor in weights.values()}
+    sums: dict[int, int] = {}
+    for name, tensor in weights.items():
+        add_checksum(sums, name, tensor, torch.bfloat16)
+    assert digest == digest_of_sums(sums)
+
+
+def test_quantized_bases_are_refused(untied: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="trained on a base in NF4"):
+        ServedWeights(ModelConfig(path=str(untied), dtype="float32", adapter=AdapterConfig(kind="qlora")))
+    quantized = shutil.copytree(untied, tmp_path / "quantized")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="is quantized"):
+        ServedWeights(ModelConfig(path=str(quantized), dtype="float32"))
+
+
+def test_an_adapter_that_a_merge_does_not_capture_is_refused(untied: Path) -> None:
+    adapted = adapt(untied)
+    config = adapted.peft_config["default"].to_dict() | {"alora_invocation_tokens": [1, 2]}
+    with pytest.raises(ModelError, match="alora_invocation_tokens, which can't be merged"):
+        ServedWeights(ModelConfig(path=str(untied), dtype="float32")).digest(config, tensors_of(adapted), CPU)
+
+
+def test_values_that_are_not_finite_are_refused_by_name(untied: Path) -> None:
+    adapted = adapt(untied, modules_to_save=["norm"])
+    tensors = tensors_of(adapted)
+    saved = next(name for name in tensors if name.endswith("model.norm.weight"))
+    tensors[saved] = torch.full_like(tensors[saved], torch.inf)
+    served = ServedWeights(ModelConfig(path=str(untied), dtype="float32"))
+    with pytest.raises(ModelError, match=r"makes model\.norm\.weight infinite or NaN"):
+        served.digest(adapted.peft_config["default"].to_dict(), tensors, CPU)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlpipe.errors import EngineFailed, ModelError, WaitTimeout
+from rlpipe.errors import EngineFailed, ModelError, WaitTimeout, WeightsMismatch
 from rlpipe.rollout.engine import Sample, build_group
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, Prompt, RolloutGroup, WeightsKind, WeightsManifest
@@ -66,6 +66,8 @@ class FakeEngine:
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         if manifest.version == 13:
             raise ModelError("no such module")
+        if manifest.version == 14:
+            raise WeightsMismatch("norm does not serve what was published")
         self.version = manifest.version
         return manifest.digest
 
@@ -128,6 +130,8 @@ def test_a_load_waits_until_the_engine_is_ready(engine: FakeEngine, thread: Engi
 def test_a_refused_load_is_raised_to_its_caller_only(thread: EngineThread) -> None:
     with pytest.raises(ModelError, match="no such module"):
         thread.load(manifest(13), [], timeout_s=5)
+    with pytest.raises(WeightsMismatch, match="norm does not serve"):
+        thread.load(manifest(14), [], timeout_s=5)
     thread.submit([request(0)])
     assert len(collect(thread, 1)) == 1
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.root_config import Config, WeightsConfig
 from rlpipe.configs.serving import published_kind
-from rlpipe.rollout.serving_choice import settle_serving
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.rollout.serving_choice import serve_alone, settle_serving
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
 LONG = ["rollout.sampling.max_tokens=4096", "algorithm.group_size=64"]
@@ -83,3 +85,35 @@ def test_higher_ranks_pay_sooner(model: Path) -> None:
     tokens = ["rollout.sampling.max_tokens=100", "algorithm.group_size=16", "algorithm.groups_per_step=8"]
     kinds = [settle_serving(make(model, *tokens, f"model.adapter.r={r}"), "vllm")[1].kind for r in (1, 256)]
     assert kinds == ["lora", "merged"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["+scoring.rewards.j.path=a:b", "scoring.rewards.j.kwargs={engine: base}"],
+            r"without the base, which scoring\.rewards\.j samples from .*all-linear includes the router and 4 experts",
+        ),
+        (["rollout.engine_args={quantization: fp8}"], r"rollout\.engine_args\.quantization: .*all-linear includes"),
+    ],
+)
+def test_what_merged_weights_rule_out_is_named_before_they_are_chosen(
+    model: Path, overrides: list[str], message: str
+) -> None:
+    (model / "config.json").write_text(json.dumps(SMALL | {"num_local_experts": 4}))
+    with pytest.raises(ConfigError, match=message):
+        settle_serving(make(model, *overrides), "vllm")
+
+
+def test_engines_without_a_learner_merge_what_they_cannot_apply(model: Path) -> None:
+    def serve(**options: Any) -> str:
+        adapter = AdapterConfig(path="trained", target_modules=["q_proj"], **options)
+        return serve_alone(ModelConfig(path=str(model), adapter=adapter), WeightsConfig(), "vllm").serve
+
+    assert serve() == "auto"
+    assert serve(use_dora=True) == serve(r=600) == "merged"
+    with pytest.raises(ModelError, match=r"trained: they can't apply use_dora .*NF4: merge it first"):
+        serve(use_dora=True, kind="qlora")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="not in safetensors: merge it first"):
+        serve(modules_to_save=["norm"])
