@@ -111,7 +111,7 @@ def _fit_micro_batch(translation: Translation) -> None:
 
 
 def _apply_setting(translation: Translation, values: ForeignValues, setting: Setting) -> None:
-    """Keep what a setting makes; a reason why a default makes nothing is worth a comment if it has an effect."""
+    """Take over the options that a setting makes, or note why it makes none, unless it is a default without effect."""
     outcome = translate_setting(values, setting)
     if not (setting.default_of or values.counts(setting) or isinstance(setting.value, Computed)):
         translation.notes.append((str(setting), GIVEN_AGAIN))

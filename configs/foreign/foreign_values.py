@@ -42,13 +42,13 @@ class ForeignValues:
 
     @cached_property
     def _by_name(self) -> dict[str, Any]:
-        """Values by name; the last setting of several counts, as it does for the other systems, and no empty one."""
+        """Values by name; the last setting of a name that is not empty counts, as in the other systems."""
         settings = [setting for setting in self.run.settings if self.counts(setting) and not setting.is_empty]
         return {self.key(setting.name): setting.value for setting in [*self.defaults, *settings]}
 
     @cached_property
     def _last(self) -> dict[str, Setting]:
-        """The last setting of each name, of those with a known value if there are any."""
+        """The last setting of each name, or the last with a constant value if there is one."""
         constant = [setting for setting in self.run.settings if not isinstance(setting.value, Computed)]
         return {self.key(setting.name): setting for setting in [*self.run.settings, *constant]}
 

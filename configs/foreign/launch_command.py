@@ -138,7 +138,7 @@ def _commands_of(word: str) -> Sequence[ShellCommand]:
 
 
 def _method(word: str, after: Sequence[str], rest: Sequence[str]) -> tuple[str, str, int] | None:
-    """Return the system, the method and the number of words of a program's name; None if it is none."""
+    """Return the system, the method and the number of words of a program's name; None if the word names none."""
     has_arguments = any(argument.startswith("--") for argument in rest)
     if word == "trl" and after and after[0] in TRL_METHODS:
         return "trl", TRL_METHODS[after[0]], 2

@@ -123,7 +123,7 @@ def hints() -> Mapping[str, str]:
 
 
 def _ends(row: SettingRow) -> Iterator[str]:
-    """Yield the ends of a row's names that say enough: those of several words."""
+    """Yield the ends of a row's names that are specific enough: whole names, and ends of several words."""
     for column in (row.hf, row.verl, row.openrlhf):
         for name in column.replace("=", " ").replace(".*", "").replace("*", "").split():
             segments = name.split(".")

@@ -143,7 +143,7 @@ class Script:
             self.commands.append(ShellCommand(words=spread, runs=runs))
 
     def _assign(self, word: str | ArrayWord, *, runs: bool, exports: bool, keeps: bool) -> bool:
-        """Set a variable if a word does; one before a command is of that command alone."""
+        """Set a variable if the word assigns one; an assignment before a command holds for that command alone."""
         if isinstance(word, ArrayWord):
             name, appends = word.name, word.appends
             values = [text for item in word.items for text in self.variables.words(item)]

@@ -74,7 +74,7 @@ class Variables:
         return self._expand(body.replace("\\\n", " "), 0, is_quoted=True, splits=False).replace(WORD, "")
 
     def _expand(self, raw: str, depth: int, *, splits: bool, is_quoted: bool = False) -> str:
-        """Return a word with its parts replaced; ``splits`` separates words where spaces are in the value."""
+        """Return a word with its expansions replaced; with ``splits``, spaces in a value separate words."""
         if depth > MAX_NESTING:
             raise ConfigError(f"variables are nested more than {MAX_NESTING} levels deep; simplify them")
         if raw.startswith("~/") and not is_quoted:

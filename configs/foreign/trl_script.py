@@ -159,7 +159,7 @@ class PythonScript:
         return calls
 
     def _changes_of(self, rows: list[ast.expr]) -> list[str]:
-        """Return the calls, and the selections of a part, between ``load_dataset`` and these rows."""
+        """Return the calls and the selections that change these rows after ``load_dataset``."""
         changes: dict[str, None] = {}
         visited: set[str] = set()
         while rows:
@@ -204,7 +204,7 @@ class PythonScript:
             self._read_model(call)
 
     def _read_named(self, call: ast.Call, names: Sequence[str]) -> None:
-        """Read the arguments of a call, of which the first have these names where they are given without one."""
+        """Read the arguments of a call; ``names`` are the names of its positional arguments."""
         for name, value in zip(names, call.args, strict=False):
             self.settings += self._settings(name, value)
         self.notes += [(f"{called(call)}: {_text(value)}", UNNAMED) for value in call.args[len(names) :]]
@@ -250,7 +250,7 @@ class PythonScript:
         self._read_named(call, ["model"])
 
     def _settings(self, name: str, node: ast.expr) -> Iterator[Setting]:
-        """Yield the settings that an argument is; none if it only passes on what the command line gives."""
+        """Yield the settings in an argument; none if it only passes on values of the command line."""
         if name == "train_dataset" and (self._changes or not self._data):
             self.notes.append((f"{name}: {_text(node)}", FROM_CHANGED if self._data else NOT_LOADED))
             return

@@ -96,7 +96,7 @@ def pack_labelled(rollouts: Sequence[Rollout], *, max_tokens: int, **options: An
 
 
 def _with_neighbours(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, Rollout]]:
-    """Yield each rollout with the nearest one of another row before it, where the last one stands before the first.
+    """Yield each rollout with the nearest one of another row before it; the last rollouts count as before the first.
 
     Rollouts of a single row have none.
     """

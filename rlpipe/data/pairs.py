@@ -161,7 +161,7 @@ def _completion(value: Any, column: str) -> Completion:
 
 
 def _split_conversation(messages: ChatMessages, column: str) -> tuple[ChatMessages, ChatMessages]:
-    """Return a conversation's turns before the last one of the assistant, and that; ``UnusableRow`` without one."""
+    """Split a conversation before its last assistant turn; raise ``UnusableRow`` if nothing would be before it."""
     last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=0)
     if not last:
         raise UnusableRow(f"column {column!r} holds a conversation without an answer of the assistant")

@@ -282,7 +282,7 @@ def _encode(markers: RoleMarkers, tokenizer: PreTrainedTokenizerBase, name: str)
 
 
 def _alternative_starts(marker: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of a start marker before a word, and where its line breaks merge with those of the text."""
+    """Yield the other token sequences of a start marker, whose line breaks may merge with the text after it."""
     shown = marker.rstrip("\n")
     if not shown.strip() or shown == marker:
         return

@@ -117,8 +117,8 @@ class ConversationMask:
             raise UnusableRow(f"it has no token in a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
         return encoded, mask
 
-    def _prompted(self, template: ChatTemplate) -> str:
-        """Return the text after a user's turn that asks the assistant to go on; empty if a template writes none.
+    def _generation_prompt(self, template: ChatTemplate) -> str:
+        """Return the generation prompt, the text after a user's turn; empty if a template writes none.
 
         It is found once for rows with equal options of the template.
         """
@@ -136,7 +136,7 @@ class ConversationMask:
         block does.
         """
         assert encoded.offsets is not None
-        prompted = self._prompted(template)
+        prompted = self._generation_prompt(template)
         header = OPENED_REASONING.sub("", prompted)
         written = [(_after_prompt(prompted, header, text, start, stop), stop) for start, stop in blocks]
         mask = tokens_with(fill(written, len(text)), encoded.offsets)
@@ -201,7 +201,7 @@ class _Row:
 
 
 def _num_alike(prefix: str, text: str) -> int:
-    """Return the number of characters with which both begin."""
+    """Return the number of characters that both texts have in common at their beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, text, strict=False)))
 
 
@@ -215,7 +215,7 @@ def _find_prompt(template: ChatTemplate) -> str:
 
 
 def _after_prompt(prompt: str, header: str, text: str, start: int, stop: int) -> int:
-    """Return where a block's text goes on after the part of the generation prompt that it begins with, if it does."""
+    """Return the start of a block's text, after the part of the generation prompt that it may begin with."""
     for before in range(1, len(prompt)):  # the characters of the prompt that stand before the block
         if text.startswith(prompt[before:], start, stop) and text.endswith(prompt[:before], 0, start):
             return start + len(prompt) - before

@@ -190,7 +190,7 @@ def _parse(text: str) -> Any:
 
 
 def _schema(tool: Any, name: str) -> dict[str, Any]:
-    """Return a tool's schema, with what is the JSON of a dictionary parsed, as in tables with texts only."""
+    """Return a tool's schema, with JSON of dictionaries in it parsed, as tables that hold only texts have it."""
     tool = _parsed(tool)
     if not isinstance(tool, dict):
         raise UnusableRow(f"{name}: expected a JSON schema with a name, found {tool!r:.80}")
@@ -222,7 +222,7 @@ def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the dictionary that a text is the JSON of, or else the value itself."""
+    """Parse a text that is the JSON of a dictionary; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -424,5 +424,5 @@ class _NamedRows:
 
 
 def _check_unless_transformed(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
-    """Return the check, or None with a transform, because only that makes the needed columns."""
+    """Return the check, or None if a transform makes the columns that it would look for."""
     return check if data.transform is None else None
