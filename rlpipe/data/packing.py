@@ -286,8 +286,8 @@ def _siblings(rollouts: Sequence[Rollout]) -> Iterator[list[tuple[list[int], int
         entries: list[tuple[list[int], int]] = []
         for index, shared in zip(group, _shared_with_branches([rollouts[index] for index in group]), strict=True):
             if id(rollouts[index]) in rejected:
-                pair = [*entries[-1][0], index]
-                entries[-1] = pair, entries[-1][1]  # what it shares with the chosen one is not split off
+                # What it shares with the chosen one is not split off.
+                entries[-1] = [*entries[-1][0], index], entries[-1][1]
             else:
                 entries.append(([index], shared))
         yield entries
