@@ -99,11 +99,11 @@ class MultipleErrors(ConfigError):
 
 def raise_all(problems: Iterable[InputError]) -> None:
     """Raise the only problem, or one error with all of several; do nothing if there is none."""
-    found = list(problems)
-    nested = [problem.messages if isinstance(problem, MultipleErrors) else [str(problem)] for problem in found]
+    errors = list(problems)
+    nested = [problem.messages if isinstance(problem, MultipleErrors) else [str(problem)] for problem in errors]
     messages = list(dict.fromkeys(chain.from_iterable(nested)))
     if len(messages) == 1:
-        raise found[0]
+        raise errors[0]
     if messages:
         raise MultipleErrors(messages)
 
@@ -258,8 +258,8 @@ def check_keys(value: Any, name: str, layer: Layer) -> None:
             check_keys(child, f"{name}.{index}", layer)
     for key, child in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
-            at, kind = name or "options", "null" if key is None else f"a {type(key).__name__}"
-            raise layer.error(f"{at}: YAML reads its key {key!r:.80} as {kind}; write it in quotes")
+            location, kind = name or "options", "null" if key is None else f"a {type(key).__name__}"
+            raise layer.error(f"{location}: YAML reads its key {key!r:.80} as {kind}; write it in quotes")
         check_keys(child, f"{name}.{key}" if name else key, layer)
 
 
@@ -391,9 +391,9 @@ def unknown_choice(path: str) -> str:
     group, _, choice = path.removesuffix(".yaml").partition("/")
     if group not in list_groups():
         return f"{group}: no such config group; the groups are {', '.join(list_groups())}"
-    known = list_groups()[group]
-    hint = did_you_mean(choice, known, cutoff=0.5)
-    return f"{group}={choice}: no such choice; {group} is one of {', '.join(known)}{hint}"
+    choices = list_groups()[group]
+    hint = did_you_mean(choice, choices, cutoff=0.5)
+    return f"{group}={choice}: no such choice; {group} is one of {', '.join(choices)}{hint}"
 
 
 def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
@@ -445,8 +445,8 @@ def chooses_group(override: Override, groups: Mapping[str, list[str]]) -> bool:
 
 def nested(name: str, value: Any) -> Any:
     """Return the tree in which the option with the dotted name has the value."""
-    for part in reversed(name.split(".")):
-        value = {part: value}
+    for section in reversed(name.split(".")):
+        value = {section: value}
     return value
 
 

@@ -282,7 +282,7 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[str]:
         )
     for key, value in rollout.engine_args.items():
         if key in ENGINE_ARGUMENTS:
-            yield f"rollout.engine_args.{key}: {_own_option(ENGINE_ARGUMENTS[key])}"
+            yield f"rollout.engine_args.{key}: {_suggest_option(ENGINE_ARGUMENTS[key])}"
         if key in SPLITTING_ARGUMENTS and value and not gpus:
             yield f"rollout.engine_args.{key}: vllm can't split prompts of seeded requests on a CPU; delete it"
 
@@ -297,19 +297,19 @@ def check_sampling(rollout: RolloutConfig) -> Iterator[str]:
         yield "rollout.sampling.guided_json: a completion follows one guide; set guided_regex=null or guided_json=null"
     for key in sampling.extra:
         if key in SAMPLING_ARGUMENTS:
-            yield f"rollout.sampling.extra.{key}: {_own_option(SAMPLING_ARGUMENTS[key])}"
+            yield f"rollout.sampling.extra.{key}: {_suggest_option(SAMPLING_ARGUMENTS[key])}"
 
 
-def _own_option(option: str) -> str:
+def _suggest_option(option: str) -> str:
     return f"has an option of its own; set {option}" if option else "rlpipe sets it itself; delete it"
 
 
 def check_lengths(config: Config) -> Iterator[str]:
     prompt, completion = config.data.max_prompt_tokens, config.rollout.sampling.max_tokens
-    parts = f"data.max_prompt_tokens={prompt} and rollout.sampling.max_tokens={completion}"
+    lengths = f"data.max_prompt_tokens={prompt} and rollout.sampling.max_tokens={completion}"
     limit = config.rollout.max_model_len
     if limit is not None and limit < prompt + completion:
-        yield f"rollout.max_model_len: {limit} is less than {parts} together; set {prompt + completion} or more"
+        yield f"rollout.max_model_len: {limit} is less than {lengths} together; set {prompt + completion} or more"
     # Rows of EBFT may have further turns, which go on up to the limit of the engine.
     has_turns = config.environment.is_used or (config.algorithm.ebft.reward and limit is not None)
     conversation, limit = longest_conversation(config), config.learner.max_tokens_per_microbatch
@@ -321,12 +321,12 @@ def check_lengths(config: Config) -> Iterator[str]:
         )
     elif config.algorithm.samples_pairs and limit < 2 * (prompt + completion):
         yield (
-            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest pair, two rollouts of {parts}; set "
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest pair, two rollouts of {lengths}; set "
             f"{2 * (prompt + completion)} or more"
         )
     elif limit < prompt + completion:
         yield (
-            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {parts}; set "
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {lengths}; set "
             f"{prompt + completion} or more"
         )
 
@@ -354,8 +354,8 @@ def check_environment(config: Config) -> Iterator[str]:
     if environment.port is not None and environment.num_processes > 1:
         yield "environment.port: each process that plays episodes needs its own port; set environment.num_processes=1"
     if environment.agent is not None and names != ["agent"]:
-        other = next(name for name in names if name != "agent")
-        yield f"environment.agent: a program brings its own tools and answers; remove environment.{other}, or agent"
+        extra = next(name for name in names if name != "agent")
+        yield f"environment.agent: a program brings its own tools and answers; remove environment.{extra}, or agent"
     if environment.agent is not None and environment.isolation == "sandbox":
         yield "environment.isolation: an agent in a sandbox could not reach the policy; set process"
     if config.algorithm.ebft.reward:

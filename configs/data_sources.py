@@ -32,36 +32,36 @@ def data_files(path: str | None, source: str, option: str) -> list[Path]:
     """
     if path is None:
         raise DataError(f"{option} is not set; source {source} needs a file")
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        named = (file for file in place.rglob("*") if file.name.endswith(SUFFIXES[source]) and not file.is_dir())
-        files = sorted(file for file in named if not is_hidden(file.relative_to(place)))
+    location = Path(path).expanduser()
+    if location.is_file():
+        return [location]
+    if location.is_dir():
+        named = (file for file in location.rglob("*") if file.name.endswith(SUFFIXES[source]) and not file.is_dir())
+        files = sorted(file for file in named if not is_hidden(file.relative_to(location)))
         if not files:
             raise DataError(
-                f"{option}: no file in the folder {place.absolute()} ends with {' or '.join(SUFFIXES[source])}"
+                f"{option}: no file in the folder {location.absolute()} ends with {' or '.join(SUFFIXES[source])}"
             )
         return files
-    if not has_magic(str(place)):
-        raise DataError(f"{option}: there is no file {place.absolute()}")
-    files = sorted(file for file in map(Path, glob(str(place), recursive=True)) if file.is_file())
+    if not has_magic(str(location)):
+        raise DataError(f"{option}: there is no file {location.absolute()}")
+    files = sorted(file for file in map(Path, glob(str(location), recursive=True)) if file.is_file())
     if not files:
-        raise DataError(f"{option}: no file matches {place.absolute()}")
+        raise DataError(f"{option}: no file matches {location.absolute()}")
     return files
 
 
 def is_hidden(path: Path) -> bool:
     """Return whether a relative path is a program's own, such as a copy in ``.ipynb_checkpoints``."""
-    return any(part.startswith(".") for part in path.parts)
+    return any(component.startswith(".") for component in path.parts)
 
 
 def cache_folder(path: str) -> Path:
     """Return the folder of ``data.cache``, which need not exist; raise ``ConfigError`` if it can't be created."""
     folder = Path(path).expanduser().absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir():
-        raise ConfigError(f"data.cache: {there} is a file; name a folder")
+    existing = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"data.cache: {existing} is a file; name a folder")
     return folder
 
 
@@ -91,11 +91,11 @@ class RoleMarkers:
 def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
     """Read the entries of ``data.role_boundaries``; raise ``ConfigError`` with the entry and the key that is wrong."""
     markers = [_read_markers(entry, f"{ROLE_OPTION}[{index}]") for index, entry in enumerate(entries)]
-    places: dict[str, int] = {}
+    first_indices: dict[str, int] = {}
     for index, marker in enumerate(markers):
-        first = places.setdefault(marker.start, index)
+        first = first_indices.setdefault(marker.start, index)
         role = markers[first].role
-        ends = [other.end for other in markers[:index] if other.start == marker.start]
+        ends = [earlier.end for earlier in markers[:index] if earlier.start == marker.start]
         if first != index and (role != marker.role or None in ends or marker.end in (None, *ends)):
             raise ConfigError(
                 f"{ROLE_OPTION}[{index}].start: {marker.start!r:.200} starts turns of {role} already, in [{first}]"
@@ -160,29 +160,29 @@ def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
     option = f"{OPTION}.{name}"
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{option}: {entry!r:.200} is not a dictionary of options; write {EXAMPLE}")
-    own = {str(key): value for key, value in entry.items() if key != "weight"}
-    for key in own:
+    options = {str(key): value for key, value in entry.items() if key != "weight"}
+    for key in options:
         _check_key(option, key)
-    if "source" not in own:
+    if "source" not in options:
         raise ConfigError(f"{option}.source is missing: where its rows come from")
     weight = entry.get("weight", 1)
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         limits = f"a number above 0, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         raise ConfigError(f"{option}.weight: {weight!r:.40} is not {limits}; leave the source out to use none of it")
-    values = _typed(option, own)
+    values = _typed(option, options)
     if isinstance(values.get("path"), str):
         values["path"] = str(Path(values["path"]).expanduser())
-    own_data = replace(data, path=None, sources={}, held_out=HeldOutConfig())
-    return MixedSource(name=name, weight=float(weight), data=replace(own_data, **values))
+    base = replace(data, path=None, sources={}, held_out=HeldOutConfig())
+    return MixedSource(name=name, weight=float(weight), data=replace(base, **values))
 
 
 def _check_key(option: str, key: str) -> None:
     if key in WHOLE:
         raise ConfigError(f"{option}.{key}: applies to all sources together; set data.{key}")
-    known = [entry.name for entry in fields(DataConfig) if entry.name not in WHOLE] + ["weight"]
-    if key not in known:
-        hint = did_you_mean(key, known, "a source has a weight, and the options of data")
+    valid_keys = [entry.name for entry in fields(DataConfig) if entry.name not in WHOLE] + ["weight"]
+    if key not in valid_keys:
+        hint = did_you_mean(key, valid_keys, "a source has a weight, and the options of data")
         raise ConfigError(f"{option}: no such key {key!r:.200}{hint}")
 
 

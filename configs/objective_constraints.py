@@ -76,8 +76,8 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     elif size < 2 and algorithm.combine == "normalize_then_sum":
         yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalizes within a group; set 2 or more"
     if algorithm.samples_greedy and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
-        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
-        yield f"{part}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
+        option = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
+        yield f"{option}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
     if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
     divides = advantage.name in EPS_TAKERS or advantage.path is not None or algorithm.combine == "normalize_then_sum"
@@ -199,8 +199,8 @@ def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not algorithm.has_critic and algorithm.critic != CriticConfig():
         yield "algorithm.critic: only algorithm.advantage.name=gae has a critic; set that, or leave it out"
     if algorithm.has_critic and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
-        part = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
-        yield f"{part}: gae compares plain rewards with a critic's values; leave it out, or set rloo"
+        option = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
+        yield f"{option}: gae compares plain rewards with a critic's values; leave it out, or set rloo"
     if algorithm.learner_computes_advantages and algorithm.loss.mask_truncated:
         yield (
             "algorithm.loss.mask_truncated: the learner computes the advantages from the log-probs of all rollouts "
@@ -327,13 +327,13 @@ def check_reward_model(config: Config) -> Iterator[str]:
 def _check_preference_rows(config: Config) -> Iterator[str]:
     has_steps = config.algorithm.kind == "process_reward_model"
     for source in all_sources(config.data):
-        at = f"data.sources.{source.name}" if source.name else "data"
+        section = f"data.sources.{source.name}" if source.name else "data"
         if source.data.text_column is not None:
-            what = "labels are of steps after" if has_steps else "preferences are between completions of"
-            yield f"{at}.text_column: {what} a prompt; set it to null"
+            subject = "labels are of steps after" if has_steps else "preferences are between completions of"
+            yield f"{section}.text_column: {subject} a prompt; set it to null"
         if source.data.source == "reasoning_gym" and source.data.transform is None:
-            what = "labelled steps" if has_steps else "preferences"
-            yield f"{at}.source: tasks of reasoning_gym have no {what}; set jsonl, parquet or datasets"
+            subject = "labelled steps" if has_steps else "preferences"
+            yield f"{section}.source: tasks of reasoning_gym have no {subject}; set jsonl, parquet or datasets"
 
 
 def check_unused(config: Config) -> Iterator[str]:
@@ -344,7 +344,7 @@ def check_unused(config: Config) -> Iterator[str]:
     algorithm, usual = config.algorithm, dict(leaves(to_tree(Config())))
     samples_pairs = algorithm.kind == "rl" and algorithm.loss.name == PAIRS
     used = "preference" if samples_pairs else algorithm.kind
-    unused = (*UNUSED.get(algorithm.kind, ()), *(f"algorithm.{other}" for other in ROW_KINDS if other != used))
+    unused = (*UNUSED.get(algorithm.kind, ()), *(f"algorithm.{kind}" for kind in ROW_KINDS if kind != used))
     for name, value in leaves(to_tree(config)):
         is_unused = any(name == option or name.startswith(f"{option}.") for option in unused)
         if is_unused and (name, value) not in usual.items():

@@ -87,7 +87,7 @@ def element_section(hint: Any) -> type | None:
 def describe_type(hint: Any) -> str:
     """Describe a type in words, as in "a list of numbers, or null"."""
     if get_origin(hint) is UnionType:
-        return ", or ".join(describe_type(part) for part in get_args(hint))
+        return ", or ".join(describe_type(argument) for argument in get_args(hint))
     if get_origin(hint) is list:
         return "a list" if get_args(hint)[0] is Any else f"a list of {plural(get_args(hint)[0])}"
     if get_origin(hint) is dict:
@@ -131,8 +131,8 @@ def all_names() -> tuple[str, ...]:
     """Return the dotted names of all options and of the sections that hold them."""
     names: dict[str, None] = {}
     for option in options():
-        parts = option.name.split(".")
-        names |= dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        words = option.name.split(".")
+        names |= dict.fromkeys(".".join(words[:count]) for count in range(1, len(words) + 1))
     return tuple(names)
 
 
@@ -151,16 +151,16 @@ def nearest_name(wrong: str) -> str | None:
         return difflib.get_close_matches(wrong, same_word, n=1, cutoff=0)[0]
     if similar:
         return f"{parent}.{similar[0]}" if parent else similar[0]
-    others = [name for name in names if not wrong.startswith(f"{name}.")]
-    return next(iter(difflib.get_close_matches(wrong, others, n=1, cutoff=0.6)), None)
+    candidates = [name for name in names if not wrong.startswith(f"{name}.")]
+    return next(iter(difflib.get_close_matches(wrong, candidates, n=1, cutoff=0.6)), None)
 
 
-def _fill_entries(name: str, given: Sequence[str]) -> str:
-    """Replace ``<name>`` in an option's name by the word that ``given`` has there, in the same section."""
+def _fill_entries(name: str, source: Sequence[str]) -> str:
+    """Replace ``<name>`` in an option's name by the word that ``source`` has there, in the same section."""
     words = name.split(".")
-    for index, word in enumerate(words[: len(given)]):
-        if word == "<name>" and words[:index] == given[:index]:
-            words[index] = given[index]
+    for index, word in enumerate(words[: len(source)]):
+        if word == "<name>" and words[:index] == source[:index]:
+            words[index] = source[index]
     return ".".join(words)
 
 
@@ -302,9 +302,9 @@ def to_yaml(config: Config) -> str:
 def _escaped(value: Any) -> Any:
     """Return a tree in which texts with ``${`` are written so that they are read back as they are."""
     if isinstance(value, Mapping):
-        return {key: _escaped(own) for key, own in value.items()}
+        return {key: _escaped(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_escaped(own) for own in value]
+        return [_escaped(child) for child in value]
     if not isinstance(value, str) or isinstance(value, FromEnvironment):
         return value
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
@@ -374,17 +374,17 @@ def keep_references(value: Any, written: Any) -> Any:
 
 
 def _marked(value: Any, written: Any, name: str, values: Mapping[str, str]) -> Any:
-    def child(key: Any, part: Any) -> Any:
+    def child(key: Any, element: Any) -> Any:
         inside = written[key] if isinstance(written, dict | list) else written  # a text refers to the whole section
-        return _marked(part, inside, f"{name}.{key}" if name else f"{key}", values)
+        return _marked(element, inside, f"{name}.{key}" if name else f"{key}", values)
 
     if is_dataclass(value):
         for entry in fields(value):
             setattr(value, entry.name, child(entry.name, getattr(value, entry.name)))
     elif isinstance(value, dict):
-        return {key: child(key, part) for key, part in value.items()}
+        return {key: child(key, element) for key, element in value.items()}
     elif isinstance(value, list):
-        return [child(index, part) for index, part in enumerate(value)]
+        return [child(index, element) for index, element in enumerate(value)]
     elif isinstance(value, str) and isinstance(written, str) and "${" in written:
         return _with_references(value, name, values)
     return value
@@ -424,13 +424,13 @@ def find_out_of_range(section: Freezable, prefix: str = "") -> Iterator[ConfigEr
 
 def has_type(value: Any, hint: Any) -> bool:
     """Return whether a value is of a type; OmegaConf does not check what interpolations of lists refer to."""
-    kind, parts = get_origin(hint), get_args(hint)
+    kind, arguments = get_origin(hint), get_args(hint)
     if kind is UnionType:
-        return any(has_type(value, part) for part in parts)
+        return any(has_type(value, argument) for argument in arguments)
     if kind is list:
-        return isinstance(value, list | tuple) and all(has_type(child, parts[0]) for child in value)
+        return isinstance(value, list | tuple) and all(has_type(child, arguments[0]) for child in value)
     if kind is dict:
-        return isinstance(value, Mapping) and all(has_type(child, parts[1]) for child in value.values())
+        return isinstance(value, Mapping) and all(has_type(child, arguments[1]) for child in value.values())
     if hint in (int, float) and isinstance(value, bool):
         return False
     return hint is Any or isinstance(value, int | float if hint is float else hint)

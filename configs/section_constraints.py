@@ -31,7 +31,7 @@ def check_strided(config: Config) -> Iterator[str]:
         yield f"algorithm.reward_kl: has no effect on {KIND}; set algorithm.loss.beta"
     yield from _check_advantage(algorithm)
     yield from check_features(algorithm)
-    yield from _check_room(config)
+    yield from _check_block_size(config)
 
 
 def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _check_room(config: Config) -> Iterator[str]:
+def _check_block_size(config: Config) -> Iterator[str]:
     """Yield a problem if the shortest document with a block does not fit into a micro batch with its blocks."""
     strided, size = config.algorithm.ebft.strided, config.algorithm.group_size
     shortest = strided.context_length + strided.generate_tokens
@@ -136,8 +136,8 @@ def check_learner(learner: LearnerConfig) -> Iterator[str]:
 def check_offload(learner: LearnerConfig) -> Iterator[str]:
     strategy, chunked = learner.strategy, learner.chunked
     if learner.offload == "policy" and strategy != "fsdp2":
-        other = "learner.zero3.offload_optimizer=true" if strategy == "zero3" else "learner.offload=chunked"
-        yield f"learner.offload: policy needs FSDP2, but learner.strategy={strategy}; set fsdp2 there, or {other}"
+        alternative = "learner.zero3.offload_optimizer=true" if strategy == "zero3" else "learner.offload=chunked"
+        yield f"learner.offload: policy needs FSDP2, but learner.strategy={strategy}; set fsdp2 there, or {alternative}"
     if learner.offload != "chunked":
         if chunked != ChunkedConfig():
             yield f"learner.chunked: has no effect with learner.offload={learner.offload}; set learner.offload=chunked"
@@ -275,11 +275,11 @@ def _check_masks(data: DataConfig, kind: str, inherited: DataConfig) -> Iterator
     if data.role_boundaries is not None and not markers:
         yield f"{ROLE_OPTION}: empty, so no token of a conversation is trained; add entries, or set null"
         return
-    known = [marker.role for marker in markers] or ROLES
+    known_roles = [marker.role for marker in markers] or ROLES
     by = f" by {ROLE_OPTION}" if markers else ""
     for role in data.roles_to_train:
-        if role not in known:
-            hint = did_you_mean(role, known, f"there are {', '.join(dict.fromkeys(known))}")
+        if role not in known_roles:
+            hint = did_you_mean(role, known_roles, f"there are {', '.join(dict.fromkeys(known_roles))}")
             yield f"data.roles_to_train: no turns of {role!r:.200} can be recognized{by}{hint}"
     if not data.roles_to_train and data.train_on_eos != "all" and data.chat:
         yield "data.roles_to_train: empty, so no token of a conversation is trained; name roles, as in [assistant]"
@@ -293,10 +293,10 @@ def check_template(data: DataConfig) -> Iterator[str]:
             yield from _check_template(source.data, f"data.sources.{source.name}")
 
 
-def _check_template(data: DataConfig, at: str) -> Iterator[str]:
+def _check_template(data: DataConfig, section: str) -> Iterator[str]:
     for name in data.chat_template_kwargs:
-        option = f"{at}.chat_template_kwargs.{name}"
+        option = f"{section}.chat_template_kwargs.{name}"
         if name in SET_BY_OPTIONS:
-            yield f"{option}: can't be set here; set {SET_BY_OPTIONS[name].replace('data', at)} instead"
+            yield f"{option}: can't be set here; set {SET_BY_OPTIONS[name].replace('data', section)} instead"
         elif name in SET_FOR_EACH_ROW:
             yield f"{option}: rlpipe sets it for each row; leave it out"

@@ -25,17 +25,17 @@ def base_reader(config: Config) -> str | None:
 def check_serve(config: Config) -> Iterator[str]:
     """Yield why engines can't serve the adapter as ``weights.serve`` says."""
     model, serve = config.model, config.weights.serve
-    at = f"weights.serve: {serve}"
+    prefix = f"weights.serve: {serve}"
     if serve == "auto":
         return
     if model.adapter.kind == "none":
-        yield f"{at} is about adapters, and model.adapter.kind=none has none; set auto"
+        yield f"{prefix} is about adapters, and model.adapter.kind=none has none; set auto"
     elif model.adapter.merge:
-        yield f"{at} sends adapters, and model.adapter.merge=true whole models; set serve=auto or merge=null"
+        yield f"{prefix} sends adapters, and model.adapter.merge=true whole models; set serve=auto or merge=null"
     elif serve == "merged":
-        yield from (f"{at} {problem}" for problem in unmergeable(config))
+        yield from (f"{prefix} {problem}" for problem in unmergeable(config))
     elif needs_merging(model):
-        yield f"{at} needs A and B of linear layers over an unchanged base, and this adapter has more; set auto"
+        yield f"{prefix} needs A and B of linear layers over an unchanged base, and this adapter has more; set auto"
 
 
 def unmergeable(config: Config) -> Iterator[str]:

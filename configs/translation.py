@@ -76,61 +76,61 @@ def translate(run: ForeignRun) -> Translation:
     """Return the config of a run, without options that it can't have; raise ``ConfigError`` if there can be none."""
     values = ForeignValues(run, partial(canonical, run.system))
     if values.algorithm is None:
-        known = ", ".join(dict.fromkeys(ALGORITHMS.values()))
-        raise ConfigError(f"there is no algorithm {run.method} here; there are {known}")
+        algorithms = ", ".join(dict.fromkeys(ALGORITHMS.values()))
+        raise ConfigError(f"there is no algorithm {run.method} here; there are {algorithms}")
     data = translate_data(values)
     choices = {"algorithm": values.algorithm, "data": data.pop("data"), "model": values.model, "learner": "single_gpu"}
     translation = Translation(choices | ({"rollout": "vllm_gpu"} if values.samples else {}))
     for name, value in data.items():
-        known = _with_variables(values, value)
-        translation.options[name] = MISSING if known is None else known
+        translated = _with_variables(values, value)
+        translation.options[name] = MISSING if translated is None else translated
     translation.options |= values.batch
     if run.num_processes is not None and run.system == "trl":
         translation.origins[GROUPS] = [f"{run.num_processes} processes"]
     for setting in [*run.settings, *values.defaults]:
-        _place(translation, values, setting)
+        _apply_setting(translation, values, setting)
     translation.options.setdefault("model.path", MISSING)
-    _make_room(translation)
+    _fit_micro_batch(translation)
     if values.samples and values.algorithm != "ebft" and not any(".rewards." in name for name in translation.options):
         translation.notes.append(NO_REWARDS)
-    _leave_out_what_is_refused(translation)
+    _drop_refused_options(translation)
     translation.notes += [*equal_weights(values), *unread_files(values), *unread_splits(values), *run.notes]
     return translation
 
 
-def _make_room(translation: Translation) -> None:
+def _fit_micro_batch(translation: Translation) -> None:
     """Raise the size of micro batches to that of the longest rollout, which they must hold."""
     lengths = [translation.options.get(option, default) for option, default in (PROMPT, COMPLETION)]
     longest = sum(length for length in lengths if type(length) is int)
-    room = translation.options.get(MICRO_BATCH, ROOM)
-    if "rollout" in translation.choices and type(room) is int and longest > room:
+    size = translation.options.get(MICRO_BATCH, ROOM)
+    if "rollout" in translation.choices and type(size) is int and longest > size:
         if MICRO_BATCH in translation.options:
             translation.drop(MICRO_BATCH, "fewer tokens than a prompt and a completion have together")
         translation.options[MICRO_BATCH] = longest
         translation.origins[MICRO_BATCH] = [f"{PROMPT[0]} + {COMPLETION[0]}"]
 
 
-def _place(translation: Translation, values: ForeignValues, setting: Setting) -> None:
-    """Keep what a setting makes; a reason why a default makes nothing is worth a comment if it has an effect."""
-    made = translate_setting(values, setting)
+def _apply_setting(translation: Translation, values: ForeignValues, setting: Setting) -> None:
+    """Take over the options that a setting makes, or note why it makes none, unless it is a default without effect."""
+    outcome = translate_setting(values, setting)
     if not (setting.default_of or values.counts(setting) or isinstance(setting.value, Computed)):
         translation.notes.append((str(setting), GIVEN_AGAIN))
-    elif isinstance(made, UsedBy):
-        translation.origins.setdefault(made.of, []).append(str(setting))
-    elif isinstance(made, str):
-        if not (setting.default_of and made in (OFF, NO_EFFECT, NO_ADAPTER)):
-            translation.notes.append((str(setting), made))
+    elif isinstance(outcome, UsedBy):
+        translation.origins.setdefault(outcome.of, []).append(str(setting))
+    elif isinstance(outcome, str):
+        if not (setting.default_of and outcome in (OFF, NO_EFFECT, NO_ADAPTER)):
+            translation.notes.append((str(setting), outcome))
     else:
-        known = {}
-        for option, value in made.items():
-            known_value = _with_variables(values, value)
-            if known_value is None and value is not None:
+        translated = {}
+        for option, value in outcome.items():
+            translated_value = _with_variables(values, value)
+            if translated_value is None and value is not None:
                 translation.notes.append((str(setting), COMPUTED.format(option)))
-            elif REFERENCE.search(str(known_value)) and option not in _texts():
+            elif REFERENCE.search(str(translated_value)) and option not in _texts():
                 translation.notes.append((str(setting), FROM_ENVIRONMENT.format(option)))
             else:
-                known[option] = known_value
-        translation.take(known, setting)
+                translated[option] = translated_value
+        translation.take(translated, setting)
 
 
 @cache
@@ -159,10 +159,10 @@ def translate_setting(values: ForeignValues, setting: Setting) -> Made:
 def _with_variables(values: ForeignValues, value: Any) -> Any:
     """Return a value with references to the environment where a shell's variables are left; None if others are."""
     if isinstance(value, dict):
-        known = {name: _with_variables(values, each) for name, each in value.items()}
-        return None if None in known.values() else known
+        entries = {name: _with_variables(values, child) for name, child in value.items()}
+        return None if None in entries.values() else entries
     if isinstance(value, list):
-        listed = [_with_variables(values, each) for each in value]
+        listed = [_with_variables(values, child) for child in value]
         return None if None in listed else listed
     if not isinstance(value, str):
         return value
@@ -171,7 +171,7 @@ def _with_variables(values: ForeignValues, value: Any) -> Any:
     return None if "${" in REFERENCE.sub("", value) else value
 
 
-def _leave_out_what_is_refused(translation: Translation) -> None:
+def _drop_refused_options(translation: Translation) -> None:
     """Turn the options that a config can't have, alone or together, into comments with the reasons."""
     while True:
         try:
@@ -195,10 +195,10 @@ def _leave_out_what_is_refused(translation: Translation) -> None:
 
 def _options_in(message: str) -> Iterator[str]:
     """Yield the first option that a message names, with the sections around it."""
-    found = re.match(r"[\w.]+", message)
-    parts = found[0].split(".") if found else []
-    for length in range(len(parts), 1, -1):
-        yield ".".join(parts[:length])
+    match = re.match(r"[\w.]+", message)
+    segments = match[0].split(".") if match else []
+    for length in range(len(segments), 1, -1):
+        yield ".".join(segments[:length])
 
 
 def _chosen(translation: Translation) -> list[str]:
@@ -219,9 +219,9 @@ def as_tree(translation: Translation, missing: str = MISSING) -> dict[str, Any]:
 
 def _without_variables(value: Any, missing: str) -> Any:
     if isinstance(value, dict):
-        return {name: _without_variables(each, missing) for name, each in value.items()}
+        return {name: _without_variables(child, missing) for name, child in value.items()}
     if isinstance(value, list):
-        return [_without_variables(each, missing) for each in value]
+        return [_without_variables(child, missing) for child in value]
     return REFERENCE.sub(missing, value.replace(MISSING, missing)) if isinstance(value, str) else value
 
 

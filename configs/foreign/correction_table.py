@@ -32,8 +32,8 @@ def trl_correction(values: ForeignValues, value: Any) -> Made:
     cap = values.get("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
     if cap is None and not values.is_null("vllm_importance_sampling_clip_max"):
         cap = 3.0
-    made = {MODE: value, CAP: cap, FLOOR: 0 if floor is None else floor}
-    return made if value in CORRECTIONS else NO_CORRECTION
+    options = {MODE: value, CAP: cap, FLOOR: 0 if floor is None else floor}
+    return options if value in CORRECTIONS else NO_CORRECTION
 
 
 @about(MODE)
@@ -63,10 +63,10 @@ def verl_rejection(values: ForeignValues, value: Any) -> Made:
 def rejection_bounds(values: ForeignValues, *, is_inverse: bool) -> tuple[float, float] | None:
     """Return the lower and the upper bound, which may be in one setting as in ``0.5_2.0``; None if 1 is not between."""
     lower = values.get(f"{VERL_REJECTION}_threshold_lower")
-    given = str(values.get(f"{VERL_REJECTION}_threshold")).split("_")
+    thresholds = str(values.get(f"{VERL_REJECTION}_threshold")).split("_")
     try:
-        cap = float(given[-1])
-        floor = float(given[0]) if len(given) == 2 else 1 / cap if lower is None else float(lower)
+        cap = float(thresholds[-1])
+        floor = float(thresholds[0]) if len(thresholds) == 2 else 1 / cap if lower is None else float(lower)
         floor, cap = (1 / cap, 1 / floor) if is_inverse else (floor, cap)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         return None

@@ -59,8 +59,8 @@ NO_ENTRY = "set the option of data, or a data.transform"
 
 def entry_of(name: str) -> tuple[int, str] | None:
     """Return the index and the key of a setting such as ``datasets.0.path``; None for other settings."""
-    parts = name.split(".", 2)
-    return (int(parts[1]), parts[2]) if len(parts) == 3 and parts[0] in LISTS and parts[1].isdecimal() else None
+    words = name.split(".", 2)
+    return (int(words[1]), words[2]) if len(words) == 3 and words[0] in LISTS and words[1].isdecimal() else None
 
 
 def describe_entry(index: int, key: str, values: ForeignValues, value: Any) -> Made:
@@ -127,22 +127,24 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
         listed = _listed(values, name)
         if listed:
             return listed
-    found = values.get("data.train_files", "prompt_data", "dataset_name", "dataset", *LISTS)
+    paths = values.get("data.train_files", "prompt_data", "dataset_name", "dataset", *LISTS)
     weights: list[Any] = []
-    if isinstance(found, str) and values.run.system == "openrlhf":
-        found = found.split(",")
+    if isinstance(paths, str) and values.run.system == "openrlhf":
+        paths = paths.split(",")
         shares = str(values.get("prompt_data_probs", "dataset_probs")).split(",")
-        weights = shares if len(shares) == len(found) > 1 else []
-    entries = found if isinstance(found, list) else [] if found is None else [found]
+        weights = shares if len(shares) == len(paths) > 1 else []
+    entries = paths if isinstance(paths, list) else [] if paths is None else [paths]
     configuration = values.get("dataset_config", "dataset_config_name", "name")
     split = values.get("dataset_train_split", "prompt_split", "train_split", "dataset_split", "split")
     split = split[0] if isinstance(split, list) and split else split
     extra = {key: value for key, value in (("name", configuration), ("split", split)) if isinstance(value, str)}
     files = values.get("data_files")
     extra |= {} if files is None else {"data_files": files}
-    made: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
+    data_sets: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
     return (
-        [{**entry, "weight": float(weight)} for entry, weight in zip(made, weights, strict=True)] if weights else made
+        [{**entry, "weight": float(weight)} for entry, weight in zip(data_sets, weights, strict=True)]
+        if weights
+        else data_sets
     )
 
 
@@ -162,7 +164,7 @@ def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(path, str) or isinstance(path, Computed):
         return {}
     source, files = KINDS.get(PurePath(path).suffix, "datasets"), entry.get("data_files")
-    options = {ours: entry[theirs] for theirs, ours in COLUMNS.items() if ours and isinstance(entry.get(theirs), str)}
+    options = {option: entry[key] for key, option in COLUMNS.items() if option and isinstance(entry.get(key), str)}
     if path in LOADERS:
         if not isinstance(files, str):
             return {}

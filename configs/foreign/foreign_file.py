@@ -90,9 +90,9 @@ class LastKeyWinsLoader(get_yaml_loader()):  # type: ignore[misc]
         self._earlier = earlier
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        own = [(key, value) for key, value in node.value if key.tag != MERGE]
-        keys = [self.construct_object(key, deep=True) for key, _ in own]
-        for index, (key, (_, value)) in enumerate(zip(keys, own, strict=True)):
+        entries = [(key, value) for key, value in node.value if key.tag != MERGE]
+        keys = [self.construct_object(key, deep=True) for key, _ in entries]
+        for index, (key, (_, value)) in enumerate(zip(keys, entries, strict=True)):
             if key in keys[index + 1 :]:
                 self._earlier.append((f"{key}: {self.construct_object(value, deep=True)}", TWICE))
         return yaml.SafeLoader.construct_mapping(self, node, deep=deep)
@@ -128,12 +128,12 @@ def _method_of(system: str, values: Mapping[str, Any]) -> tuple[str, bool]:
         return "rl" if is_rl else "sft", True
     names = {name.rpartition(".")[2] if system == "openrlhf" else name for name in values}
     table = OPENRLHF_MARKS if system == "openrlhf" else TRL_MARKS
-    known = next((method for method, marks in table.items() if names & set(marks)), None)
-    if known is None and system == "trl":
+    recognized = next((method for method, marks in table.items() if names & set(marks)), None)
+    if recognized is None and system == "trl":
         types = values.get("loss_type")
         first = str(types[0] if isinstance(types, list) and types else types)
-        known = next((method for method, losses in LOSS_TYPES.items() if first in losses), None)
-    if known is None:
+        recognized = next((method for method, losses in LOSS_TYPES.items() if first in losses), None)
+    if recognized is None:
         return "dpo" if names & set(PAIR_SETTINGS) else "sft", False
-    is_shared = known == "dpo" or (system == "trl" and known == "rl" and not names & set(GRPO_SETTINGS))
-    return known, not is_shared
+    is_shared = recognized == "dpo" or (system == "trl" and recognized == "rl" and not names & set(GRPO_SETTINGS))
+    return recognized, not is_shared

@@ -42,15 +42,15 @@ class ForeignValues:
 
     @cached_property
     def _by_name(self) -> dict[str, Any]:
-        """Values by name; the last setting of several counts, as it does for the other systems, and no empty one."""
-        given = [setting for setting in self.run.settings if self.counts(setting) and not setting.is_empty]
-        return {self.key(setting.name): setting.value for setting in [*self.defaults, *given]}
+        """Values by name; the last setting of a name that is not empty counts, as in the other systems."""
+        settings = [setting for setting in self.run.settings if self.counts(setting) and not setting.is_empty]
+        return {self.key(setting.name): setting.value for setting in [*self.defaults, *settings]}
 
     @cached_property
     def _last(self) -> dict[str, Setting]:
-        """The last setting of each name, of those with a known value if there are any."""
-        known = [setting for setting in self.run.settings if not isinstance(setting.value, Computed)]
-        return {self.key(setting.name): setting for setting in [*self.run.settings, *known]}
+        """The last setting of each name, or the last with a constant value if there is one."""
+        constant = [setting for setting in self.run.settings if not isinstance(setting.value, Computed)]
+        return {self.key(setting.name): setting for setting in [*self.run.settings, *constant]}
 
     def counts(self, setting: Setting) -> bool:
         """Return whether a setting is not given again with another value."""
@@ -59,10 +59,10 @@ class ForeignValues:
     @cached_property
     def defaults(self) -> list[Setting]:
         """Defaults of the system that differ from those of rlpipe, for settings that the file has not, or empty."""
-        given = {self.key(setting.name) for setting in self.run.settings if not setting.is_empty}
-        found = default_values(self.run.system, self.run.method, given)
-        made = [Setting(name=name, value=value, default_of=self.run.system) for name, value in found.items()]
-        return [setting for setting in made if self.key(setting.name) not in given]
+        names = {self.key(setting.name) for setting in self.run.settings if not setting.is_empty}
+        values = default_values(self.run.system, self.run.method, names)
+        settings = [Setting(name=name, value=value, default_of=self.run.system) for name, value in values.items()]
+        return [setting for setting in settings if self.key(setting.name) not in names]
 
     def get(self, *names: str) -> Any:
         """Return the value of the first of the names that has one which is known."""
@@ -71,9 +71,9 @@ class ForeignValues:
 
     def is_null(self, name: str) -> bool:
         """Return whether the file sets null, for a setting of which null is a value."""
-        given = self._last.get(name)
+        setting = self._last.get(name)
         is_value = self.run.system == "trl" and name in UNBOUNDED_IF_NULL
-        return is_value and given is not None and given.value is None
+        return is_value and setting is not None and setting.value is None
 
     def number(self, *names: str) -> int | None:
         """Return a whole number above 0; None if there is none."""
@@ -99,8 +99,8 @@ class ForeignValues:
         by_rank = self.run.system in ("verl", "openrlhf") and self.number(
             "lora_rank", "model.lora_rank", "model.lora.rank"
         )
-        made = self.get("LoraConfig", "get_peft_model")
-        if not (by_rank or kind in ("lora", "qlora") or is_on(self.get("use_peft")) or made):
+        adapter_call = self.get("LoraConfig", "get_peft_model")
+        if not (by_rank or kind in ("lora", "qlora") or is_on(self.get("use_peft")) or adapter_call):
             return "full"
         return "qlora" if kind == "qlora" or is_on(self.get("load_in_4bit")) else "lora"
 
@@ -130,18 +130,18 @@ class ForeignValues:
     def batch(self) -> dict[str, int]:
         """Options of the number of prompts, completions and updates of a step."""
         if self.run.system in ("trl", "axolotl"):
-            made = self._row_batch()
+            sizes = self._row_batch()
         elif not self.samples:
-            made = {GROUPS: self.number("data.train_batch_size", "train_batch_size")}
+            sizes = {GROUPS: self.number("data.train_batch_size", "train_batch_size")}
         elif self.run.system == "verl":
             prompts = self.number("data.train_batch_size")
             updates = _share(prompts, self.number("actor.ppo_mini_batch_size"))
-            made = {GROUPS: prompts, SIZE: self.number("rollout.n"), UPDATES: updates}
+            sizes = {GROUPS: prompts, SIZE: self.number("rollout.n"), UPDATES: updates}
         else:
             prompts, group = self.number("rollout_batch_size"), self.number("n_samples_per_prompt")
             completions = prompts * group if prompts and group else None
-            made = {GROUPS: prompts, SIZE: group, UPDATES: _share(completions, self.number("train_batch_size"))}
-        return {name: number for name, number in made.items() if number}
+            sizes = {GROUPS: prompts, SIZE: group, UPDATES: _share(completions, self.number("train_batch_size"))}
+        return {name: number for name, number in sizes.items() if number}
 
     def _row_batch(self) -> dict[str, int | None]:
         """Return the batch of systems that count rows of a process, and their accumulation."""
@@ -163,6 +163,6 @@ class ForeignValues:
         return {GROUPS: max(together * sampled // group, 1), SIZE: group, UPDATES: _share(sampled, accumulated) or 1}
 
 
-def _share(whole: int | None, part: int | None) -> int | None:
-    """Return how many times a part fits into the whole; None if it does not divide it."""
-    return whole // part if whole and part and whole % part == 0 else None
+def _share(total: int | None, size: int | None) -> int | None:
+    """Return how many times a size fits into a total; None if it does not divide it."""
+    return total // size if total and size and total % size == 0 else None

@@ -63,24 +63,24 @@ def read_shell(text: str, path: Path) -> ForeignRun:
     """Read the first command that trains; the other lines become notes."""
     try:
         script = Script(text)
-        found = [(command, find_program(command.words)) for command in script.commands]
+        programs = [(command, find_program(command.words)) for command in script.commands]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    runs = [(command, program) for command, program in found if program is not None]
+    runs = [(command, program) for command, program in programs if program is not None]
     if not runs:
         raise ConfigError(f"{path}: no command of {' or '.join(SYSTEMS.values())} was found in it; name another file")
-    taken = next((run for run in runs if run[0].runs), runs[0])
-    notes = [(show(run[0].words), OTHER_RUN) for run in runs if run is not taken]
+    chosen = next((run for run in runs if run[0].runs), runs[0])
+    notes = [(show(run[0].words), OTHER_RUN) for run in runs if run is not chosen]
     notes += [
         (show(command.words), OTHER_COMMAND if command.runs else NOT_TAKEN)
-        for command, program in found
+        for command, program in programs
         if program is None and command.words[0] not in SILENT
     ]
     notes += [*script.notes, *((hide_secret(exported), EXPORTED) for exported in script.exported)]
     exported = {assignment.partition("=")[0] for assignment in script.exported}
     unused = sorted(script.variables.unused & script.variables.values.keys() - exported)
     values = [*script.variables.replaced, *((name, " ".join(script.variables.values[name])) for name in unused)]
-    return as_run(taken[1], [*notes, *((hide_secret(f"{name}={value}"), UNUSED) for name, value in values)])
+    return as_run(chosen[1], [*notes, *((hide_secret(f"{name}={value}"), UNUSED) for name, value in values)])
 
 
 def show(words: Sequence[str]) -> str:
@@ -115,8 +115,8 @@ def find_program(words: Sequence[str], depth: int = 0) -> Found | None:
         if index and words[index - 1] == "-c" and " " in word and depth < MAX_DEPTH:
             before = list(words[:index])
             for command in _commands_of(word):
-                if (found := find_program(command.words, depth + 1)) is not None:
-                    return replace(found, launcher=[*before, *found.launcher])
+                if (program := find_program(command.words, depth + 1)) is not None:
+                    return replace(program, launcher=[*before, *program.launcher])
                 before += [*command.words, "&&"]
         if word == "axolotl" and index + 1 < len(words) and words[index + 1] in ("train", "preprocess"):
             file = next((after for after in words[index + 2 :] if after.endswith((".yml", ".yaml"))), "its YAML file")
@@ -138,17 +138,17 @@ def _commands_of(word: str) -> Sequence[ShellCommand]:
 
 
 def _method(word: str, after: Sequence[str], rest: Sequence[str]) -> tuple[str, str, int] | None:
-    """Return the system, the method and the number of words of a program's name; None if it is none."""
-    has_arguments = any(other.startswith("--") for other in rest)
+    """Return the system, the method and the number of words of a program's name; None if the word names none."""
+    has_arguments = any(argument.startswith("--") for argument in rest)
     if word == "trl" and after and after[0] in TRL_METHODS:
         return "trl", TRL_METHODS[after[0]], 2
     if VERL_SFT.fullmatch(word):
         return "verl", "sft", 1
-    if VERL_RL.fullmatch(word) and any("=" in other for other in rest):
+    if VERL_RL.fullmatch(word) and any("=" in argument for argument in rest):
         return "verl", "rl", 1
-    known = OPENRLHF.fullmatch(word)
-    if known is not None and known[1] in OPENRLHF_METHODS and has_arguments:
-        return "openrlhf", OPENRLHF_METHODS[known[1]], 1
+    match = OPENRLHF.fullmatch(word)
+    if match is not None and match[1] in OPENRLHF_METHODS and has_arguments:
+        return "openrlhf", OPENRLHF_METHODS[match[1]], 1
     script = TRL_MODULE.fullmatch(word) or TRL_SCRIPT.fullmatch(word)
     method = trl_method(script[1]) if script is not None and has_arguments else None
     return None if method is None else ("trl", method, 1)
@@ -165,17 +165,17 @@ def read_arguments(words: Sequence[str], *, is_hydra: bool = False) -> Iterator[
 
     Hydra's commands mix ``--key value`` with ``key=value``, so a key has one value there.
     """
-    at = 0
-    while at < len(words):
-        word = words[at]
+    index = 0
+    while index < len(words):
+        word = words[index]
         name, has_value, value = word.lstrip("-+").partition("=")
-        at += 1
+        index += 1
         if word.startswith("--") and not has_value:
-            start = at
-            while at < len(words) and not words[at].startswith("--") and not (is_hydra and at > start):
-                at += 1
-            given = [read_value(text) for text in words[start:at]]
-            yield from _settings(name, True if not given else given[0] if len(given) == 1 else given)
+            start = index
+            while index < len(words) and not words[index].startswith("--") and not (is_hydra and index > start):
+                index += 1
+            values = [read_value(text) for text in words[start:index]]
+            yield from _settings(name, True if not values else values[0] if len(values) == 1 else values)
         elif has_value and name:
             yield from _settings(name, read_value(value))
         else:

@@ -105,8 +105,8 @@ def both_bounds(low: str, high: str) -> Rule:
     def make(values: ForeignValues, value: Any) -> Made:
         if isinstance(value, list):
             return {LOW: value[0], HIGH: value[1]} if len(value) == 2 else f"set {LOW} and {HIGH}"
-        made = {option: value for option, name in ((LOW, low), (HIGH, high)) if values.get(name) is None}
-        return made or f"{low} and {high} replace it"
+        options = {option: value for option, name in ((LOW, low), (HIGH, high)) if values.get(name) is None}
+        return options or f"{low} and {high} replace it"
 
     return Rule(LOW, make)
 
@@ -141,14 +141,14 @@ def trl_loss(values: ForeignValues, value: Any) -> Made:
 
 def _with_cross_entropy(values: ForeignValues, name: Any) -> Made:
     """Translate the sum of a loss of pairs and the chosen completions' cross-entropy, up to its scale."""
-    made, weights = named(f"{PREFERENCE}.loss", PREFERENCE_LOSSES).make(values, name), values.get("loss_weights")
+    options, weights = named(f"{PREFERENCE}.loss", PREFERENCE_LOSSES).make(values, name), values.get("loss_weights")
     weights = [1.0, 1.0] if weights is None else weights
     are_weights = isinstance(weights, list) and len(weights) == 2 and all(isinstance(w, int | float) for w in weights)
-    if not isinstance(made, dict):
-        return made
+    if not isinstance(options, dict):
+        return options
     if not are_weights or weights[0] <= 0:
         return "weights of two losses that are not two numbers above 0"
-    return {**made, f"{PREFERENCE}.cross_entropy_coef": weights[1] / weights[0]}
+    return {**options, f"{PREFERENCE}.cross_entropy_coef": weights[1] / weights[0]}
 
 
 @about(HIGH)

@@ -149,9 +149,9 @@ def held_out_size(values: ForeignValues, value: Any) -> Made:
 @about("model.adapter.path")
 def continued_adapter(values: ForeignValues, value: Any) -> Made:
     """Translate an adapter that is trained further, which is the reference of preferences as it begins."""
-    made = {"model.adapter.path": value}
+    options = {"model.adapter.path": value}
     is_reference = values.algorithm in ("dpo", "ipo", "kto")
-    return made | ({"algorithm.preference.precompute_ref_log_probs": True} if is_reference else {})
+    return options | ({"algorithm.preference.precompute_ref_log_probs": True} if is_reference else {})
 
 
 @about("algorithm.reward_model.margin_column")
@@ -168,9 +168,9 @@ def held_out_split(values: ForeignValues, value: Any) -> Made:
         return OFF
     if values.run.system != "trl":
         return EPOCHS
-    given = {setting.name: str(setting.value) for setting in values.run.settings}
-    is_split = split is not None or "dataset_test_split" in given.get("eval_dataset", "")
-    if given.keys() & {"train_dataset", "eval_dataset"} and not is_split:
+    settings = {setting.name: str(setting.value) for setting in values.run.settings}
+    is_split = split is not None or "dataset_test_split" in settings.get("eval_dataset", "")
+    if settings.keys() & {"train_dataset", "eval_dataset"} and not is_split:
         return HELD_OUT  # a script's trainer receives rows, and no split of the data set is read
     return {"data.held_out.split": "test" if split is None else split}
 
@@ -218,8 +218,8 @@ def total_length(values: ForeignValues, value: Any) -> Made:
     longest = values.number("generate_max_len")
     if not values.samples:
         return LENGTH
-    is_known = type(value) is int and longest is not None and value > longest
-    return {"rollout.max_model_len": value} | ({PROMPTS: value - longest} if is_known else {})
+    is_longer = type(value) is int and longest is not None and value > longest
+    return {"rollout.max_model_len": value} | ({PROMPTS: value - longest} if is_longer else {})
 
 
 @about("rollout.engine")
@@ -247,22 +247,22 @@ def reward_functions(values: ForeignValues, value: Any) -> Made:
     is_importable = all(re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) for name in names)
     if not 0 < len(names) <= MAX_ENTRIES or not is_importable:
         return "set scoring.rewards.<name>.path to each function; rlpipe.scoring.toolbox has some"
-    made: Options = {}
+    options: Options = {}
     for name, weight in zip(names, weights, strict=True):
         module, _, function = name.rpartition(".")
-        taken = f"scoring.rewards.{function}.path" in made
-        own = name.replace(".", "_") if taken else function  # functions of two modules may have one name
-        made[f"scoring.rewards.{own}.path"] = f"{module}:{function}"
-        made[f"scoring.rewards.{own}.weight"] = weight
-    return made
+        is_duplicate = f"scoring.rewards.{function}.path" in options
+        reward_name = name.replace(".", "_") if is_duplicate else function  # functions of two modules may have one name
+        options[f"scoring.rewards.{reward_name}.path"] = f"{module}:{function}"
+        options[f"scoring.rewards.{reward_name}.weight"] = weight
+    return options
 
 
 @about("scoring.rewards")
 def reward_weights(values: ForeignValues, value: Any) -> Made:
     names = values.get("reward_funcs")
     is_used = isinstance(names, list) and isinstance(value, list) and len(names) == len(value)
-    made = reward_functions.make(values, names) if is_used else ""
-    return made if isinstance(made, dict) else "set scoring.rewards.<name>.weight"
+    options = reward_functions.make(values, names) if is_used else ""
+    return options if isinstance(options, dict) else "set scoring.rewards.<name>.weight"
 
 
 @about("scoring.rewards")

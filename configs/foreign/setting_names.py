@@ -66,10 +66,10 @@ def table_of(system: str) -> tuple[Mapping[str, Rule | str], Mapping[str, str]]:
     aliases: dict[str, str] = {}
     for row in ROWS:
         for names in getattr(row, COLUMNS[system]).split():
-            first, *others = names.split("=")
+            first, *alternatives = names.split("=")
             assert first not in rules, first
             rules[first] = row.rule
-            aliases |= dict.fromkeys(others, first)
+            aliases |= dict.fromkeys(alternatives, first)
     return rules, aliases
 
 
@@ -101,31 +101,31 @@ def rule_of(system: str, name: str) -> Rule | str | None:
 
 def foreign_name(name: str) -> str | None:
     """Return the option, or what to do instead, for the longest end of a dotted name that is known; None if none is."""
-    parts = name.split(".")
-    ends = [".".join(parts[index:]) for index in range(len(parts))]
-    if parts[0] == "critic":
+    segments = name.split(".")
+    ends = [".".join(segments[index:]) for index in range(len(segments))]
+    if segments[0] == "critic":
         ends = [end for end in ends if end.startswith("critic.") or end == "cliprange_value"]
-    found = next((hint for end in ends if (hint := hints().get(end)) is not None), None)
-    return CRITIC if found is None and parts[0] == "critic" else found
+    option = next((hint for end in ends if (hint := hints().get(end)) is not None), None)
+    return CRITIC if option is None and segments[0] == "critic" else option
 
 
 @cache
 def hints() -> Mapping[str, str]:
     """Return an option, or a sentence, by the ends of names, without those that rlpipe's own options have."""
-    own = {name.rpartition(".")[2] for name in all_names()}
-    found = dict(HINTS)
+    option_ends = {name.rpartition(".")[2] for name in all_names()}
+    by_end = dict(HINTS)
     for row in ROWS:
         hint = row.rule if isinstance(row.rule, str) else row.rule.option
         for end in _ends(row):
-            if end not in own and hint != "the option":
-                found.setdefault(end, hint)
-    return found
+            if end not in option_ends and hint != "the option":
+                by_end.setdefault(end, hint)
+    return by_end
 
 
 def _ends(row: SettingRow) -> Iterator[str]:
-    """Yield the ends of a row's names that say enough: those of several words."""
+    """Yield the ends of a row's names that are specific enough: whole names, and ends of several words."""
     for column in (row.hf, row.verl, row.openrlhf):
         for name in column.replace("=", " ").replace(".*", "").replace("*", "").split():
-            parts = name.split(".")
-            ends = [".".join(parts[index:]) for index in range(len(parts))]
+            segments = name.split(".")
+            ends = [".".join(segments[index:]) for index in range(len(segments))]
             yield from (end for end in ends if end == name or "." in end or "_" in end)

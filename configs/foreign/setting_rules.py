@@ -87,10 +87,10 @@ def without_option(reason: str) -> Rule:
 
 def named(option: str, names: Mapping[str, str | Options], others: str = "") -> Rule:
     """Return a rule that translates names, some of which stand for several options."""
-    ours = {name: made if isinstance(made, dict) else {option: made} for name, made in names.items()}
-    known = ", ".join(dict.fromkeys(str(made[option]) for made in ours.values() if option in made))
-    others = others or f"{option} is one of {known}"
-    return Rule(option, lambda values, value: dict(ours.get(str(value).lower(), {})) or others)
+    translations = {name: target if isinstance(target, dict) else {option: target} for name, target in names.items()}
+    choices = ", ".join(dict.fromkeys(str(made[option]) for made in translations.values() if option in made))
+    others = others or f"{option} is one of {choices}"
+    return Rule(option, lambda values, value: dict(translations.get(str(value).lower(), {})) or others)
 
 
 def counted(option: str, *, is_never: bool = False) -> Rule:
@@ -126,16 +126,16 @@ def with_setting(rule: Rule, *names: str, option: str = "") -> Rule:
     """Return a rule that translates the value of another setting, which has one of these names."""
 
     def make(values: ForeignValues, value: Any) -> Made:
-        made = rule.make(values, values.get(*names))
-        return UsedBy(option if option in made else rule.option) if isinstance(made, dict) else made
+        options = rule.make(values, values.get(*names))
+        return UsedBy(option if option in options else rule.option) if isinstance(options, dict) else options
 
     return Rule(option or rule.option, make)
 
 
 def only_if(holds: Condition, rule: Rule | str, others: str) -> Rule:
     """Return a rule for some runs, with the reason for the others."""
-    own = copied(rule) if isinstance(rule, str) else rule
-    return Rule(own.option, lambda values, value: own.make(values, value) if holds(values) else others)
+    chosen = copied(rule) if isinstance(rule, str) else rule
+    return Rule(chosen.option, lambda values, value: chosen.make(values, value) if holds(values) else others)
 
 
 def sampled(rule: Rule | str) -> Rule:

@@ -143,16 +143,16 @@ class Script:
             self.commands.append(ShellCommand(words=spread, runs=runs))
 
     def _assign(self, word: str | ArrayWord, *, runs: bool, exports: bool, keeps: bool) -> bool:
-        """Set a variable if a word does; one before a command is of that command alone."""
+        """Set a variable if the word assigns one; an assignment before a command holds for that command alone."""
         if isinstance(word, ArrayWord):
             name, appends = word.name, word.appends
             values = [text for item in word.items for text in self.variables.words(item)]
-        elif (found := ASSIGNMENT.fullmatch(word)) is not None:
-            name, appends = found[1], False
-            values = [self.variables.text(found[3])]
-            if found[2] and keeps:
-                first, *others = self.variables.values.get(name, [""])
-                values = [first + values[0], *others]
+        elif (match := ASSIGNMENT.fullmatch(word)) is not None:
+            name, appends = match[1], False
+            values = [self.variables.text(match[3])]
+            if match[2] and keeps:
+                first, *rest = self.variables.values.get(name, [""])
+                values = [first + values[0], *rest]
                 self.variables.unused.discard(name)
             if exports or not keeps:
                 self.exported.append(f"{name}={values[0]}")

@@ -74,23 +74,23 @@ class Variables:
         return self._expand(body.replace("\\\n", " "), 0, is_quoted=True, splits=False).replace(WORD, "")
 
     def _expand(self, raw: str, depth: int, *, splits: bool, is_quoted: bool = False) -> str:
-        """Return a word with its parts replaced; ``splits`` separates words where spaces are in the value."""
+        """Return a word with its expansions replaced; with ``splits``, spaces in a value separate words."""
         if depth > MAX_NESTING:
             raise ConfigError(f"variables are nested more than {MAX_NESTING} levels deep; simplify them")
         if raw.startswith("~/") and not is_quoted:
             raw = f"$HOME{raw[1:]}"
-        made = []
+        expanded = []
         for piece in (QUOTED if is_quoted else UNQUOTED).finditer(raw):
             literal, inside = (None, None) if is_quoted else piece.group("literal", "text")
             if inside is not None:
-                made.append(self._expand(inside, depth + 1, is_quoted=True, splits=False) if inside else WORD)
+                expanded.append(self._expand(inside, depth + 1, is_quoted=True, splits=False) if inside else WORD)
             elif piece["variable"] or piece["formula"] or piece["braces"]:
-                made.append(self._value(piece, depth, splits=splits, is_quoted=is_quoted))
+                expanded.append(self._value(piece, depth, splits=splits, is_quoted=is_quoted))
             elif literal is not None:
-                made.append(WORD + literal)
+                expanded.append(WORD + literal)
             else:
-                made.append(piece["plain"] or piece["other"] or (piece["escaped"] or "").replace("\n", ""))
-        text = "".join(made)
+                expanded.append(piece["plain"] or piece["other"] or (piece["escaped"] or "").replace("\n", ""))
+        text = "".join(expanded)
         self._spent += len(text)
         if self._spent > MAX_CHARACTERS:
             raise ConfigError(f"its variables make more than {MAX_CHARACTERS:,} characters; write the command out")
@@ -98,40 +98,40 @@ class Variables:
 
     def _value(self, piece: Any, depth: int, *, splits: bool, is_quoted: bool) -> str:
         """Return what a variable or a formula stands for, or the piece itself if that is not known."""
-        values, is_each = self._known(piece, depth)
+        values, keeps_words = self._words_of(piece, depth)
         if values is None:
             return str(piece[0])
         if splits and not any("$(" in value or "`" in value for value in values):
             return re.sub(r"\s+", BREAK, BREAK.join(values))
         start = WORD if is_quoted else ""
-        return BREAK.join(start + value for value in values) if is_each else start + " ".join(values)
+        return BREAK.join(start + value for value in values) if keeps_words else start + " ".join(values)
 
-    def _known(self, piece: Any, depth: int) -> tuple[list[str] | None, bool]:
+    def _words_of(self, piece: Any, depth: int) -> tuple[list[str] | None, bool]:
         """Return the words that a piece stands for, or None if they are not known, and whether each stays a word."""
         if piece["formula"] is not None:
             number = self.compute(piece["formula"])
             return (None if number is None else [str(number)]), False
-        found = BRACED.fullmatch(piece["braces"] or piece["variable"])
-        if found is None:
+        match = BRACED.fullmatch(piece["braces"] or piece["variable"])
+        if match is None:
             return None, False
-        values, is_each = self._get(found["name"], found["index"])
-        if not (test := found["test"]):
-            return values, is_each
+        values, keeps_words = self._get(match["name"], match["index"])
+        if not (test := match["test"]):
+            return values, keeps_words
         is_set = values is not None and (any(values) or ":" not in test)
         if test.endswith("?"):
-            return (values if is_set else None), is_each
+            return (values if is_set else None), keeps_words
         if is_set != test.endswith("+"):
-            return (values if is_set else []), is_each
-        return [self.text(found["word"], depth + 1)], is_each
+            return (values if is_set else []), keeps_words
+        return [self.text(match["word"], depth + 1)], keeps_words
 
     def _get(self, name: str, index: str | None = None) -> tuple[list[str] | None, bool]:
         if name in ("@", "*"):
             return [], True
         if self.counts_uses:
             self.unused.discard(name)
-        values, is_each = self.values.get(name), index in ("@", "*")
-        if values is None or is_each:
-            return values, is_each
+        values, keeps_words = self.values.get(name), index in ("@", "*")
+        if values is None or keeps_words:
+            return values, keeps_words
         return values[int(index or 0) :][:1] or [""], False
 
     def compute(self, formula: str) -> int | None:

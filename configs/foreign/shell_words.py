@@ -61,15 +61,15 @@ _token = with_grammar(TOKEN)
 
 def read_statements(text: str) -> Iterator[Statement]:
     """Yield the statements of a script; raise ``ConfigError`` with the line of a quote that is never closed."""
-    text, at = text.replace("\r\n", "\n"), 0
+    text, position = text.replace("\r\n", "\n"), 0
     words: list[str | ArrayWord] = []
     delimiters: list[str] = []
     drops_word = False
-    while at < len(text):
-        token = _next_token(text, at)
-        if token is None or (token["end"] == "(" and text[at - 1 : at] in ("=", "<", ">")):
-            raise _unfinished(text, at)
-        at = token.end()
+    while position < len(text):
+        token = _next_token(text, position)
+        if token is None or (token["end"] == "(" and text[position - 1 : position] in ("=", "<", ">")):
+            raise _unfinished(text, position)
+        position = token.end()
         if token["name"]:
             items = tuple(item["word"] for item in _token.finditer(token["items"]) if item["word"])
             words.append(ArrayWord(name=token["name"], appends=bool(token["appends"]), items=items))
@@ -82,30 +82,32 @@ def read_statements(text: str) -> Iterator[Statement]:
         if token["end"]:
             heredoc = None
             for delimiter in delimiters if token["end"] == "\n" else ():
-                heredoc, at = _read_heredoc(text, at, delimiter)
+                heredoc, position = _read_heredoc(text, position, delimiter)
             delimiters = [] if token["end"] == "\n" else delimiters
             yield Statement(words=tuple(words), end=token["end"], heredoc=heredoc)
             words = []
     yield Statement(words=tuple(words), end="\n")
 
 
-def _next_token(text: str, at: int) -> Any:
+def _next_token(text: str, position: int) -> Any:
     try:
-        return _token.match(text, at, timeout=MAX_SECONDS)
+        return _token.match(text, position, timeout=MAX_SECONDS)
     except TimeoutError:
-        raise ConfigError(f"line {_line(text, at)}: quotes and brackets are nested too deeply; simplify it") from None
+        raise ConfigError(
+            f"line {_line(text, position)}: quotes and brackets are nested too deeply; simplify it"
+        ) from None
 
 
-def _read_heredoc(text: str, at: int, delimiter: str) -> tuple[str, int]:
-    """Return a here-document that begins at ``at``, and the place after it; one that is not ended takes the rest."""
-    end = regex.compile(rf"^\t*{regex.escape(delimiter)}$\n?", regex.MULTILINE).search(text, at)
-    return (text[at:], len(text)) if end is None else (text[at : end.start()], end.end())
+def _read_heredoc(text: str, position: int, delimiter: str) -> tuple[str, int]:
+    """Return the here-document at ``position``, and the position after it; one that is not ended takes the rest."""
+    end = regex.compile(rf"^\t*{regex.escape(delimiter)}$\n?", regex.MULTILINE).search(text, position)
+    return (text[position:], len(text)) if end is None else (text[position : end.start()], end.end())
 
 
-def _unfinished(text: str, at: int) -> ConfigError:
-    what = OPENING.get(text[at], text[at : at + 2])
-    return ConfigError(f"line {_line(text, at)}: {what} that opens here is never closed; close it")
+def _unfinished(text: str, position: int) -> ConfigError:
+    opening = OPENING.get(text[position], text[position : position + 2])
+    return ConfigError(f"line {_line(text, position)}: {opening} that opens here is never closed; close it")
 
 
-def _line(text: str, at: int) -> int:
-    return text.count("\n", 0, at) + 1
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1

@@ -103,7 +103,7 @@ INSTEAD = {
     "lr_warmup_ratio": ("lr_warmup_steps",),
     "optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", "actor.optim.warmup_steps_ratio"),
     "optim.lr_scheduler": tuple(
-        f"actor.optim.{own}" for own in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+        f"actor.optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
     ),
     "warmup_ratio": ("warmup_steps",),
     "kl_estimator": ("use_kl_estimator_k3",),
@@ -117,14 +117,18 @@ INSTEAD = {
 
 def default_values(system: str, method: str, given: Collection[str]) -> dict[str, Any]:
     """Return the defaults of a system, without those that the given settings replace."""
-    found = {**DEFAULTS.get((system, ""), {}), **DEFAULTS.get((system, method), {})}
+    defaults = {**DEFAULTS.get((system, ""), {}), **DEFAULTS.get((system, method), {})}
     if (system, method) == ("verl", "sft") and "model.partial_pretrain" in given:
-        found |= VERL_FSDP_SFT
+        defaults |= VERL_FSDP_SFT
     if system == "trl":
         makers = {"get_peft_model": LORA_OF_UNSLOTH, "LoraConfig": PEFT_LORA, "use_peft": COMMAND_LORA}
-        found |= next((defaults for maker, defaults in makers.items() if maker in given), {})
-        found |= TRANSFORMERS_DEFAULTS if "TrainingArguments" in given else {}
+        defaults |= next((values for maker, values in makers.items() if maker in given), {})
+        defaults |= TRANSFORMERS_DEFAULTS if "TrainingArguments" in given else {}
     if system in ("trl", "axolotl") and "use_vllm" in given and method in ("rl", "rloo"):
-        found["vllm_importance_sampling_mode"] = "sequence_mask"
-    found |= {alpha: 16 for rank, alpha in ALPHA_OF_RANK.items() if rank in given}
-    return {name: value for name, value in found.items() if not any(other in given for other in INSTEAD.get(name, ()))}
+        defaults["vllm_importance_sampling_mode"] = "sequence_mask"
+    defaults |= {alpha: 16 for rank, alpha in ALPHA_OF_RANK.items() if rank in given}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if not any(setting in given for setting in INSTEAD.get(name, ()))
+    }

@@ -103,20 +103,20 @@ def betas(values: ForeignValues, value: Any) -> Made:
     pair = value if isinstance(value, list | tuple) else (values.get("adam_beta1"), values.get("adam_beta2"))
     if len(pair) != 2:
         return "set learner.optimizer.betas, two numbers"
-    known = [default if given is None else given for given, default in zip(pair, (0.9, 0.999), strict=True)]
-    return {"learner.optimizer.betas": known}
+    filled = [default if beta is None else beta for beta, default in zip(pair, (0.9, 0.999), strict=True)]
+    return {"learner.optimizer.betas": filled}
 
 
 @about("learner.schedule.name")
 def schedule(values: ForeignValues, value: Any) -> Made:
     """Translate the shape of the learning rate; the lowest rate may be another setting."""
-    made = named("learner.schedule.name", SCHEDULES).make(values, value)
-    if value != "cosine_with_min_lr" or not isinstance(made, dict):
-        return made
+    options = named("learner.schedule.name", SCHEDULES).make(values, value)
+    if value != "cosine_with_min_lr" or not isinstance(options, dict):
+        return options
     lowest = values.get("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio", "actor.optim.min_lr_ratio")
     if lowest is None and values.run.system != "openrlhf":
         return "set learner.schedule.name=cosine, and learner.schedule.min_ratio"
-    return {**made, "learner.schedule.min_ratio": 0.1 if lowest is None else lowest}
+    return {**options, "learner.schedule.min_ratio": 0.1 if lowest is None else lowest}
 
 
 def _has_no_warmup(values: ForeignValues) -> bool:

@@ -87,10 +87,10 @@ def _documented_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
             continue
         for command in commands:
             # The script's own name need not be one of TRL's; its trainer tells the method.
-            own = None if trl_method(stem) else f"{stem}.py"
-            found = find_program(["sft.py" if Path(word).name == own else word for word in command.words])
-            if found is not None:
-                yield as_run(found, [])
+            script_name = None if trl_method(stem) else f"{stem}.py"
+            program = find_program(["sft.py" if Path(word).name == script_name else word for word in command.words])
+            if program is not None:
+                yield as_run(program, [])
             elif (names := [Path(word).name for word in command.words]).count(f"{stem}.py"):
                 launcher = command.words[: names.index(f"{stem}.py")]
                 yield as_run(Found(system="trl", method="sft", launcher=launcher, arguments=()), [])
@@ -117,7 +117,7 @@ class PythonScript:
         """Methods of its trainers."""
         self._models = self._sources_of(trainers[-1:], "model", MODEL)
         self._data = self._sources_of(trainers[-1:], "train_dataset", DATA)
-        self._given_arguments = self._sources_of(trainers[-1:], "args", ARGUMENTS)
+        self._trainer_arguments = self._sources_of(trainers[-1:], "args", ARGUMENTS)
         rows = [node for call in trainers[-1:] for name, node in _arguments(call) if name == "train_dataset"]
         self._changes = self._changes_of(rows)
         for call in calls:
@@ -147,48 +147,48 @@ class PythonScript:
 
     def _calls_within(self, nodes: list[ast.expr], source: str) -> set[int]:
         """Return the calls of a function that expressions, or what is assigned to their names, contain."""
-        found: set[int] = set()
-        seen: set[str] = set()
+        calls: set[int] = set()
+        visited: set[str] = set()
         while nodes:
-            for part in ast.walk(nodes.pop()):
-                if isinstance(part, ast.Call) and called(part) == source:
-                    found.add(id(part))
-                elif isinstance(part, ast.Name) and part.id not in seen:
-                    seen.add(part.id)
-                    nodes += self._assigned.get(part.id, [])
-        return found
+            for node in ast.walk(nodes.pop()):
+                if isinstance(node, ast.Call) and called(node) == source:
+                    calls.add(id(node))
+                elif isinstance(node, ast.Name) and node.id not in visited:
+                    visited.add(node.id)
+                    nodes += self._assigned.get(node.id, [])
+        return calls
 
     def _changes_of(self, rows: list[ast.expr]) -> list[str]:
-        """Return the calls, and the selections of a part, between ``load_dataset`` and these rows."""
-        found: dict[str, None] = {}
-        seen: set[str] = set()
+        """Return the calls and the selections that change these rows after ``load_dataset``."""
+        changes: dict[str, None] = {}
+        visited: set[str] = set()
         while rows:
             node = rows.pop()
-            if isinstance(node, ast.Name) and node.id not in seen:
-                seen.add(node.id)
+            if isinstance(node, ast.Name) and node.id not in visited:
+                visited.add(node.id)
                 rows += self._assigned.get(node.id, [])
             elif isinstance(node, ast.Call) and called(node) != DATA:
                 holder = node.func.value if isinstance(node.func, ast.Attribute) else None
                 is_function = isinstance(holder, ast.Name) and holder.id not in self._assigned
-                made_of = node.args if is_function or holder is None else [holder]
-                if loaded := [part for part in made_of if self._calls_within([part], DATA)]:
-                    found[_text(node)] = None
+                sources = node.args if is_function or holder is None else [holder]
+                if loaded := [source for source in sources if self._calls_within([source], DATA)]:
+                    changes[_text(node)] = None
                     rows += loaded
             elif isinstance(node, ast.Subscript):
-                is_part = not (isinstance(node.slice, ast.Constant) and node.slice.value == "train")
-                if is_part and PASSED_ON.fullmatch(_text(node.slice)) is None:
-                    found[_text(node)] = None
+                selects_rows = not (isinstance(node.slice, ast.Constant) and node.slice.value == "train")
+                if selects_rows and PASSED_ON.fullmatch(_text(node.slice)) is None:
+                    changes[_text(node)] = None
                 rows.append(node.value)
             elif isinstance(node, ast.List | ast.Tuple):
                 rows += node.elts
             elif isinstance(node, ast.IfExp):
                 rows += [node.body, node.orelse]
-        return list(found)
+        return list(changes)
 
     def _read_call(self, name: str, call: ast.Call) -> None:
         method, is_trainer = _method_of(call, "Config") or _method_of(call, "Trainer"), name.endswith("Trainer")
         is_other = method is not None and self.trainers and method != self.trainers[-1]
-        if is_other or (name == ARGUMENTS and self._given_arguments and id(call) not in self._given_arguments):
+        if is_other or (name == ARGUMENTS and self._trainer_arguments and id(call) not in self._trainer_arguments):
             self.notes.append((_text(call), OTHER_TRAINER))
         elif method is not None and is_trainer:
             self._read_named(call, _positional(call))
@@ -204,7 +204,7 @@ class PythonScript:
             self._read_model(call)
 
     def _read_named(self, call: ast.Call, names: Sequence[str]) -> None:
-        """Read the arguments of a call, of which the first have these names where they are given without one."""
+        """Read the arguments of a call; ``names`` are the names of its positional arguments."""
         for name, value in zip(names, call.args, strict=False):
             self.settings += self._settings(name, value)
         self.notes += [(f"{called(call)}: {_text(value)}", UNNAMED) for value in call.args[len(names) :]]
@@ -250,7 +250,7 @@ class PythonScript:
         self._read_named(call, ["model"])
 
     def _settings(self, name: str, node: ast.expr) -> Iterator[Setting]:
-        """Yield the settings that an argument is; none if it only passes on what the command line gives."""
+        """Yield the settings in an argument; none if it only passes on values of the command line."""
         if name == "train_dataset" and (self._changes or not self._data):
             self.notes.append((f"{name}: {_text(node)}", FROM_CHANGED if self._data else NOT_LOADED))
             return

@@ -84,9 +84,9 @@ def span(kind: type[int] | type[float], between: str) -> Callable[[str], tuple[A
     """Return a parser of one value, or of two bounds of which either may be left out."""
 
     def parse(text: str) -> tuple[Any, Any]:
-        first, found, last = text.partition(between)
+        first, separator, last = text.partition(between)
         try:
-            lower, upper = (kind(bound) if bound else None for bound in (first, last if found else first))
+            lower, upper = (kind(bound) if bound else None for bound in (first, last if separator else first))
         except ValueError:
             lower = upper = None
         if max((abs(bound) for bound in (lower, upper) if bound is not None), default=LARGEST) >= LARGEST:

@@ -132,8 +132,8 @@ def run_stats(arguments: argparse.Namespace) -> None:
     )
     has_order = arguments.num is not None or not source.is_mix
     sizes = [part.order.num_rows for part in source.parts] if arguments.num is None else [arguments.num]
-    found = count_rows(source, with_progress(refs, sizes), packer if has_order else None)
-    print(json.dumps(asdict(found), ensure_ascii=False) if arguments.json else "\n".join(describe(found)))
+    statistics = count_rows(source, with_progress(refs, sizes), packer if has_order else None)
+    print(json.dumps(asdict(statistics), ensure_ascii=False) if arguments.json else "\n".join(describe(statistics)))
 
 
 def run_prepare(arguments: argparse.Namespace) -> None:
@@ -173,7 +173,7 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
     device = own_device() if options.num_gpus else torch.device("cpu")
     model = with_dtype(replace(config.model, path=model_folder(config.model.path)), device)
     cache = ReferenceCache(reference_folder(config.data, model))
-    num_known = len(cache)
+    num_cached = len(cache)
     source, held_out = open_run_sequences(
         config.data,
         model,
@@ -198,7 +198,7 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
             cache.add(learner.reference_logprobs(batches[0].mini_batches))
         show_progress(step + 1, len(steps), "steps")
     cache.flush()
-    return len(cache) - num_known, cache.folder
+    return len(cache) - num_cached, cache.folder
 
 
 def show_progress(num_done: int, num_rows: int, what: str = "rows") -> None:

@@ -71,9 +71,9 @@ def check_before(arguments: argparse.Namespace) -> Iterator[Observation]:
         "network": partial(machine_checks.check_network, config),
     }
     is_ok = True
-    for found in examine(machine):
-        is_ok = is_ok and found.status is not Status.PROBLEM
-        yield found
+    for observation in examine(machine):
+        is_ok = is_ok and observation.status is not Status.PROBLEM
+        yield observation
     if config is None:
         yield from examine({"disk": partial(machine_checks.check_disks, output, None)})
         return
@@ -81,9 +81,9 @@ def check_before(arguments: argparse.Namespace) -> Iterator[Observation]:
     from rlpipe.doctor.trial_step import try_step
 
     checks = RunChecks(config)
-    for found in examine(checks.all()):
-        is_ok = is_ok and found.status is not Status.PROBLEM
-        yield found
+    for observation in examine(checks.all()):
+        is_ok = is_ok and observation.status is not Status.PROBLEM
+        yield observation
     if arguments.quick or checks.is_made_first:
         yield skipped("trial step", "--quick" if arguments.quick else "the policy is made when the run starts")
     elif not is_ok:
@@ -98,7 +98,10 @@ def print_all(observations: Iterator[Observation], *, as_json: bool) -> int:
     from rlpipe.doctor.observations import Status
 
     num_problems = 0
-    for found in observations:
-        num_problems += found.status is Status.PROBLEM
-        print(json.dumps(asdict(found), ensure_ascii=False) if as_json else printable(found.line()), flush=True)
+    for observation in observations:
+        num_problems += observation.status is Status.PROBLEM
+        print(
+            json.dumps(asdict(observation), ensure_ascii=False) if as_json else printable(observation.line()),
+            flush=True,
+        )
     return num_problems

@@ -131,7 +131,7 @@ def make_question(arguments: argparse.Namespace) -> Question:
     check_choice("--sort", sort, list(SORT_KEYS))
     first_step, last_step = arguments.step or (None, None)
     least_reward, most_reward = arguments.reward or (None, None)
-    wanted = GroupFilter(
+    group_filter = GroupFilter(
         first_step=first_step,
         last_step=last_step,
         least_reward=least_reward,
@@ -142,7 +142,7 @@ def make_question(arguments: argparse.Namespace) -> Question:
     )
     default_limit = 0 if arguments.follow else NUM_SHOWN
     limit = default_limit if arguments.limit is None else arguments.limit or None
-    return Question(subjects=tuple(subjects), wanted=wanted, sort=sort, ascending=arguments.reverse, limit=limit)
+    return Question(subjects=tuple(subjects), wanted=group_filter, sort=sort, ascending=arguments.reverse, limit=limit)
 
 
 def check_choice(option: str, value: str, known: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
     while not ended:
         time.sleep(POLL_S)
         try:
-            with _identified(path, known=file) as (ledger, file):
+            with _identified(path, checked=file) as (ledger, file):
                 rows, ended = feed.look(ledger, file), has_ended(ledger)
         except (OSError, DataError) as error:
             failures += 1
@@ -94,25 +94,25 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
 
 
 @contextmanager
-def _identified(path: Path, *, known: tuple[int, int] | None = None) -> Iterator[tuple[Ledger, tuple[int, int]]]:
+def _identified(path: Path, *, checked: tuple[int, int] | None = None) -> Iterator[tuple[Ledger, tuple[int, int]]]:
     """Yield the ledger and its device and inode; raise ``DataError`` if it is replaced while it is opened.
 
-    The values of a ``known`` file have been checked before.
+    The values of a ``checked`` file have been checked before.
     """
     before = path.stat()
     file = (before.st_dev, before.st_ino)
-    with reading(path, check=file != known) as ledger:
+    with reading(path, check=file != checked) as ledger:
         if not os.path.samestat(before, path.stat()):
             raise DataError(f"{path} is being replaced: try again")
         yield ledger, file
 
 
 def _find(ledger: Ledger, subject: Subject, question: Question) -> Sequence[Row]:
-    wanted, limit = question.wanted, question.limit
+    group_filter, limit = question.wanted, question.limit
     if subject == "groups":
-        return find_groups(ledger, wanted, sort=question.sort, ascending=question.ascending, limit=limit)
+        return find_groups(ledger, group_filter, sort=question.sort, ascending=question.ascending, limit=limit)
     if subject == "steps":
-        return find_steps(ledger, first=wanted.first_step or 0, last=wanted.last_step, limit=limit)[::-1]
+        return find_steps(ledger, first=group_filter.first_step or 0, last=group_filter.last_step, limit=limit)[::-1]
     return ledger.events()[::-1][:limit]
 
 
@@ -192,20 +192,20 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
     A tokenizer's own code is executed only if the ledger's config is ``trusted`` and allows it.
     """
     with reading(find_ledger(run)) as ledger:
-        found = find_groups(ledger, GroupFilter(group_id=group_id))
-        if not found:
+        rows = find_groups(ledger, GroupFilter(group_id=group_id))
+        if not rows:
             raise DataError(f"{ledger.path} has no group {group_id}; its groups are 0 to {ledger.next_group_id() - 1}")
         groups = list(ledger.load([group_id]))
         model = stored_model(ledger)
     texts, problem = _decode(groups, model, trusted)
-    logged = LoggedTexts(run).rollouts(found[0]) if found[0].is_dropped else []
+    logged = LoggedTexts(run).rollouts(rows[0]) if rows[0].is_dropped else []
     if logged:
-        print("\n".join(_logged_lines(found[0], logged, as_json)))
+        print("\n".join(_logged_lines(rows[0], logged, as_json)))
     elif as_json:
         rollouts = [_rollout_tree(*pair) for group in groups for pair in zip(group, texts, strict=True)]
-        print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
+        print(json.dumps({**to_tree(rows[0]), "rollouts": rollouts}, ensure_ascii=False))
     else:
-        print("\n".join(_describe(found[0], groups, texts, problem)))
+        print("\n".join(_describe(rows[0], groups, texts, problem)))
 
 
 def _decode(
@@ -302,10 +302,10 @@ def _outcome(rollout: Rollout) -> str:
     versions = ", ".join(
         f"{count} tokens of version {version}" for version, count in rollout.num_tokens_by_version.items()
     )
-    parts = [
+    fields = [
         f"reward {show_number(rollout.reward) or 'none'}" + (f" ({rewards})" if rewards else ""),
         f"advantage {show_number(rollout.mean_advantage) or 'none'}",
         versions or "no tokens",
         f"{rollout.status.value} ({rollout.finish_reason})",
     ]
-    return "; ".join(parts)
+    return "; ".join(fields)

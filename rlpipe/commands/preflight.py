@@ -174,10 +174,10 @@ def run_simulate(arguments: argparse.Namespace) -> None:
         file = run / "config.yaml"
     engines = [f"rollout.num_engines={arguments.engines}"] if arguments.engines else []
     config = load_config([*arguments.overrides, *engines], file=file, need_files=False)
-    given = GivenTimes(
+    explicit_times = GivenTimes(
         generate=arguments.generate, score=arguments.score, train=arguments.train, sync=arguments.sync, run=run
     )
-    times = read_times(config, given, slowdown=arguments.slowdown)
+    times = read_times(config, explicit_times, slowdown=arguments.slowdown)
     setup = read_setup(config, times, groups_per_engine=arguments.groups_per_engine, slowdown=arguments.slowdown)
     result = study(setup, seed=arguments.seed, minutes=arguments.minutes, add=arguments.add)
     print(result.to_json() if arguments.json else result.to_text())

@@ -100,10 +100,12 @@ def document_options(prefixes: Sequence[str]) -> Iterator[str]:
     """Yield the default, type, range and description of every option under one of the prefixes, or of all options."""
     from rlpipe.configs.options import describe_default, options
 
-    found = [option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)]
-    if not found:
+    matches = [
+        option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)
+    ]
+    if not matches:
         raise InputError(f"there is no option under {', '.join(prefixes)}; see rlpipe config --docs")
-    for option in found:
+    for option in matches:
         allowed = f", {option.allowed}" if option.allowed else ""
         yield f"{option.name}: {describe_default(option)}\n    {option.doc} ({option.type}{allowed})"
 

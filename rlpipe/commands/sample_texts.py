@@ -114,8 +114,8 @@ def resolve_dtype(model: str, asked: str) -> tuple[str, str | None]:
 
     from rlpipe.actors.node import node_types
 
-    made = None if torch.cuda.device_count() else model_products(model, os.cpu_count() or 1)
-    devices = node_types(asked, made)
+    products = None if torch.cuda.device_count() else model_products(model, os.cpu_count() or 1)
+    devices = node_types(asked, products)
     choice = choose_dtype(asked, devices, option="--dtype")
     return choice.dtype, choice.line
 

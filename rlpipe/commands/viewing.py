@@ -50,9 +50,9 @@ def run_view(arguments: argparse.Namespace) -> None:
     if arguments.export is not None:
         from rlpipe.viewer.exported_page import write_page
 
-        size, left_out = write_page(runs, Path(arguments.export))
+        size, omitted = write_page(runs, Path(arguments.export))
         print(f"{arguments.export}: {size / 2**20:.1f} MiB")
-        for line in left_out:
+        for line in omitted:
             print(f"  {line}")
         return
     with suppress(KeyboardInterrupt):  # the usual way to end it

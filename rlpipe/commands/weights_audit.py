@@ -28,11 +28,11 @@ def check_weights(run: Path, digests: Mapping[str, Sequence[str]], *, trusted: b
         InputError: a checkpoint or the base model can't be read.
     """
     steps = {str(read_record(checkpoint)["step"]): checkpoint for checkpoint in list_checkpoints(run / "checkpoints")}
-    known = {step: checkpoint for step, checkpoint in steps.items() if step in digests}
-    if not known:
+    audited = {step: checkpoint for step, checkpoint in steps.items() if step in digests}
+    if not audited:
         raise DataError(f"{run} has no checkpoint whose weights were served: give a run's folder, without --weights")
     problems = []
-    for step, checkpoint in known.items():
+    for step, checkpoint in audited.items():
         kind, served, *dtype = digests[step]
         policy = open_checkpoint(checkpoint, trusted=trusted)
         policy.served_dtype = dtype[0] if dtype else policy.served_dtype

@@ -74,9 +74,9 @@ class Rendering:
 
 def rendering_digest(data: DataConfig, rendering: Rendering, name: str) -> str:
     """Return a digest of everything that determines how a source's rows are rendered; ``name`` is its name in a mix."""
-    left_out = {"cache"} if data.transform is not None else {"cache", *ORDER_OPTIONS}
-    options = {option: value for option, value in dataclasses.asdict(data).items() if option not in left_out}
-    parts = {
+    ignored = {"cache"} if data.transform is not None else {"cache", *ORDER_OPTIONS}
+    options = {option: value for option, value in dataclasses.asdict(data).items() if option not in ignored}
+    inputs = {
         "format": FORMAT,
         "settings": rendering.settings,
         "name": name,
@@ -84,31 +84,31 @@ def rendering_digest(data: DataConfig, rendering: Rendering, name: str) -> str:
         "files": rendering.digests,
         "transform": [] if data.transform is None else [*_transform_digests(data.transform)],
         "date": date.today().isoformat() if _shows_date(rendering.tokenizer, data) else None,
-        "code": _own_code(),
+        "code": _code_digest(),
         "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
     }
-    return _digest(parts)
+    return _digest(inputs)
 
 
 def source_digest(data: DataConfig, seed: int) -> str:
     """Return a digest of the rows that ``data`` names; raise ``DataError`` if they can't be read."""
-    parts: dict[str, Any] = {"source": data.source, "path": data.path}
+    inputs: dict[str, Any] = {"source": data.source, "path": data.path}
     match data.source:
         case "jsonl" | "parquet":
             files = data_files(data.path, data.source, "data.path")
-            parts["content"] = [[str(file), _file_digest(file)] for file in files]
+            inputs["content"] = [[str(file), _file_digest(file)] for file in files]
         case "datasets":
-            parts |= {"name": data.name, "split": data.split, "content": _data_set_content(data)}
+            inputs |= {"name": data.name, "split": data.split, "content": _data_set_content(data)}
         case "reasoning_gym":
             arguments = {"seed": seed, **data.task_args}
-            parts |= {"task": data.task, "arguments": arguments, "version": version("reasoning-gym")}
+            inputs |= {"task": data.task, "arguments": arguments, "version": version("reasoning-gym")}
         case _:
             raise DataError(f"data.source: rows of {data.source!r} can't be prepared")
-    return _digest(parts)
+    return _digest(inputs)
 
 
-def _digest(parts: Mapping[str, Any]) -> str:
-    return sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+def _digest(inputs: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(inputs, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
 def _file_digest(path: Path) -> str:
@@ -136,13 +136,15 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> Any:
             reason = describe_error(error)
             raise DataError(f"tokenizer {tokenizer.name_or_path!r} can't be stored ({reason})") from error
         config = Path(folder) / "tokenizer_config.json"
-        known = {key: value for key, value in json.loads(config.read_text()).items() if key not in LOADING_KEYS}
-        config.write_text(json.dumps(known, sort_keys=True))
+        settings = {key: value for key, value in json.loads(config.read_text()).items() if key not in LOADING_KEYS}
+        config.write_text(json.dumps(settings, sort_keys=True))
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         digests = [[str(path.relative_to(folder)), _file_digest(path)] for path in files]
     module = type(tokenizer).__module__
-    own = [] if module.partition(".")[0] == "transformers" else [_module_digest(module), *_imported_digests(module)]
-    return [type(tokenizer).__name__, *digests, *own]
+    code_digests = (
+        [] if module.partition(".")[0] == "transformers" else [_module_digest(module), *_imported_digests(module)]
+    )
+    return [type(tokenizer).__name__, *digests, *code_digests]
 
 
 def _images_digest(processor: ImageProcessor) -> Any:
@@ -180,7 +182,7 @@ def _shows_date(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 
 
 @cache
-def _own_code() -> str:
+def _code_digest() -> str:
     """Return a digest of all of rlpipe's code."""
     folder = Path(__file__).parents[1]
     return _digest({name: _file_digest(folder / name) for name in python_files(folder)})

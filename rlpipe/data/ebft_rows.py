@@ -52,13 +52,13 @@ def first_turn(cfg: Mapping[str, Any]) -> Transform:
     def split(messages: ChatMessages, turns: list[int]) -> Columns:
         return names.columns(messages, turns[0]) | {REMAINING_TURNS: messages[turns[0] + 1 : turns[-1] + 1]}
 
-    return _of_conversations(names, split)
+    return _conversation_transform(names, split)
 
 
 def last_turn(cfg: Mapping[str, Any]) -> Transform:
     """Make a conversation's last assistant turn the ground truth, and all messages before it the prompt."""
     names = _Names.of(cfg, _arguments(cfg))
-    return _of_conversations(names, lambda messages, turns: names.columns(messages, turns[-1]))
+    return _conversation_transform(names, lambda messages, turns: names.columns(messages, turns[-1]))
 
 
 def all_turns(cfg: Mapping[str, Any]) -> Transform:
@@ -66,11 +66,11 @@ def all_turns(cfg: Mapping[str, Any]) -> Transform:
     names = _Names.of(cfg, _arguments(cfg))
 
     def map_batch(batch: Row) -> Columns:
-        made = []
+        rows = []
         for values in zip(*batch.values(), strict=True):
             messages, turns = names.conversation(dict(zip(batch, values, strict=True)))
-            made += [names.columns(messages, turn) for turn in turns]
-        return {name: [columns[name] for columns in made] for name in (names.prompt, names.truth)}
+            rows += [names.columns(messages, turn) for turn in turns]
+        return {name: [columns[name] for columns in rows] for name in (names.prompt, names.truth)}
 
     return map_batch, {"remove_columns": names.removed, "batched": True}
 
@@ -87,18 +87,18 @@ def reasoning(cfg: Mapping[str, Any]) -> Transform:
     if arguments["thinking"] not in ("keep", "strip"):
         raise DataError(f"data.transform_args.thinking: {arguments['thinking']!r} is neither 'keep' nor 'strip'")
     names = _Names.of(cfg, arguments)
-    of_last = with_thinking if arguments["thinking"] == "keep" else without_thinking
+    change_last = with_thinking if arguments["thinking"] == "keep" else without_thinking
 
     def split(messages: ChatMessages, turns: list[int]) -> Columns:
         last, messages = turns[-1], list(messages)
         for turn in turns:
-            change = of_last if turn == last else without_thinking
+            change = change_last if turn == last else without_thinking
             messages[turn] = change(messages[turn], f"message {turn + 1}")
         if _is_empty(messages[last]):
             raise UnusableRow(f"message {last + 1} has only reasoning, and no answer")
         return names.columns(messages, last)
 
-    return _of_conversations(names, split)
+    return _conversation_transform(names, split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +147,15 @@ class _Names:
 
 def _arguments(cfg: Mapping[str, Any], **defaults: str) -> dict[str, str]:
     """Return the defaults updated by ``data.transform_args``; raise ``DataError`` for an unknown argument."""
-    known = {**defaults, "truth_column": "ground_truth"}
-    given: Mapping[str, str] = cfg["transform_args"]
-    for name in given.keys() - known.keys():
-        hint = did_you_mean(name, known, f"its arguments are {', '.join(known)}")
+    arguments = {**defaults, "truth_column": "ground_truth"}
+    overrides: Mapping[str, str] = cfg["transform_args"]
+    for name in overrides.keys() - arguments.keys():
+        hint = did_you_mean(name, arguments, f"its arguments are {', '.join(arguments)}")
         raise DataError(f"data.transform_args: {cfg['transform']} has no argument {name!r}{hint}")
-    return {**known, **given}
+    return {**arguments, **overrides}
 
 
-def _of_conversations(names: _Names, split: Callable[[ChatMessages, list[int]], Columns]) -> Transform:
+def _conversation_transform(names: _Names, split: Callable[[ChatMessages, list[int]], Columns]) -> Transform:
     """Return the transform by ``split``, which takes the messages and the indices of the assistant's."""
 
     def map_row(row: Row) -> Columns:
@@ -171,8 +171,8 @@ def _is_empty(message: dict[str, Any]) -> bool:
 def _text_or_messages(row: Row, column: str) -> Any:
     value = row[column]
     if not isinstance(value, str | list | tuple):
-        found = "is null" if value is None else f"holds a {type(value).__name__}, not a string or messages"
-        raise UnusableRow(f"column {column!r} {found}")
+        problem = "is null" if value is None else f"holds a {type(value).__name__}, not a string or messages"
+        raise UnusableRow(f"column {column!r} {problem}")
     if not value:
         raise UnusableRow(f"column {column!r} is empty")
     return value

@@ -35,7 +35,7 @@ from rlpipe.types import Prompt
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Rendered = TypeVar("Rendered")
 
 KeepOut = Callable[[Prompt], None]
 """A function that raises ``UnusableRow`` if the prompt is a held-out one."""
@@ -90,10 +90,10 @@ class Split(Generic[Item]):
     def source(self) -> RowSource[Item]:
         """Return the source of training rows."""
         keep_out = self._keep_out if self.held_out else None
-        source = RowSource([one.training_part(keep_out, self._seed) for one in self._sources])
+        rows = RowSource([source.training_part(keep_out, self._seed) for source in self._sources])
         if self._tried:
-            source.examples()
-        return source
+            rows.examples()
+        return rows
 
     def render_held_out(self) -> list[Item]:
         """Render the held-out rows as training rows are rendered."""
@@ -117,21 +117,21 @@ class Split(Generic[Item]):
             source.indices = np.setdiff1d(source.indices, rows)
             source.num_split_off = len(rows)
             if (rows or self._tried) and (len(rows) < share or not len(source.indices)):
-                wanted = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
+                requested = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
                 usable = f"which has {len(order)} rows, of which {len(rows)} can be held out"
                 fix = "set it lower" if source.name else f"set it below {len(rows)}"
                 raise DataError(
-                    f"data.held_out.size: {wanted} must come from {source.rows.name}, {usable}; {fix}, so that some "
+                    f"data.held_out.size: {requested} must come from {source.rows.name}, {usable}; {fix}, so that some "
                     "are left to train on"
                 )
 
     def _hold_out(
         self, source: _Source[Item], order: Iterable[int], count: int, *, level: int = logging.WARNING
     ) -> list[int]:
-        found = self._read(source, order, count, source.renderers.prompt, level)
-        rows = [row for _, row in found]
+        rendered = self._read(source, order, count, source.renderers.prompt, level)
+        rows = [row for _, row in rendered]
         self._held.append((source, rows))
-        self.held_out += [prompt for prompt, _ in found]
+        self.held_out += [prompt for prompt, _ in rendered]
         return rows
 
     def _read(
@@ -139,26 +139,26 @@ class Split(Generic[Item]):
         source: _Source[Item],
         order: Iterable[int],
         count: int,
-        render: Render[Found],
+        render: Render[Rendered],
         level: int = logging.WARNING,
-    ) -> list[tuple[Found, int]]:
+    ) -> list[tuple[Rendered, int]]:
         """Return the first ``count`` rows of ``order`` that can be rendered, with their numbers; log the others."""
-        found: list[tuple[Found, int]] = []
+        rendered: list[tuple[Rendered, int]] = []
         part, reason = source.part(render, 0), ""
         for row in order:
             location = source.rows.location(row)
             try:
-                found.append((part.read(row, RowLocation(row=row, epoch=0, location=location)), row))
+                rendered.append((part.read(row, RowLocation(row=row, epoch=0, location=location)), row))
             except UnusableRow as problem:
                 reason = reason or f"{location} because {problem.reason}"
                 logger.log(level, "%s can't be held out: %s", location, problem.reason)
-            if len(found) == count:
+            if len(rendered) == count:
                 break
-        if not found and self._tried:
+        if not rendered and self._tried:
             raise DataError(
                 f"data.held_out: none of the rows of {source.rows.name} can be held out, for example {reason}"
             )
-        return found
+        return rendered
 
 
 @dataclass(kw_only=True, slots=True)
@@ -198,13 +198,13 @@ class _Source(Generic[Item]):
     def open_held_out(
         cls, data: DataConfig, renderers: Renderers[Item], rendering: Rendering, seed: int
     ) -> _Source[Item]:
-        own = with_own_images(data)
-        prepared = find_prepared(own, held_out_data(data), rendering, name="", seed=seed)
+        held_out = with_own_images(data)
+        prepared = find_prepared(held_out, held_out_data(data), rendering, name="", seed=seed)
         rows = prepared or open_held_out_source(data, rendering.tokenizer, check=renderers.check)
         return cls(
             name="",
             weight=1.0,
-            data=own,
+            data=held_out,
             renderers=renderers,
             rows=rows,
             has=_reaches(rows),
@@ -215,7 +215,7 @@ class _Source(Generic[Item]):
         """Return the seeds of the order; each source of a mix has its own, so that parallel sources differ in order."""
         return [seed, self.number] if self.name else [seed]
 
-    def part(self, render: Render[Found], seed: int) -> Part[Found]:
+    def part(self, render: Render[Rendered], seed: int) -> Part[Rendered]:
         order = self._order(seed)
         return Part(
             rows=self.rows,

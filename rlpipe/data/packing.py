@@ -69,8 +69,8 @@ def pack_step(
     _check(rollouts, step, max_tokens)
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for share in _deal(rollouts, [seed, step], num_minibatches, num_epochs):
-        for rank, part in zip(ranks, _pack_minibatch(share, num_ranks, max_tokens, skip_zero_advantage), strict=True):
-            rank.append(part)
+        for rank, batch in zip(ranks, _pack_minibatch(share, num_ranks, max_tokens, skip_zero_advantage), strict=True):
+            rank.append(batch)
     return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
 
 
@@ -88,34 +88,34 @@ def pack_labelled(rollouts: Sequence[Rollout], *, max_tokens: int, **options: An
         for mini_batch in (mini_batch for batch in batches for mini_batch in batch.mini_batches):
             mini_batch.mismatched = MiniBatch(micro_batches=[], num_loss_tokens=0, num_sequences=0)
         return batches
-    others = pack_step(mismatched, max_tokens=max_tokens, **options)
-    for batch, other in zip(batches, others, strict=True):
-        for mini_batch, part in zip(batch.mini_batches, other.mini_batches, strict=True):
-            mini_batch.mismatched = part
+    mismatched_batches = pack_step(mismatched, max_tokens=max_tokens, **options)
+    for batch, mismatched_batch in zip(batches, mismatched_batches, strict=True):
+        for mini_batch, counterpart in zip(batch.mini_batches, mismatched_batch.mini_batches, strict=True):
+            mini_batch.mismatched = counterpart
     return batches
 
 
-def _with_others(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, Rollout]]:
-    """Yield each rollout with the nearest one of another row before it, where the last one stands before the first.
+def _with_neighbours(rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, Rollout]]:
+    """Yield each rollout with the nearest one of another row before it; the last rollouts count as before the first.
 
     Rollouts of a single row have none.
     """
     for index, rollout in enumerate(rollouts):
         before = (rollouts[index - distance] for distance in range(1, len(rollouts)))
-        other = next((one for one in before if one.group_id != rollout.group_id), None)
-        if other is not None:
-            yield rollout, other
+        neighbour = next((candidate for candidate in before if candidate.group_id != rollout.group_id), None)
+        if neighbour is not None:
+            yield rollout, neighbour
 
 
 def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
     """Return each prompt with the completion of another row, cut to ``max_tokens`` tokens, or at an image."""
-    found = []
-    for rollout, other in _with_others(rollouts):
-        end, start = int(np.argmax(rollout.loss_mask)), int(np.argmax(other.loss_mask))
-        stop = min((image.start for image in other.images if image.start >= start), default=None)
-        mask = np.concatenate([np.zeros(end, np.bool_), other.loss_mask[start:stop]])[:max_tokens]
-        token_ids = np.concatenate([rollout.token_ids[:end], other.token_ids[start:stop]])[:max_tokens]
-        found.append(
+    mismatched = []
+    for rollout, neighbour in _with_neighbours(rollouts):
+        end, start = int(np.argmax(rollout.loss_mask)), int(np.argmax(neighbour.loss_mask))
+        stop = min((image.start for image in neighbour.images if image.start >= start), default=None)
+        mask = np.concatenate([np.zeros(end, np.bool_), neighbour.loss_mask[start:stop]])[:max_tokens]
+        token_ids = np.concatenate([rollout.token_ids[:end], neighbour.token_ids[start:stop]])[:max_tokens]
+        mismatched.append(
             replace(
                 rollout,
                 token_ids=token_ids,
@@ -126,7 +126,7 @@ def _mismatch(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
                 images=tuple(image for image in rollout.images if image.start < end),
             )
         )
-    return found
+    return mismatched
 
 
 def pack_fullest(
@@ -137,14 +137,14 @@ def pack_fullest(
     The rollouts are split and packed as in ``pack_step``.
     """
     _check(rollouts, 0, max_tokens)
-    most, found = 0, None
+    most, costliest = 0, None
     for dealt in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
         share = _sequences(dealt)
         bins = _fill_ranks(share, num_ranks, max_tokens)
         if (count := max(map(len, bins))) > most:
-            most, found = count, _join([share[index] for index in bins[0][0]])
-    assert found is not None, "there are rollouts"
-    return most, found
+            most, costliest = count, _join([share[index] for index in bins[0][0]])
+    assert costliest is not None, "there are rollouts"
+    return most, costliest
 
 
 def _deal(
@@ -202,13 +202,13 @@ def _pack_minibatch(
         rollouts = [rollout for rollout in rollouts if _has_gradient(rollout)]
     bins = _fill_ranks(rollouts, num_ranks, max_tokens)
     num_micro_batches = max(len(rank) for rank in bins)
-    parts = []
+    mini_batches = []
     for rank in bins:
         micro_batches = [_join([rollouts[index] for index in members], shares) for members in rank]
         micro_batches += [
             empty_micro_batch(with_reference=with_reference) for _ in range(num_micro_batches - len(rank))
         ]
-        parts.append(
+        mini_batches.append(
             MiniBatch(
                 micro_batches=micro_batches,
                 num_loss_tokens=num_loss_tokens,
@@ -216,7 +216,7 @@ def _pack_minibatch(
                 num_chosen_tokens=num_chosen_tokens,
             )
         )
-    return parts
+    return mini_batches
 
 
 def _sequences(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -228,12 +228,12 @@ def _shares(rollouts: Sequence[Rollout]) -> dict[int, float]:
 
     It is empty if no episode has several sequences.
     """
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     if any(rollout.episode is not None and rollout.episode.branches for rollout in rollouts):
         for rollout in rollouts:
             total = max(sum(sequence.num_loss_tokens for sequence in rollout.sequences), 1)
-            found |= {id(sequence): sequence.num_loss_tokens / total for sequence in rollout.sequences}
-    return found
+            shares |= {id(sequence): sequence.num_loss_tokens / total for sequence in rollout.sequences}
+    return shares
 
 
 def _fill_ranks(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -258,20 +258,20 @@ def _make_units(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> lis
     for group in _siblings(rollouts):
         members: list[int] = []
         num_tokens, num_distinct, cost = 0, 0, 0.0
-        for part, shared in group:
-            length = sum(len(rollouts[index].token_ids) for index in part)
-            own_cost = sum(costs[index] for index in part)
+        for indices, shared in group:
+            length = sum(len(rollouts[index].token_ids) for index in indices)
+            added_cost = sum(costs[index] for index in indices)
             if members and (
                 num_distinct + length - shared > max_tokens // UNITS_PER_SHARE
                 or num_tokens + length > max_tokens
-                or cost + own_cost - shared > max_cost
+                or cost + added_cost - shared > max_cost
             ):
                 units.append(_Unit(members, num_tokens, cost))
                 members, num_tokens, num_distinct, cost, shared = [], 0, 0, 0.0, 0
-            members += part
+            members += indices
             num_tokens += length
             num_distinct += length - shared
-            cost += own_cost - shared
+            cost += added_cost - shared
         units.append(_Unit(members, num_tokens, cost))
     return units
 
@@ -283,13 +283,14 @@ def _siblings(rollouts: Sequence[Rollout]) -> Iterator[list[tuple[list[int], int
     for index, rollout in enumerate(rollouts):
         siblings.setdefault(rollout.group_id, []).append(index)
     for group in siblings.values():
-        parts: list[tuple[list[int], int]] = []
+        entries: list[tuple[list[int], int]] = []
         for index, shared in zip(group, _shared_with_branches([rollouts[index] for index in group]), strict=True):
             if id(rollouts[index]) in rejected:
-                parts[-1] = [*parts[-1][0], index], parts[-1][1]  # what it shares with the chosen one is not split off
+                # What it shares with the chosen one is not split off.
+                entries[-1] = [*entries[-1][0], index], entries[-1][1]
             else:
-                parts.append(([index], shared))
-        yield parts
+                entries.append(([index], shared))
+        yield entries
 
 
 def _shared_with_branches(sequences: Sequence[Rollout]) -> Iterator[int]:
@@ -318,17 +319,17 @@ def _fill_bins(units: list[_Unit], max_tokens: int) -> list[list[int]]:
     batches that ranks run at the same time have similar cost.
     """
     bins: list[list[_Unit]] = []
-    rooms: list[int] = []
+    free_tokens: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.num_tokens):
-        fitting = [index for index, room in enumerate(rooms) if room >= unit.num_tokens]
+        fitting = [index for index, free in enumerate(free_tokens) if free >= unit.num_tokens]
         if fitting:
-            best = min(fitting, key=rooms.__getitem__)
+            best = min(fitting, key=free_tokens.__getitem__)
         else:
             best = len(bins)
             bins.append([])
-            rooms.append(max_tokens)
+            free_tokens.append(max_tokens)
         bins[best].append(unit)
-        rooms[best] -= unit.num_tokens
+        free_tokens[best] -= unit.num_tokens
     bins.sort(key=lambda units: -sum(unit.cost for unit in units))
     return [sorted(index for unit in units for index in unit.members) for units in bins]
 
@@ -387,13 +388,13 @@ def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Sequences of similar length share a part; a sequence of more than ``max_tokens`` tokens has a part of its own.
     """
     parts: list[list[int]] = []
-    room = 0
+    remaining = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if not room:
+        if not remaining:
             parts.append([])
-            room = max(1, max_tokens // max(lengths[index], 1))
+            remaining = max(1, max_tokens // max(lengths[index], 1))
         parts[-1].append(index)
-        room -= 1
+        remaining -= 1
     return parts
 
 
@@ -482,14 +483,14 @@ class PrefixIndex:
         """
         entry = (tokens.tobytes(), len(self._sequences))
         index = bisect_left(self._ordered, entry)
-        found = (0, 0)
+        best = (0, 0)
         for _, number in self._ordered[max(index - 1, 0) : index + 1]:
             shared = common_length(self._sequences[number], tokens)
-            if shared > found[1]:
-                found = (number, shared)
+            if shared > best[1]:
+                best = (number, shared)
         self._ordered.insert(index, entry)
         self._sequences.append(tokens)
-        return found
+        return best
 
 
 def common_length(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:

@@ -79,7 +79,7 @@ class PreferenceForm:
             return self._labelled(row)
         chosen, rejected = (_completion(present(row, name), name) for name in names)
         prompt, used = self._prompt(row)
-        if prompt is None or _has_own_prompt(chosen, rejected):
+        if prompt is None or _begin_with_prompt(chosen, rejected):
             prompt, chosen, rejected = self._take_prompt_off(chosen, rejected)
             system = row.get(SYSTEM)
             if system and not isinstance(prompt, str) and prompt[0]["role"] != SYSTEM:
@@ -146,9 +146,9 @@ class PreferenceForm:
         return chosen[:shared], chosen[shared:], rejected[shared:]
 
     def _rest(self, row: Row, prompt: Completion, *used: str) -> dict[str, Any]:
-        left_out = {*used, *conversation_columns(self._data.messages_column)}  # which would be rendered instead
-        others = {name: value for name, value in row.items() if name not in left_out}
-        return {**others, self._data.prompt_column: prompt}
+        removed = {*used, *conversation_columns(self._data.messages_column)}  # which would be rendered instead
+        remaining = {name: value for name, value in row.items() if name not in removed}
+        return {**remaining, self._data.prompt_column: prompt}
 
 
 def _completion(value: Any, column: str) -> Completion:
@@ -161,39 +161,39 @@ def _completion(value: Any, column: str) -> Completion:
 
 
 def _split_conversation(messages: ChatMessages, column: str) -> tuple[ChatMessages, ChatMessages]:
-    """Return a conversation's turns before the last one of the assistant, and that; ``UnusableRow`` without one."""
+    """Split a conversation before its last assistant turn; raise ``UnusableRow`` if nothing would be before it."""
     last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=0)
     if not last:
         raise UnusableRow(f"column {column!r} holds a conversation without an answer of the assistant")
     return messages[:last], messages[last:]
 
 
-def _truth_value(value: Any, found: str) -> bool:
-    """Return a label as bool; raise ``UnusableRow``, whose message begins with ``found``, if it is neither."""
+def _truth_value(value: Any, prefix: str) -> bool:
+    """Return a label as bool; raise ``UnusableRow``, whose message begins with ``prefix``, if it is neither."""
     if not isinstance(value, bool | np.bool_) and value not in (0, 1):
-        raise UnusableRow(f"{found} {value!r:.80}, neither true nor false")
+        raise UnusableRow(f"{prefix} {value!r:.80}, neither true nor false")
     return bool(value)
 
 
-def _has_own_prompt(chosen: Completion, rejected: Completion) -> bool:
+def _begin_with_prompt(chosen: Completion, rejected: Completion) -> bool:
     """Return whether both are conversations that begin with their prompt, whatever other columns there are."""
     return all(not isinstance(value, str) and value[0]["role"] in ("system", "user") for value in (chosen, rejected))
 
 
-def _no_prompt(parts: str, num_shared: int) -> str:
-    what = "are the same, or one is the beginning of the other" if num_shared else f"begin with different {parts}"
-    return f"chosen and rejected {what}, and the row has no prompt of its own"
+def _no_prompt(kind: str, num_shared: int) -> str:
+    problem = "are the same, or one is the beginning of the other" if num_shared else f"begin with different {kind}"
+    return f"chosen and rejected {problem}, and the row has no prompt of its own"
 
 
 def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (mine, other) in pairs if mine != other), min(len(first), len(second)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def _hh_messages(text: str) -> ChatMessages:
-    parts = TURNS.split(text)[1:]
-    roles = ("user" if name == "Human" else "assistant" for name in parts[::2])
-    return _turns(*zip(roles, (part.strip() for part in parts[1::2]), strict=True))
+    pieces = TURNS.split(text)[1:]
+    roles = ("user" if name == "Human" else "assistant" for name in pieces[::2])
+    return _turns(*zip(roles, (content.strip() for content in pieces[1::2]), strict=True))
 
 
 def _turns(*turns: tuple[str, str]) -> ChatMessages:
@@ -244,17 +244,17 @@ class PreferenceRenderer:
         return self._render(*self._form.split(row), at)
 
     def _render(self, rest: dict[str, Any], completions: list[tuple[Completion, bool]], at: RowLocation) -> RenderedRow:
-        parts = [
+        rendered = [
             replace(self._renderer.whole({**rest, self._column: completion}, at), is_good=is_good)
             for completion, is_good in completions
         ]
-        if not all(part.loss_mask.any() for part in parts):
+        if not all(sequence.loss_mask.any() for sequence in rendered):
             raise UnusableRow("a completion has no token that is trained")
-        if len(parts) == 1:
-            return parts[0]
-        if np.array_equal(parts[0].encoded.token_ids, parts[1].encoded.token_ids):
+        if len(rendered) == 1:
+            return rendered[0]
+        if np.array_equal(rendered[0].encoded.token_ids, rendered[1].encoded.token_ids):
             raise UnusableRow("chosen and rejected are rendered to the same tokens")
-        return replace(parts[0], rejected=parts[1])
+        return replace(rendered[0], rejected=rendered[1])
 
     def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
@@ -264,7 +264,7 @@ class PreferenceRenderer:
         if rendered.rejected is not None:
             rollout.rejected = self.fit(rendered.rejected, at)
             if self._takes_pairs:
-                self._check_length([len(part.token_ids) for part in rollout.sequences])
+                self._check_length([len(sequence.token_ids) for sequence in rollout.sequences])
         return rollout
 
     def _check_length(self, lengths: Sequence[int]) -> None:
@@ -347,8 +347,8 @@ def _list(row: Row, column: str) -> list[Any]:
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the token that sequences are padded with when they are scored."""
-    found: Any = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return None if found is None else int(found)
+    token_id: Any = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return None if token_id is None else int(token_id)
 
 
 def without_end(rendered: RenderedRow, skipped: Collection[int | None]) -> RenderedRow:

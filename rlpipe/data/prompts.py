@@ -129,8 +129,8 @@ def open_sft_rows(
                     pass  # a row without a prompt equals no held-out one, and may still make a sequence
                 else:
                     keep_out(prompt)
-            whole = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, at)
-            return renderer.fit(whole, at)
+            rendered = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, at)
+            return renderer.fit(rendered, at)
 
         def count_chunks(row: Row) -> int:
             assert isinstance(renderer, SequenceRenderer), "only texts are cut into chunks"
@@ -269,8 +269,8 @@ def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcess
     is_reward_model = algorithm.kind in ("reward_model", "process_reward_model")
     if is_reward_model or algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
         if model.processor_kwargs:
-            what = "a reward model" if is_reward_model else "EBFT"
-            raise ConfigError(f"model.processor_kwargs has no effect: {what} takes no images; remove it")
+            kind = "a reward model" if is_reward_model else "EBFT"
+            raise ConfigError(f"model.processor_kwargs has no effect: {kind} takes no images; remove it")
         return None
     processor = ImageProcessor(model)
     if model.processor_kwargs:

@@ -52,7 +52,7 @@ def reference_folder(data: DataConfig, model: ModelConfig) -> Path:
     Its name depends on the model, its files or its revision, its dtype, the adapter that it begins from, and whether it
     is quantized. Raises ``ConfigError`` if ``data.cache`` can't be a folder.
     """
-    parts = {
+    inputs = {
         "format": FORMAT,
         "path": _absolute(model.path),
         "model": {name: value for name, value in dataclasses.asdict(model).items() if name in READ},
@@ -61,7 +61,7 @@ def reference_folder(data: DataConfig, model: ModelConfig) -> Path:
         "adapter": [_absolute(model.adapter.path), _state(model.adapter.path, None, "adapter_config.json")],
         "libraries": {name: version(name) for name in ("transformers", "torch")},
     }
-    return cache_root(data) / "reference" / sha256(json.dumps(parts, default=repr).encode()).hexdigest()[:32]
+    return cache_root(data) / "reference" / sha256(json.dumps(inputs, default=repr).encode()).hexdigest()[:32]
 
 
 def _absolute(path: str | None) -> str | None:
@@ -76,10 +76,10 @@ def _state(path: str | None, revision: str | None, config: str = "config.json") 
     if folder.is_dir():
         return [file_state(str(file)) for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
     try:
-        found = try_to_load_from_cache(path, config, revision=revision)
+        cached = try_to_load_from_cache(path, config, revision=revision)
     except HFValidationError:
         return None
-    return Path(found).parent.name if isinstance(found, str) else None
+    return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 def keyed_sequences(micro_batch: MicroBatch) -> Iterator[tuple[bytes, slice]]:

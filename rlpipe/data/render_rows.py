@@ -167,13 +167,17 @@ class _Sequences:
             skip = {"kind": problem.kind.value, "reason": problem.reason}
             return skip | {f"prompt_{name}": value for name, value in skip.items()}
         try:
-            whole = self.renderer.whole(row, at)
-            values |= {"task": whole.task, "images": whole.encoded.images}
-            record |= {"token_ids": whole.encoded.token_ids, "loss_mask": whole.loss_mask, "is_good": whole.is_good}
-            if whole.rejected is not None:
-                values["rejected_images"] = _shared(whole.rejected.encoded.images, values["images"])
-                record["rejected_ids"] = whole.rejected.encoded.token_ids
-                record["rejected_loss_mask"] = whole.rejected.loss_mask
+            rendered = self.renderer.whole(row, at)
+            values |= {"task": rendered.task, "images": rendered.encoded.images}
+            record |= {
+                "token_ids": rendered.encoded.token_ids,
+                "loss_mask": rendered.loss_mask,
+                "is_good": rendered.is_good,
+            }
+            if rendered.rejected is not None:
+                values["rejected_images"] = _shared(rendered.rejected.encoded.images, values["images"])
+                record["rejected_ids"] = rendered.rejected.encoded.token_ids
+                record["rejected_loss_mask"] = rendered.rejected.loss_mask
         except UnusableRow as problem:
             record |= {"kind": problem.kind.value, "reason": problem.reason}
         if self.settings["prompts"]:
@@ -186,10 +190,10 @@ class _Sequences:
         return {**record, "values": dump_values(values, at.location)}
 
 
-def _shared(images: Images, others: Images) -> Images:
-    """Return ``images`` with the bytes objects of equal ``others``, so that pickle stores them once."""
-    known = {image.content: image.content for image in others}
-    return tuple(replace(image, content=known.get(image.content, image.content)) for image in images)
+def _shared(images: Images, stored: Images) -> Images:
+    """Return ``images`` with the bytes objects of equal ``stored`` ones, so that pickle stores them once."""
+    stored_contents = {image.content: image.content for image in stored}
+    return tuple(replace(image, content=stored_contents.get(image.content, image.content)) for image in images)
 
 
 @dataclass(slots=True, frozen=True)
@@ -223,8 +227,8 @@ class _Writer:
         digest = source_digest(source, self._seed)  # before the rows are opened, so that a later change is noticed
         folder = cache_root(data) / rendering_digest(data, self._rendering, name)
         file = folder / f"{digest}.arrow"
-        if (there := _read(file)) is not None:
-            return Prepared(rows=there, file=file, is_new=False)
+        if (existing := _read(file)) is not None:
+            return Prepared(rows=existing, file=file, is_new=False)
         rows = open_rows(check=recipe.renderer.check)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -251,7 +255,7 @@ class _Writer:
                 waiting: list[_Chunk] = []
                 for chunk in chain([first], self._rendered(rows, render, chunks[1:])):
                     waiting.append(chunk)
-                    if sum(one.batch.nbytes for one in waiting) >= BATCH_BYTES:
+                    if sum(entry.batch.nbytes for entry in waiting) >= BATCH_BYTES:
                         _write_joined(writer, waiting)
                         waiting = []
                     num_done += chunk.batch.num_rows
@@ -283,7 +287,7 @@ class _Writer:
                 pool.shutdown(cancel_futures=True)
 
 
-_of_worker: list[tuple[Render, Rows]] = []
+_worker_jobs: list[tuple[Render, Rows]] = []
 """The renderer of a worker process, and its rows."""
 
 
@@ -291,11 +295,11 @@ def _enter_worker(render: Render, rows: Rows) -> None:
     import torch
 
     torch.set_num_threads(1)  # the parent's threads do not survive the fork, and torch would wait for them
-    _of_worker.append((render, rows))
+    _worker_jobs.append((render, rows))
 
 
 def _render_in_worker(chunk: range) -> _Chunk:
-    render, rows = _of_worker[-1]
+    render, rows = _worker_jobs[-1]
     return _render_chunk(render, rows, chunk)
 
 
@@ -306,7 +310,7 @@ def _render_chunk(render: Render, rows: Rows, chunk: range) -> _Chunk:
             with noted_files() as files:
                 record = render(rows, index)
             records.append({"location": rows.location(index), "files": [*files.values()], **record})
-    batch = pa.RecordBatch.from_pydict({name: [one.get(name) for one in records] for name in SCHEMA.names}, SCHEMA)
+    batch = pa.RecordBatch.from_pydict({name: [entry.get(name) for entry in records] for name in SCHEMA.names}, SCHEMA)
     return _Chunk(batch, notes)
 
 

@@ -104,9 +104,9 @@ def require_columns(columns: Collection[str], needed: Sequence[str], location: s
     """Raise ``DataError`` if one of the ``needed`` columns is missing; it suggests ``options`` to name others."""
     missing = [repr(name) for name in needed if name not in columns]
     if missing:
-        there = ", ".join(columns) or "none"
+        existing = ", ".join(columns) or "none"
         noun = "column" if len(missing) == 1 else "columns"
-        raise DataError(f"{location}: no {noun} {' and '.join(missing)}; existing columns: {there}; set {options}")
+        raise DataError(f"{location}: no {noun} {' and '.join(missing)}; existing columns: {existing}; set {options}")
 
 
 def parse_object(line: bytes, location: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def first_rows(source: PromptSource | SequenceSource, num_rows: int) -> Iterator[RowRef]:
     """Yield the first rows, at most ``num_rows``."""
-    found = (find_row(source, number) for number in range(num_rows))
-    yield from (ref for ref in takewhile(bool, found) if ref is not None)
+    refs = (find_row(source, number) for number in range(num_rows))
+    yield from (ref for ref in takewhile(bool, refs) if ref is not None)
 
 
 def find_row(source: PromptSource | SequenceSource, number: int) -> RowRef | None:
@@ -83,8 +83,8 @@ def split_row(
     special = set(tokenizer.get_added_vocab().values())
     ids = token_ids.tolist()
 
-    def decode(part: Sequence[int]) -> str:
-        return str(tokenizer.decode([*part], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def decode(piece_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode([*piece_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     pictures = {image.start: _picture(image, ids) for image in images}
     covered = {index for image in images for index in range(image.start, image.start + image.num_tokens)}
@@ -162,8 +162,8 @@ def show_rows(
     """Yield the given rows, as the source renders them."""
     for ref in refs:
         part = source.parts[ref.part]
-        of = f" of {part.name}" if part.name else ""
-        name = f"row {ref.row}{of} ({part.rows.location(ref.row)})"
+        origin = f" of {part.name}" if part.name else ""
+        name = f"row {ref.row}{origin} ({part.rows.location(ref.row)})"
         try:
             item = source.render(ref)
         except UnusableRow as problem:
@@ -171,8 +171,8 @@ def show_rows(
             continue
         trained = np.zeros(len(item.token_ids), np.bool_) if isinstance(item, Prompt) else item.loss_mask
         pieces = split_row(item.token_ids, trained, tokenizer, item.images)
-        other = item.rejected if isinstance(item, Rollout) else None
-        rejected = [] if other is None else split_row(other.token_ids, other.loss_mask, tokenizer, other.images)
+        worse = item.rejected if isinstance(item, Rollout) else None
+        rejected = [] if worse is None else split_row(worse.token_ids, worse.loss_mask, tokenizer, worse.images)
         yield ShownRow(name=name, summary=_summary(item), pieces=pieces, rejected=rejected)
 
 

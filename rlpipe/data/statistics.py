@@ -116,15 +116,15 @@ class Counter:
         self._skipped: dict[str, Skipped] = {}
 
     def add(self, item: Prompt | Rollout) -> None:
-        tokens = [item.token_ids] if isinstance(item, Prompt) else [part.token_ids for part in item.sequences]
+        tokens = [item.token_ids] if isinstance(item, Prompt) else [sequence.token_ids for sequence in item.sequences]
         self._lengths.append(sum(map(len, tokens)))
         self._seen.add(hash((*(ids.tobytes() for ids in tokens), *(image.content for image in item.images))))
         self._images.add(item.images)
         if isinstance(item, Prompt):
             return
         self._prompt_lengths.append(int(np.argmax(item.loss_mask)))
-        self._num_trained += sum(part.num_loss_tokens for part in item.sequences)
-        self._num_spans += sum(_num_spans(part.loss_mask) for part in item.sequences)
+        self._num_trained += sum(sequence.num_loss_tokens for sequence in item.sequences)
+        self._num_spans += sum(_num_spans(sequence.loss_mask) for sequence in item.sequences)
         self._num_cut += item.status is RolloutStatus.TRUNCATED
 
     def skip(self, location: str, problem: UnusableRow) -> None:
@@ -171,7 +171,9 @@ class Packer:
 
     def _pack_step(self) -> None:
         batches = self._pack(self._step)
-        self._micro_batches.count += sum(len(part.micro_batches) for batch in batches for part in batch.mini_batches)
+        self._micro_batches.count += sum(
+            len(mini_batch.micro_batches) for batch in batches for mini_batch in batch.mini_batches
+        )
         self._step = []
 
 
@@ -179,23 +181,23 @@ def count_rows(source: PromptSource | SequenceSource, refs: Iterable[RowRef], pa
     """Return the statistics of the given rows, of micro batches only with a ``packer``."""
     total, counters = Counter(), [Counter() for _ in source.parts]
     for ref in refs:
-        both = (total, counters[ref.part])
+        affected = (total, counters[ref.part])
         try:
             item = source.render(ref)
         except UnusableRow as problem:
-            for counter in both:
+            for counter in affected:
                 counter.skip(source.parts[ref.part].rows.location(ref.row), problem)
             continue
-        for counter in both:
+        for counter in affected:
             counter.add(item)
         if packer is not None and isinstance(item, Rollout):
             packer.add(item)
-    found = total.finish(source.name)
-    found.micro_batches = None if packer is None else packer.finish()
+    statistics = total.finish(source.name)
+    statistics.micro_batches = None if packer is None else packer.finish()
     if source.is_mix:
         for index, counter in enumerate(counters):
-            found.sources[source.parts[index].name] = counter.finish(source.parts[index].rows.name)
-    return found
+            statistics.sources[source.parts[index].name] = counter.finish(source.parts[index].rows.name)
+    return statistics
 
 
 def describe(found: Statistics) -> list[str]:
@@ -219,22 +221,23 @@ def describe(found: Statistics) -> list[str]:
             f"micro batches  {micro.count:,} of at most {micro.max_tokens:,} tokens, {full:.0%} full, "
             f"in steps of {micro.groups_per_step:,} rows"
         )
-    for name, own in found.sources.items():
-        first, *others = describe(own)
-        lines += ["", f"{name}, {first}", *others]
+    for name, source_statistics in found.sources.items():
+        first, *rest = describe(source_statistics)
+        lines += ["", f"{name}, {first}", *rest]
     return lines
 
 
-def _describe_tokens(found: Statistics) -> list[str]:
-    if found.tokens is None:
+def _describe_tokens(statistics: Statistics) -> list[str]:
+    if statistics.tokens is None:
         return []
-    lines = [f"tokens         {_in_words(found.tokens)}", *_bars(found.tokens)]
-    if found.prompt_tokens is not None:
-        lines.append(f"before trained {_in_words(found.prompt_tokens)}")
-    if found.num_trained_tokens is not None:
-        share = found.num_trained_tokens / found.tokens.total
+    lines = [f"tokens         {_in_words(statistics.tokens)}", *_bars(statistics.tokens)]
+    if statistics.prompt_tokens is not None:
+        lines.append(f"before trained {_in_words(statistics.prompt_tokens)}")
+    if statistics.num_trained_tokens is not None:
+        share = statistics.num_trained_tokens / statistics.tokens.total
         lines.append(
-            f"trained        {found.num_trained_tokens:,} tokens ({share:.1%}) in {found.num_trained_spans:,} spans"
+            f"trained        {statistics.num_trained_tokens:,} tokens ({share:.1%}) in "
+            f"{statistics.num_trained_spans:,} spans"
         )
     return lines
 

@@ -87,14 +87,14 @@ def _fix(outcome: RunOutcome) -> str:
     message = outcome.message or ""
     if "No space left" in message or "can't be written" in message:
         return f"free space on that disk; then {AGAIN}"
-    known = FIXES.get(outcome.error or "")
-    return known or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
+    fix = FIXES.get(outcome.error or "")
+    return fix or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
 
 
 def _describe_running(steps: list[dict[str, Any]], done: str, *, began_at: float) -> Iterator[Observation]:
     times = [row["time/step"] for row in steps if row.get("time/step") is not None]
-    has_own_steps = bool(steps) and steps[-1]["time"] > began_at  # else the command has resumed a run, and starts
-    since = time.time() - steps[-1]["time"] if has_own_steps else 0.0
+    has_new_steps = bool(steps) and steps[-1]["time"] > began_at  # else the command has resumed a run, and starts
+    since = time.time() - steps[-1]["time"] if has_new_steps else 0.0
     if times and since > STUCK * median(times):
         yield warning(
             "ending",

@@ -51,28 +51,28 @@ def check_versions() -> Iterator[Observation]:
     if wrong:
         yield from (problem("versions", text) for text in wrong)
         return
-    known = [f"{name} {found}" for name in SHOWN if (found := _version(name)) is not None]
-    yield ok("versions", f"rlpipe {version('rlpipe')}, Python {platform.python_version()}, {', '.join(known)}")
+    versions = [f"{name} {installed}" for name in SHOWN if (installed := _version(name)) is not None]
+    yield ok("versions", f"rlpipe {version('rlpipe')}, Python {platform.python_version()}, {', '.join(versions)}")
 
 
 def _requirements() -> list[Requirement]:
-    known = [Requirement(text) for text in requires("rlpipe") or []]
-    return [entry for entry in known if entry.marker is None or entry.marker.evaluate({"extra": ""})]
+    requirements = [Requirement(text) for text in requires("rlpipe") or []]
+    return [entry for entry in requirements if entry.marker is None or entry.marker.evaluate({"extra": ""})]
 
 
 def _why_unfit(requirement: Requirement) -> str | None:
-    found = _version(requirement.name)
-    if found is None:
+    installed = _version(requirement.name)
+    if installed is None:
         return f"{requirement.name} is not installed: pip install '{requirement}'"
-    if requirement.specifier.contains(found, prereleases=True):
+    if requirement.specifier.contains(installed, prereleases=True):
         return None
-    return f"{requirement.name} is {found}, and rlpipe needs {requirement.specifier}: pip install '{requirement}'"
+    return f"{requirement.name} is {installed}, and rlpipe needs {requirement.specifier}: pip install '{requirement}'"
 
 
 def _version(name: str) -> str | None:
-    for own in LIKE_VLLM.get(name, (name,)):
+    for package in LIKE_VLLM.get(name, (name,)):
         try:
-            return version(own)
+            return version(package)
         except PackageNotFoundError:
             continue
     return None
@@ -100,30 +100,30 @@ def check_devices(config: Config | None) -> Iterator[Observation]:
     """Check that there are as many GPUs as the config asks for on this machine."""
     import torch
 
-    asked = 0.0 if config is None else num_gpus_of(config)
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in range(found)))
+    requested = 0.0 if config is None else num_gpus_of(config)
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in range(available)))
     if config is not None and cluster_address(config) is not None:
-        yield ok("devices", f"the cluster's; this machine has {found} GPUs")
-    elif asked > found and torch.version.cuda is None and torch.version.hip is None:
+        yield ok("devices", f"the cluster's; this machine has {available} GPUs")
+    elif requested > available and torch.version.cuda is None and torch.version.hip is None:
         yield problem(
             "devices",
-            f"the config asks for {asked:g} GPUs, and torch {torch.__version__} is built for CPUs",
+            f"the config asks for {requested:g} GPUs, and torch {torch.__version__} is built for CPUs",
             "install torch's CUDA build, or set learner=single rollout.num_gpus=0",
         )
-    elif asked > found:
+    elif requested > available:
         yield problem(
             "devices",
-            f"the config asks for {asked:g} GPUs, and torch sees {found}",
+            f"the config asks for {requested:g} GPUs, and torch sees {available}",
             "check nvidia-smi, the driver and CUDA_VISIBLE_DEVICES, or ask for fewer",
         )
-    elif found and not asked and config is not None:
+    elif available and not requested and config is not None:
         advice = "learner=single_gpu" if config.algorithm.kind != "rl" else "rollout=vllm_gpu learner=single_gpu"
-        shared = ", sharing a GPU as docs/cluster.md shows" if found == 1 and config.algorithm.kind == "rl" else ""
-        yield warning("devices", f"{found} GPUs ({names}) are not used", f"set {advice}{shared}")
+        shared = ", sharing a GPU as docs/cluster.md shows" if available == 1 and config.algorithm.kind == "rl" else ""
+        yield warning("devices", f"{available} GPUs ({names}) are not used", f"set {advice}{shared}")
     else:
-        yield ok("devices", f"{found} GPUs ({names})" if found else f"{num_cores()} CPU cores, no GPU")
-    if found:
+        yield ok("devices", f"{available} GPUs ({names})" if available else f"{num_cores()} CPU cores, no GPU")
+    if available:
         yield from _check_free_gpus()
 
 
@@ -154,10 +154,10 @@ def check_memory() -> Iterator[Observation]:
     else:
         yield ok("memory", text)
     shared = Path("/dev/shm")
-    if shared.is_dir() and (room := shutil.disk_usage(shared).free) < LEAST_FREE:
+    if shared.is_dir() and (shared_free := shutil.disk_usage(shared).free) < LEAST_FREE:
         yield warning(
             "memory",
-            f"/dev/shm, where Ray keeps its objects, has {gib(room)} left",
+            f"/dev/shm, where Ray keeps its objects, has {gib(shared_free)} left",
             "give the container more: docker run --shm-size=8g",
         )
 
@@ -186,22 +186,24 @@ def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
 
 def check_clock(folder: Path) -> Iterator[Observation]:
     """Check that the clock is not before this version's time, and agrees with that of the folder's file system."""
-    there = existing_folder(folder)
+    existing = existing_folder(folder)
     if time.gmtime().tm_year < FIRST_YEAR:
         yield problem("clock", f"it says {time.strftime('%Y-%m-%d')}", "set it, for example by NTP")
         return
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".rlpipe-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".rlpipe-doctor-") as file:
             file.write(b"1")
             file.flush()
             ahead = os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:
-        if os.access(there, os.W_OK):  # else the output's own check tells
-            yield problem("output", f"nothing can be written in {there}: {error}", "free its quota, or choose another")
+        if os.access(existing, os.W_OK):  # else the output's own check tells
+            yield problem(
+                "output", f"nothing can be written in {existing}: {error}", "free its quota, or choose another"
+            )
         return
     if abs(ahead) > MAX_CLOCK_S:
         yield problem(
-            "clock", f"the file system of {there} is {ahead:+.0f} s from this machine's clock", "set both by NTP"
+            "clock", f"the file system of {existing} is {ahead:+.0f} s from this machine's clock", "set both by NTP"
         )
     else:
         yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -259,8 +261,8 @@ def cluster_address(config: Config | None) -> str | None:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    host, found, port = address.rpartition(":")
-    return (host, int(port)) if found and "://" not in host and port.isdecimal() else None
+    host, separator, port = address.rpartition(":")
+    return (host, int(port)) if separator and "://" not in host and port.isdecimal() else None
 
 
 def connection_error(address: str) -> OSError | None:

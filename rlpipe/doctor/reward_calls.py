@@ -31,8 +31,10 @@ FIX = "fix it, or return None for an answer that it can't judge"
 
 def called_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
     """Return the functions among the rewards: classes may need a GPU, a server or the run's engines."""
-    own = {name: config for name, config in rewards.items() if config.path not in (FEATURE_PATH, ENVIRONMENT_PATH)}
-    return {name: config for name, config in own.items() if not isinstance(load_reward(config.path), type)}
+    candidates = {
+        name: config for name, config in rewards.items() if config.path not in (FEATURE_PATH, ENVIRONMENT_PATH)
+    }
+    return {name: config for name, config in candidates.items() if not isinstance(load_reward(config.path), type)}
 
 
 def call_rewards(
@@ -44,15 +46,15 @@ def call_rewards(
     """
     groups = [group for number, prompt in enumerate(prompts) for group in _answered(2 * number, prompt, eos_id)]
     context = multiprocessing.get_context("spawn")
-    results, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_score, args=(theirs, rewards, model, groups), name=SUBJECT)
+    results, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_score, args=(sender, rewards, model, groups), name=SUBJECT)
     process.start()
-    theirs.close()
+    sender.close()
     try:
         for name, config in rewards.items():
             try:
                 _receive(results, START_S)
-                found = [_receive(results, config.timeout_s) for _ in groups]
+                scores = [_receive(results, config.timeout_s) for _ in groups]
             except TimeoutError as error:
                 yield problem(SUBJECT, f"{name}: no value after {error} s (scoring.rewards.{name}.timeout_s)", FIX)
                 return
@@ -60,7 +62,7 @@ def call_rewards(
                 process.join()
                 yield problem(SUBJECT, f"{name} ended its process ({_ending(process.exitcode)})", FIX)
                 return
-            yield _describe(name, config, found)
+            yield _describe(name, config, scores)
     finally:
         process.kill()
         process.join()
@@ -110,8 +112,8 @@ def _receive(results: Connection, limit_s: float) -> GroupScores:
     """Return the next result; raise ``TimeoutError`` with the limit, or ``EOFError`` if the process has ended."""
     if not results.poll(limit_s):
         raise TimeoutError(f"{limit_s:g}")
-    found: GroupScores = results.recv()
-    return found
+    result: GroupScores = results.recv()
+    return result
 
 
 def _ending(code: int | None) -> str:
@@ -122,15 +124,15 @@ def _failures(groups: Sequence[GroupScores]) -> Iterator[str]:
     return (reason for group in groups for reason in group.failures.values())
 
 
-def _describe(name: str, config: RewardConfig, found: Sequence[GroupScores]) -> Observation:
-    on_empty, on_texts = ([*_failures(groups)] for groups in (found[::2], found[1::2]))
+def _describe(name: str, config: RewardConfig, scores: Sequence[GroupScores]) -> Observation:
+    on_empty, on_texts = ([*_failures(groups)] for groups in (scores[::2], scores[1::2]))
     if failures := on_texts or on_empty:
-        what = "answers" if on_texts else "empty answers"
-        text = f"{name} failed on {what} to {len(failures)} of the first {len(found) // 2} rows: {failures[0]}"
-        stops = len(on_texts) == len(found) // 2 or config.fail == "raise"
+        subject = "answers" if on_texts else "empty answers"
+        text = f"{name} failed on {subject} to {len(failures)} of the first {len(scores) // 2} rows: {failures[0]}"
+        stops = len(on_texts) == len(scores) // 2 or config.fail == "raise"
         return (problem if stops else warning)(SUBJECT, text, FIX)
-    values = (chain.from_iterable(group.scores[name] for group in groups) for groups in (found[::2], found[1::2]))
-    empty, repeated = (_range([value for value in own if value is not None]) for own in values)
+    values = (chain.from_iterable(group.scores[name] for group in groups) for groups in (scores[::2], scores[1::2]))
+    empty, repeated = (_range([value for value in numbers if value is not None]) for numbers in values)
     return ok(SUBJECT, f"{name} gives {empty} to an empty answer, {repeated} to one that repeats the question")
 
 

@@ -96,21 +96,23 @@ class RunChecks:
             return
         from rlpipe.run.host_probe import probe_cluster  # Ray takes a second
 
-        there = existing_folder(Path(self.config.output).absolute())
-        with NamedTemporaryFile(dir=there, prefix=".rlpipe-doctor-") as file:
+        existing = existing_folder(Path(self.config.output).absolute())
+        with NamedTemporaryFile(dir=existing, prefix=".rlpipe-doctor-") as file:
             cluster = probe_cluster(self.config, Path(file.name))
         if cluster.lack is not None:
             yield problem("hosts", cluster.lack)
         for host in cluster.hosts:
             if not host.sees_file:
                 share = "put output on a file system that all hosts share, and the ledger on a disk (ledger.folder)"
-                yield problem("hosts", f"host {host.address} does not see {there}", share)
+                yield problem("hosts", f"host {host.address} does not see {existing}", share)
             if abs(host.ahead_s) > MAX_CLOCK_S:
                 text = f"the clock of host {host.address} is {host.ahead_s:+.0f} s from this machine's"
                 yield problem("hosts", text, "set both by NTP")
         agree = all(host.sees_file and abs(host.ahead_s) <= MAX_CLOCK_S for host in cluster.hosts)
         if agree and cluster.lack is None:
-            yield ok("hosts", f"{len(cluster.hosts)} hosts see {there}, their clocks agree, and the run fits on them")
+            yield ok(
+                "hosts", f"{len(cluster.hosts)} hosts see {existing}, their clocks agree, and the run fits on them"
+            )
 
     def check_rewards(self) -> Iterator[Observation]:
         rewards, _ = collect_rewards(self.config, [])
@@ -137,19 +139,19 @@ class RunChecks:
         tokenizer = load_tokenizer(self.run.model)
         held_out = ""
         if self.config.algorithm.kind == "rl":
-            source, others = open_run_prompts(self.config, self.run.model, tokenizer)
-            check_reward_columns(self.run, [*others[:1], *source.examples()])
-            held_out = f", {len(others)} held out"
+            source, held_out_prompts = open_run_prompts(self.config, self.run.model, tokenizer)
+            check_reward_columns(self.run, [*held_out_prompts[:1], *source.examples()])
+            held_out = f", {len(held_out_prompts)} held out"
         else:
             source = open_source(self.config, tokenizer)  # type: ignore[assignment]
-        taken = source.take(min(SAMPLE_ROWS, source.num_rows or SAMPLE_ROWS))
+        items = source.take(min(SAMPLE_ROWS, source.num_rows or SAMPLE_ROWS))
         if self.config.algorithm.kind == "rl":
-            self.prompts = taken[:CALLED_ROWS]
-        left_out = {name: number for name, number in source.skip_counts.items() if name != "held_out" and number}
+            self.prompts = items[:CALLED_ROWS]
+        unusable = {name: number for name, number in source.skip_counts.items() if name != "held_out" and number}
         rows = "any number of" if source.num_rows is None else f"{source.num_rows:,}"
         text = f"{rows} rows{held_out}"
-        if sum(left_out.values()) > SAMPLE_ROWS / 2:
-            reasons = ", ".join(f"{number} {name}" for name, number in left_out.items())
+        if sum(unusable.values()) > SAMPLE_ROWS / 2:
+            reasons = ", ".join(f"{number} {name}" for name, number in unusable.items())
             yield warning("data", f"{text}; of the first rows, many can't be used ({reasons})", "rlpipe data stats")
         else:
             yield ok("data", text)
@@ -171,24 +173,24 @@ class RunChecks:
                 yield (warning if can else problem)("type", f"{option}={dtype}: {types.describe(dtype)}", fix)
                 return
             fast[f"{option}={dtype}"] = None
-        known = f"{', '.join(fast)}, which this machine is fast in"
-        yield ok("type", known if fast else f"model.dtype={self.config.model.dtype}")
+        description = f"{', '.join(fast)}, which this machine is fast in"
+        yield ok("type", description if fast else f"model.dtype={self.config.model.dtype}")
 
     def _chosen_types(self) -> Iterator[tuple[str, str, DeviceTypes, str]]:
         """Yield option, dtype, the dtypes of the device if they are known, and the fix, for learner and engines."""
         config = self.config
         learner = ("model.dtype", config.model.dtype, "set model.dtype=auto")
         engine = ("rollout.dtype", config.rollout.dtype, "leave rollout.dtype out") if config.rollout.dtype else learner
-        parts = [(learner, config.learner.num_gpus, learner_products)]
+        components = [(learner, config.learner.num_gpus, learner_products)]
         if config.algorithm.kind == "rl":
-            parts.append((engine, config.rollout.num_gpus, engine_products))
-        for (option, dtype, fix), num_gpus, products_of in parts:
+            components.append((engine, config.rollout.num_gpus, engine_products))
+        for (option, dtype, fix), num_gpus, products_of in components:
             if dtype in (AUTO, WIDE):
                 continue
             if num_gpus and torch.cuda.is_available():
                 yield option, dtype, gpu_device_types(torch.device("cuda")), fix
-            elif not num_gpus and not self.is_made_first and (made := products_of(config)) is not None:
-                yield option, dtype, cpu_types(made, dtype), fix
+            elif not num_gpus and not self.is_made_first and (products := products_of(config)) is not None:
+                yield option, dtype, cpu_types(products, dtype), fix
 
     def check_plan(self) -> Iterator[Observation]:
         """Check that engines, learner and rewards fit into the memory of this machine, by the plan."""
@@ -230,8 +232,8 @@ class RunChecks:
 
 
 def _changes(data: Mapping[str, Any]) -> list[Any]:
-    found = data.get("changes")
-    return list(found) if isinstance(found, list | tuple) else []
+    changes = data.get("changes")
+    return list(changes) if isinstance(changes, list | tuple) else []
 
 
 def _uses_gpus(config: Config) -> list[bool]:

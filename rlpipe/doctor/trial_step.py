@@ -68,5 +68,5 @@ def _times(output: Path) -> str:
     """Return the times of the parts of the step that was trained, as the end of a sentence."""
     row = next((row for row in read_rows(output / METRICS_FILE) if "loss" in row), {})
     names = {"time/generate": "generating", "time/score": "scoring", "time/train": "training"}
-    parts = [f"{name} {row[key]:.1f} s" for key, name in names.items() if row.get(key) is not None]
-    return f" ({', '.join(parts)})" if parts else ""
+    times = [f"{name} {row[key]:.1f} s" for key, name in names.items() if row.get(key) is not None]
+    return f" ({', '.join(times)})" if times else ""

@@ -76,8 +76,8 @@ class LossMask:
                     end_counts = counts
                 case TrainedEnds.LAST:
                     end_counts = turn is last
-                case other:
-                    end_counts = other is TrainedEnds.ALL
+                case ends:
+                    end_counts = ends is TrainedEnds.ALL
             stop = turn.stop if end_counts and boundary.include_end else turn.end
             if counts:
                 spans.append((turn.marker if boundary.include_start else turn.start, stop))
@@ -185,9 +185,9 @@ class _Markers:
         self.starts: dict[int, tuple[int, list[RoleBoundary], bool]] = {}
         """Start markers by position: their length, the boundaries that they belong to, and whether one interrupts."""
         for start in sorted(by_start, key=len):  # longer ones replace shorter ones
-            alike = [boundary for boundary in by_start[start] if boundary.role == by_start[start][-1].role]
-            found = len(start), alike, any(boundary.interrupts for boundary in alike)
-            self.starts.update(dict.fromkeys(_positions_of(start, token_ids), found))
+            same_role = [boundary for boundary in by_start[start] if boundary.role == by_start[start][-1].role]
+            entry = len(start), same_role, any(boundary.interrupts for boundary in same_role)
+            self.starts.update(dict.fromkeys(_positions_of(start, token_ids), entry))
         self.interruptions: list[int] = []
         if any(boundary.interrupts for boundary in boundaries):
             self.interruptions = sorted(position for position, (_, _, interrupts) in self.starts.items() if interrupts)
@@ -200,26 +200,26 @@ class _Markers:
         length, boundaries, _ = self.starts[position]
         turn = self._turn(boundaries[0], position, position + length)
         for boundary in boundaries[1:]:
-            other = self._turn(boundary, position, position + length)
-            if (other.end, -other.stop) < (turn.end, -turn.stop):
-                turn = other
+            candidate = self._turn(boundary, position, position + length)
+            if (candidate.end, -candidate.stop) < (turn.end, -turn.stop):
+                turn = candidate
         return turn
 
     def parts(self, turn: Turn) -> list[Turn]:
-        """Return the turns that interrupt a turn, and its own parts before, between and after them, in order."""
-        found: list[Turn] = []
-        part = turn
-        while (inner := self._interruption(part)) is not None:
-            if part is turn or part.start < inner.marker:
-                found.append(Turn(part.boundary, part.marker, part.start, inner.marker, inner.start))
-            latest = self._rest(part, inner.start).end
+        """Return the turns that interrupt a turn, and its segments before, between and after them, in order."""
+        segments: list[Turn] = []
+        segment = turn
+        while (inner := self._interruption(segment)) is not None:
+            if segment is turn or segment.start < inner.marker:
+                segments.append(Turn(segment.boundary, segment.marker, segment.start, inner.marker, inner.start))
+            latest = self._rest(segment, inner.start).end
             if inner.end > latest:
-                return [*found, inner._replace(end=latest, stop=latest)]
-            found.append(inner)
+                return [*segments, inner._replace(end=latest, stop=latest)]
+            segments.append(inner)
             if inner.free == self._length or (inner.free in self.starts and not self.starts[inner.free][2]):
-                return found
-            part = self._rest(part, inner.free)
-        return [*found, part]
+                return segments
+            segment = self._rest(segment, inner.free)
+        return [*segments, segment]
 
     def _turn(self, boundary: RoleBoundary, marker: int, start: int) -> Turn:
         end = stop = self._length
@@ -231,16 +231,16 @@ class _Markers:
                 stop = end + len(boundary.end)
         return Turn(boundary, marker, start, end, stop)
 
-    def _rest(self, part: Turn, position: int) -> Turn:
+    def _rest(self, segment: Turn, position: int) -> Turn:
         """Return the rest of a turn, from a position on."""
-        if position <= part.end:
-            return Turn(part.boundary, position, position, part.end, part.stop)
-        return self._turn(part.boundary, position, position)
+        if position <= segment.end:
+            return Turn(segment.boundary, position, position, segment.end, segment.stop)
+        return self._turn(segment.boundary, position, position)
 
-    def _interruption(self, part: Turn) -> Turn | None:
-        """Return the first turn that interrupts the part, or None."""
-        following = bisect_left(self.interruptions, part.start)
-        if following == len(self.interruptions) or self.interruptions[following] >= part.end:
+    def _interruption(self, segment: Turn) -> Turn | None:
+        """Return the first turn that interrupts the segment, or None."""
+        following = bisect_left(self.interruptions, segment.start)
+        if following == len(self.interruptions) or self.interruptions[following] >= segment.end:
             return None
         return self.turn(self.interruptions[following])
 
@@ -251,8 +251,8 @@ def _positions_of(marker: Sequence[int], token_ids: IntArray) -> list[int]:
     positions = np.flatnonzero(token_ids[: max(last + 1, 0)] == marker[0])
     for offset, token_id in enumerate(marker[1:], start=1):
         positions = positions[token_ids[positions + offset] == token_id]
-    found: list[int] = positions.tolist()
-    return found
+    indices: list[int] = positions.tolist()
+    return indices
 
 
 def encode_markers(
@@ -262,7 +262,7 @@ def encode_markers(
 
     Raises ``ConfigError`` with a marker's index in the list if it has no tokens, or an unknown one.
     """
-    return [_encode(one, tokenizer, f"{name}[{index}]") for index, one in enumerate(markers)]
+    return [_encode(entry, tokenizer, f"{name}[{index}]") for index, entry in enumerate(markers)]
 
 
 def _encode(markers: RoleMarkers, tokenizer: PreTrainedTokenizerBase, name: str) -> RoleBoundary:
@@ -275,12 +275,14 @@ def _encode(markers: RoleMarkers, tokenizer: PreTrainedTokenizerBase, name: str)
         include_end=markers.include_end,
         interrupts=markers.interrupts,
         shares_end=markers.shares_end,
-        other_starts=tuple(other for other in _other_starts(markers.start, tokenizer) if other != start),
+        other_starts=tuple(
+            alternative for alternative in _alternative_starts(markers.start, tokenizer) if alternative != start
+        ),
     )
 
 
-def _other_starts(marker: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of a start marker before a word, and where its line breaks merge with those of the text."""
+def _alternative_starts(marker: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
+    """Yield the other token sequences of a start marker, whose line breaks may merge with the text after it."""
     shown = marker.rstrip("\n")
     if not shown.strip() or shown == marker:
         return
@@ -290,9 +292,9 @@ def _other_starts(marker: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[t
 
     for end in range(len(shown), len(marker)):
         yield encode(marker[:end])
-    word, both = encode(WORD), encode(marker + WORD)
-    if both[-len(word) :] == word:
-        yield both[: -len(word)]
+    word, joined = encode(WORD), encode(marker + WORD)
+    if joined[-len(word) :] == word:
+        yield joined[: -len(word)]
 
 
 def _ids(marker: str, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[int, ...]:

@@ -53,10 +53,10 @@ class ConversationMask:
         data = self._data
         is_plain = data.loss_mask == "roles" and not data.train_on_inputs and data.train_on_eos == "turn"
         only_assistant = list(data.roles_to_train) == [ASSISTANT] and data.role_boundaries is None
-        found = is_plain and only_assistant and self._template.marks_generation
-        if found:
+        uses_blocks = is_plain and only_assistant and self._template.marks_generation
+        if uses_blocks:
             logger.info("loss mask: generation blocks of the chat template, with the end tokens right after them")
-        return found
+        return uses_blocks
 
     @cached_property
     def rules(self) -> LossMask:
@@ -97,16 +97,18 @@ class ConversationMask:
         leave out a text that is to be trained, or train another.
         """
         template = template or self._template
-        taken = template.as_taken(messages)
+        normalized = template.as_taken(messages)
         if self._by_generation:
-            text, blocks = template.generation_spans(taken)
+            text, blocks = template.generation_spans(normalized)
             encoded = template.encode_with_offsets(text, images)
-            mask, spans = self._of_blocks(encoded, text, blocks, template)
+            mask, spans = self._block_mask(encoded, text, blocks, template)
         else:
-            text = template.render(taken)
+            text = template.render(normalized)
             encoded = template.encode_with_offsets(text, images)
-            mask, spans = self._of_turns(encoded, taken, first_message, template)
-        mask = self._checked(mask, spans, _Row(messages, taken, first_message, template, text, encoded.offsets))
+            mask, spans = self._turn_mask(encoded, normalized, first_message, template)
+        mask = self._checked_mask(
+            mask, spans, _Row(messages, normalized, first_message, template, text, encoded.offsets)
+        )
         mask &= ~self._never_counted(encoded.token_ids, spans)
         for image in encoded.images:
             mask[image.start : image.start + image.num_tokens] = False
@@ -115,8 +117,8 @@ class ConversationMask:
             raise UnusableRow(f"it has no token in a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
         return encoded, mask
 
-    def _prompted(self, template: ChatTemplate) -> str:
-        """Return the text after a user's turn that asks the assistant to go on; empty if a template writes none.
+    def _generation_prompt(self, template: ChatTemplate) -> str:
+        """Return the generation prompt, the text after a user's turn; empty if a template writes none.
 
         It is found once for rows with equal options of the template.
         """
@@ -125,7 +127,7 @@ class ConversationMask:
             self._prompts[options] = _find_prompt(template)
         return self._prompts[options]
 
-    def _of_blocks(
+    def _block_mask(
         self, encoded: Encoded, text: str, blocks: Sequence[Span], template: ChatTemplate
     ) -> tuple[BoolArray, list[Span]]:
         """Return the mask of a template's generation blocks, and the tokens of each.
@@ -134,7 +136,7 @@ class ConversationMask:
         block does.
         """
         assert encoded.offsets is not None
-        prompted = self._prompted(template)
+        prompted = self._generation_prompt(template)
         header = OPENED_REASONING.sub("", prompted)
         written = [(_after_prompt(prompted, header, text, start, stop), stop) for start, stop in blocks]
         mask = tokens_with(fill(written, len(text)), encoded.offsets)
@@ -143,8 +145,8 @@ class ConversationMask:
             mask[1:] |= mask[:-1] & (encoded.token_ids[1:] == end_id)
         return mask, _runs(mask)
 
-    def _of_turns(
-        self, encoded: Encoded, taken: ChatMessages, first_message: int, template: ChatTemplate
+    def _turn_mask(
+        self, encoded: Encoded, normalized: ChatMessages, first_message: int, template: ChatTemplate
     ) -> tuple[BoolArray, list[Span]]:
         """Return the mask by the markers of turns, and the tokens of each turn of a role that counts."""
         rules, token_ids = self.rules, encoded.token_ids
@@ -154,10 +156,10 @@ class ConversationMask:
             return mask, []
         if first_message:
             answers = [turn for turn in turns if turn.boundary.role == ASSISTANT]
-            mask[: _num_prompt_tokens(encoded, taken, first_message, answers, template)] = False
+            mask[: _num_prompt_tokens(encoded, normalized, first_message, answers, template)] = False
         return mask, [(turn.start, turn.stop) for turn in turns if turn.boundary.role in rules.roles]
 
-    def _checked(self, mask: BoolArray, spans: Sequence[Span], row: _Row) -> BoolArray:
+    def _checked_mask(self, mask: BoolArray, spans: Sequence[Span], row: _Row) -> BoolArray:
         """Return the mask without messages that are not to be trained; raise ``UnusableRow`` if it is wrong."""
         counts_all = not self._by_generation and self.rules.counts_all
         roles = frozenset(message["role"] for message in row.messages) if counts_all else self._roles
@@ -169,7 +171,7 @@ class ConversationMask:
                 raise UnusableRow("messages that are excluded from the loss need a fast tokenizer, with tokenizer.json")
             _check_number(spans, row.messages, roles)
             return mask
-        origins = find_origins(row.template.render, row.taken, row.text)
+        origins = find_origins(row.template.render, row.normalized, row.text)
         if origins is None:
             raise UnusableRow(
                 "the chat template writes other text of its own around other contents, so the mask can't be checked"
@@ -177,7 +179,7 @@ class ConversationMask:
         has_endless = not self._by_generation and any(
             boundary.end is None and boundary.role in roles for boundary in self.rules.boundaries
         )
-        check = RowCheck(origins, row.text, row.offsets, row.taken, parts, has_endless)
+        check = RowCheck(origins, row.text, row.offsets, row.normalized, parts, has_endless)
         mask = check.without_untrained(mask, spans)
         if not counts_all:
             check.require_right(mask, spans)
@@ -189,7 +191,7 @@ class _Row:
     """A rendered conversation."""
 
     messages: ChatMessages
-    taken: ChatMessages
+    normalized: ChatMessages
     """The messages as the template renders them."""
     first_message: int
     """The first message that may be trained."""
@@ -199,21 +201,21 @@ class _Row:
 
 
 def _num_alike(prefix: str, text: str) -> int:
-    """Return the number of characters with which both begin."""
+    """Return the number of characters that both texts have in common at their beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, text, strict=False)))
 
 
 def _find_prompt(template: ChatTemplate) -> str:
-    asked = template.as_taken([{"role": "user", "content": "hi"}])
+    question = template.as_taken([{"role": "user", "content": "hi"}])
     try:
-        plain, prompt = (template.render(asked, add_generation_prompt=adds) for adds in (False, True))
+        plain, prompt = (template.render(question, add_generation_prompt=adds) for adds in (False, True))
     except UnusableRow:
         return ""
     return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
 
 
 def _after_prompt(prompt: str, header: str, text: str, start: int, stop: int) -> int:
-    """Return where a block's text goes on after the part of the generation prompt that it begins with, if it does."""
+    """Return the start of a block's text, after the part of the generation prompt that it may begin with."""
     for before in range(1, len(prompt)):  # the characters of the prompt that stand before the block
         if text.startswith(prompt[before:], start, stop) and text.endswith(prompt[:before], 0, start):
             return start + len(prompt) - before
@@ -237,18 +239,18 @@ def _check_number(spans: Sequence[Span], messages: ChatMessages, roles: frozense
 
 
 def _num_prompt_tokens(
-    encoded: Encoded, taken: ChatMessages, first_message: int, answers: Sequence[Turn], template: ChatTemplate
+    encoded: Encoded, normalized: ChatMessages, first_message: int, answers: Sequence[Turn], template: ChatTemplate
 ) -> int:
     """Return the length of the prompt as the policy gets it, which may open its reasoning.
 
     If the tokens do not begin with that prompt, return the position of the start marker of the policy's turn.
     """
     token_ids = encoded.token_ids
-    earlier = len(assistant_turns(taken[:first_message]))
-    if taken[first_message - 1]["role"] == ASSISTANT and earlier < len(answers):
+    earlier = len(assistant_turns(normalized[:first_message]))
+    if normalized[first_message - 1]["role"] == ASSISTANT and earlier < len(answers):
         return answers[earlier].marker  # the prompt's last turn has an end here, but not in the resumed prompt
-    images = [image.content for image in encoded.images[: count_images(taken[:first_message])]]
-    prompt = template.encode(template.prompt_text(taken[:first_message]), images).token_ids
+    images = [image.content for image in encoded.images[: count_images(normalized[:first_message])]]
+    prompt = template.encode(template.prompt_text(normalized[:first_message]), images).token_ids
     if np.array_equal(token_ids[: len(prompt)], prompt):
         return len(prompt)
     return answers[earlier].marker if earlier < len(answers) else len(token_ids)

@@ -54,11 +54,11 @@ GLM = [
         role=role,
         start=start,
         end=end,
-        include_end=role == "assistant" and other in ("user", "tool"),
-        shares_end=role == "assistant" and other in ("user", "tool"),
+        include_end=role == "assistant" and following in ("user", "tool"),
+        shares_end=role == "assistant" and following in ("user", "tool"),
     )
     for role, start in GLM_STARTS.items()
-    for other, end in GLM_STARTS.items()
+    for following, end in GLM_STARTS.items()
 ]
 SAME = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -118,7 +118,9 @@ class Probe:
         """Return whether the template writes a start marker of the user, and one of the assistant."""
         with suppress(UnusableRow):
             text = self._text(DIALOGUE, False)
-            return all(any(own.role == role and own.start in text for own in markers) for role in (USER, ASSISTANT))
+            return all(
+                any(marker.role == role and marker.start in text for marker in markers) for role in (USER, ASSISTANT)
+            )
         return False
 
     def turns(self, boundaries: Sequence[RoleBoundary], *roles: str) -> list[tuple[str, str]]:
@@ -149,7 +151,7 @@ class Probe:
     def _text(self, roles: Sequence[str], generation: bool) -> str:
         words = list(zip(roles, WORDS, strict=False))
         text, refused = "", None
-        for messages in (_plain(words), _in_parts(words)):
+        for messages in (_plain(words), _with_content_parts(words)):
             try:
                 text = self.template.text(messages, add_generation_prompt=generation)
             except UnusableRow as problem:
@@ -165,8 +167,8 @@ class Probe:
 def _split(text: str, num_words: int) -> list[str]:
     gaps, rest = [], text
     for word in WORDS[:num_words]:
-        gap, found, rest = rest.partition(word)
-        if not found:
+        gap, separator, rest = rest.partition(word)
+        if not separator:
             raise UnexpectedText("it does not render each message of a conversation, in order")
         gaps.append(gap)
     if any(word in gap for word in WORDS for gap in (*gaps, rest)):
@@ -178,7 +180,7 @@ def _plain(words: Iterable[tuple[str, str]]) -> ChatMessages:
     return [{"role": role, "content": word} for role, word in words]
 
 
-def _in_parts(words: Iterable[tuple[str, str]]) -> ChatMessages:
+def _with_content_parts(words: Iterable[tuple[str, str]]) -> ChatMessages:
     """Return messages whose contents are lists of parts, as templates of models with images may need them."""
     return [{"role": role, "content": [{"type": "text", "text": word}]} for role, word in words]
 
@@ -193,47 +195,48 @@ def derive_markers(probe: Probe) -> list[RoleMarkers]:
     Raises ``NotDerivable`` if the text that the template writes has no unique reading.
     """
     try:
-        user, assistant, *others = _dialogue(probe)
+        user, assistant, *variants = _dialogue(probe)
     except (UnexpectedText, UnusableRow) as problem:
         raise NotDerivable(str(problem)) from problem
-    return [*_system(probe, user, assistant), user, assistant, *others, *_tool(probe, user, assistant)]
+    return [*_system(probe, user, assistant), user, assistant, *variants, *_tool(probe, user, assistant)]
 
 
 def _dialogue(probe: Probe) -> list[RoleMarkers]:
     """Return the markers of user and assistant, and their variants that include blanks after the start."""
     cut = _Cutter(probe.template.tokenizer)
     before, first, between, second, last = probe.gaps(*DIALOGUE)
-    asked, answered = probe.gaps(USER)[-1], probe.gaps(USER, ASSISTANT)[-1]
-    user_end = cut.common([asked, first, second])
-    assistant_end = cut.common([answered, between, last])
+    after_user, after_answer = probe.gaps(USER)[-1], probe.gaps(USER, ASSISTANT)[-1]
+    user_end = cut.common([after_user, first, second])
+    assistant_end = cut.common([after_answer, between, last])
     prompted = probe.gaps(USER, generation=True)[-1]
-    is_prompted = prompted != asked
+    is_prompted = prompted != after_user
     answers = [first, second, prompted] if is_prompted else [first, second]
-    written = cut.common([answer.removeprefix(user_end) for answer in answers])
-    assistant_start = cut.start(written)
-    asks = cut.common([before, between.removeprefix(assistant_end)], from_right=True)
-    user_start = cut.start(asks)
-    _require_one_end(cut, assistant_end, answered, between.removeprefix(assistant_end).removesuffix(asks))
+    before_answer = cut.common([answer.removeprefix(user_end) for answer in answers])
+    assistant_start = cut.start(before_answer)
+    before_user = cut.common([before, between.removeprefix(assistant_end)], from_right=True)
+    user_start = cut.start(before_user)
+    _require_equal_ends(cut, assistant_end, after_answer, between.removeprefix(assistant_end).removesuffix(before_user))
     user = _turn(USER, user_start, user_end.strip(), following=assistant_start)
     assistant = _turn(ASSISTANT, assistant_start or user_end.strip(), assistant_end.strip(), following=user_start)
     if not assistant_start:
         user = replace(user, include_end=False)
-        written = user_end + written * is_prompted  # text that a prompt does not end with belongs to the answer
+        # Text that a prompt does not end with belongs to the answer.
+        before_answer = user_end + before_answer * is_prompted
     if user.start == assistant.start:
         raise NotDerivable(f"turns of user and assistant start the same way, with {user.start!r}")
-    return [user, assistant, *_with_blanks(user, asks), *_with_blanks(assistant, written)]
+    return [user, assistant, *_with_blanks(user, before_user), *_with_blanks(assistant, before_answer)]
 
 
-def _require_one_end(cut: _Cutter, end: str, answered: str, rest: str) -> None:
+def _require_equal_ends(cut: _Cutter, end: str, after_answer: str, rest: str) -> None:
     """Raise ``NotDerivable`` unless all assistant turns end alike.
 
-    ``answered`` is the text after the last turn, ``rest`` the text between ``end`` and a following start.
+    ``after_answer`` is the text after the last turn, ``rest`` the text between ``end`` and a following start.
     """
-    further = answered.removeprefix(end)
-    is_whole = not further[:1].strip() or cut.special(further) or cut.special(end, from_right=True)
-    if not is_whole or (not end.strip() and (answered.strip() or rest.strip())):
+    further = after_answer.removeprefix(end)
+    is_complete = not further[:1].strip() or cut.special(further) or cut.special(end, from_right=True)
+    if not is_complete or (not end.strip() and (after_answer.strip() or rest.strip())):
         raise NotDerivable(
-            f"the assistant's last turn ends with {answered.strip()!r}, its earlier turns end differently"
+            f"the assistant's last turn ends with {after_answer.strip()!r}, its earlier turns end differently"
         )
 
 
@@ -301,9 +304,11 @@ def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleM
         return []  # it is written as the assistant's, or is a part of the user's
     if assistant.start in after:
         end = after.partition(assistant.start)[0].strip()
-        known = str(user.end)  # any other text there, such as the quotes of JSON, belongs to the result
+        user_end = str(user.end)  # any other text there, such as the quotes of JSON, belongs to the result
         return [
-            _turn(TOOL, start, known if user.include_end and end.endswith(known) else end, following=assistant.start)
+            _turn(
+                TOOL, start, user_end if user.include_end and end.endswith(user_end) else end, following=assistant.start
+            )
         ]
     shared = cut.special(after.strip(), from_right=True) or after.strip()
     if not shared:
@@ -330,13 +335,13 @@ def _interrupting(probe: Probe) -> list[RoleMarkers]:
     return [RoleMarkers(role=TOOL, start=markers[0], end=markers[1], interrupts=True)]
 
 
-def _like(known: str, role: str, raw: str) -> str:
-    """Return the start of ``raw`` that is like the known start except for the role's name, or else all of ``raw``."""
-    left, _, right = known.partition(role)
-    if not right or not raw.startswith(left):
+def _like(reference: str, role: str, raw: str) -> str:
+    """Return the start of ``raw`` that is like ``reference`` except for the role's name, or else all of ``raw``."""
+    prefix, _, suffix = reference.partition(role)
+    if not suffix or not raw.startswith(prefix):
         return raw
-    name, found, _ = raw.removeprefix(left).partition(right)
-    return left + name + found if found else raw
+    name, separator, _ = raw.removeprefix(prefix).partition(suffix)
+    return prefix + name + separator if separator else raw
 
 
 class _Cutter:
@@ -352,7 +357,7 @@ class _Cutter:
         """Return the longest common prefix, or suffix, of the texts."""
         step = -1 if from_right else 1
         pieces = [self._pieces.findall(text)[::step] for text in texts]
-        shared = [own[0] for own in takewhile(lambda own: len(set(own)) == 1, zip(*pieces, strict=False))]
+        shared = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*pieces, strict=False))]
         return "".join(shared[::step])
 
     def special(self, text: str, *, from_right: bool = False) -> str:

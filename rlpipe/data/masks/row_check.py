@@ -56,17 +56,17 @@ def find_origins(render: Callable[[ChatMessages], str], messages: ChatMessages, 
     """
     if len(messages) > LAST - FIRST:
         return None
-    given = _code_points(text)
+    original = _code_points(text)
     for replaced in (ALL_BUT_TAGS, WORDS_BUT_TAGS):
         try:
-            other = _code_points(render([_marked(own, index, replaced) for index, own in enumerate(messages)]))
+            marked = _code_points(render([_marked(message, index, replaced) for index, message in enumerate(messages)]))
         except UnusableRow:
             continue
-        if len(other) != len(given):
+        if len(marked) != len(original):
             continue
-        found = np.where(other != given, other - FIRST, TEMPLATE).astype(np.int32)
-        if np.all((found >= TEMPLATE) & (found < len(messages))):
-            return Origins(found, replaced)
+        origins = np.where(marked != original, marked - FIRST, TEMPLATE).astype(np.int32)
+        if np.all((origins >= TEMPLATE) & (origins < len(messages))):
+            return Origins(origins, replaced)
     return None
 
 
@@ -77,7 +77,7 @@ def _code_points(text: str) -> IntArray:
 def _marked(message: Mapping[str, Any], index: int, replaced: re.Pattern[str]) -> dict[str, Any]:
     """Return the message with its texts, its reasoning and the values of its calls' arguments replaced."""
     stand_in = chr(FIRST + index)
-    replace = partial(replaced.sub, lambda found: found[0] if found[1] else stand_in * len(found[0]))
+    replace = partial(replaced.sub, lambda match: match[0] if match[1] else stand_in * len(match[0]))
     marked = {**message, "content": _texts_replaced(message.get("content"), replace, keys=("text",))}
     marked |= {key: _texts_replaced(message[key], replace) for key in REASONING_KEYS if key in message}
     return with_arguments(marked, lambda value: _texts_replaced(value, replace) if isinstance(value, dict) else value)
@@ -105,8 +105,8 @@ def tokens_with(characters: BoolArray, offsets: IntArray) -> BoolArray:
     counts = np.concatenate([[0], np.cumsum(characters)])
     starts, stops = offsets.T
     starts = np.where(starts == stops, np.maximum(starts - 1, 0), starts)
-    found: BoolArray = counts[stops] > counts[starts]
-    return found
+    marked: BoolArray = counts[stops] > counts[starts]
+    return marked
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,15 @@ class RowCheck:
 
         Raises ``UnusableRow`` if the template does not write the content as it is.
         """
-        content, found = self.messages[index]["content"], self.origins.span(index)
+        content, span = self.messages[index]["content"], self.origins.span(index)
         if isinstance(content, list) and len(content) == 1:
             content = content[0].get("text")
         shown = [hit.span() for hit in self.origins.replaced.finditer(content or "") if not hit[1]]
-        if found is None or not shown or self.text[slice(*found)] != content[shown[0][0] : shown[-1][1]]:
+        if span is None or not shown or self.text[slice(*span)] != content[shown[0][0] : shown[-1][1]]:
             raise UnusableRow(
                 f"message {index + 1}: the chat template rewrites its content, so its trained spans can't be found"
             )
-        return *found, found[0] - shown[0][0]
+        return *span, span[0] - shown[0][0]
 
     def without_untrained(self, mask: BoolArray, spans: Sequence[Span]) -> BoolArray:
         """Return the mask ``[T]`` without what the messages exclude, and without the ends of turns that are excluded.
@@ -160,41 +160,43 @@ class RowCheck:
         excluded = tokens_with(self._excluded, self.offsets)
         mask[excluded] = False
         for start, stop in spans:
-            owned = start + np.flatnonzero((excluded | self._wanted)[start:stop])
-            if not len(owned):
+            text_tokens = start + np.flatnonzero((excluded | self._trained)[start:stop])
+            if not len(text_tokens):
                 continue
-            if not self._wanted[start:stop].any():
+            if not self._trained[start:stop].any():
                 mask[start:stop] = False
-            elif excluded[owned[-1]]:
-                mask[owned[-1] : stop] = False  # whether to end there is not trained either
-            for gap in np.flatnonzero(np.diff(owned) > 1):  # blanks within what is excluded
-                first, last = owned[gap], owned[gap + 1]
+            elif excluded[text_tokens[-1]]:
+                mask[text_tokens[-1] : stop] = False  # whether to end there is not trained either
+            for gap in np.flatnonzero(np.diff(text_tokens) > 1):  # blanks within what is excluded
+                first, last = text_tokens[gap], text_tokens[gap + 1]
                 mask[first:last] &= not (excluded[first] and excluded[last])
-        both = sorted([*self.parts.trained, *self.parts.untrained])
-        if len(spans) == len(both):
-            for index, span in zip(both, spans, strict=True):
+        indices = sorted([*self.parts.trained, *self.parts.untrained])
+        if len(spans) == len(indices):
+            for index, span in zip(indices, spans, strict=True):
                 if index in self.parts.untrained:
                     mask[slice(*span)] = False
         return mask
 
     @cached_property
-    def _wanted(self) -> BoolArray:
+    def _trained(self) -> BoolArray:
         """Tokens that are to be trained."""
-        wanted = tokens_with(np.isin(self.origins.messages, self.parts.trained), self.offsets)
-        return wanted & ~tokens_with(self._excluded, self.offsets)
+        trained = tokens_with(np.isin(self.origins.messages, self.parts.trained), self.offsets)
+        return trained & ~tokens_with(self._excluded, self.offsets)
 
     def require_right(self, mask: BoolArray, spans: Sequence[Span]) -> None:
         """Raise ``UnusableRow`` if the mask ``[T]`` trains a message of another role, or leaves one out."""
         roles = [message["role"] for message in self.messages]
-        known = {*self.parts.trained, *self.parts.untrained}
-        others = [index for index in range(len(roles)) if index not in known and roles[index] not in self.parts.folded]
-        wrong = tokens_with(np.isin(self.origins.messages, others), self.offsets) & mask
+        listed = {*self.parts.trained, *self.parts.untrained}
+        unlisted = [
+            index for index in range(len(roles)) if index not in listed and roles[index] not in self.parts.folded
+        ]
+        wrong = tokens_with(np.isin(self.origins.messages, unlisted), self.offsets) & mask
         if wrong.any():
             why = "its text looks like a turn to train, or the chat template writes it within one"
             if self.has_endless:
                 why = "with end: null (data.role_boundaries), a turn before it goes to the end of the row"
-            raise UnusableRow(f"message {self._message_at(wrong, others)} would be trained: {why}")
-        missing = self._wanted & ~mask
+            raise UnusableRow(f"message {self._message_at(wrong, unlisted)} would be trained: {why}")
+        missing = self._trained & ~mask
         missing[:1] = False
         if missing.any():
             raise UnusableRow(
@@ -207,7 +209,7 @@ class RowCheck:
                     f"message {index + 1} ({roles[index]}) would not be trained: the chat template leaves it out"
                 )
         silent = sum(self.origins.span(index) is None for index in self.parts.trained)
-        empty = sum(mask[start:stop].any() and not self._wanted[start:stop].any() for start, stop in spans)
+        empty = sum(mask[start:stop].any() and not self._trained[start:stop].any() for start, stop in spans)
         if empty > silent:
             raise UnusableRow(
                 f"{empty} turns without text would be trained, but {silent} messages have none: a text of another "

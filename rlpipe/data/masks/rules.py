@@ -65,9 +65,9 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
     roles = {boundary.role for boundary in boundaries}
     for role in data.roles_to_train:
         if not counts_all and role not in roles:
-            there = ", ".join(sorted(roles))
+            existing = ", ".join(sorted(roles))
             raise DataError(
-                f"data.roles_to_train: no turns of {role!r} can be recognized ({source}); the roles are {there}"
+                f"data.roles_to_train: no turns of {role!r} can be recognized ({source}); the roles are {existing}"
             )
     tokenizer = template.tokenizer
     mask = LossMask(
@@ -89,20 +89,20 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
     if data.role_boundaries is not None:
         if not data.role_boundaries:
             raise DataError(f"{ROLE_OPTION}: empty, so no token would count; add entries, or set data.loss_mask=all")
-        given = encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
+        configured = encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
         roles: dict[tuple[int, ...], str] = {}
-        for index, boundary in enumerate(given):
+        for index, boundary in enumerate(configured):
             if (role := roles.setdefault(boundary.start, boundary.role)) != boundary.role:
                 raise ConfigError(f"{ROLE_OPTION}[{index}].start: has the same tokens as the start of {role}")
-        return ROLE_OPTION, given
+        return ROLE_OPTION, configured
     template.require()
     probe = Probe(template)
     for family, markers in FAMILIES.items():
         with suppress(ConfigError):
-            if not _are_known(markers, template) or not probe.shows(markers):
+            if not _have_end_tokens(markers, template) or not probe.shows(markers):
                 continue
-            if are_found(own := encode_markers(markers, template.tokenizer), probe):
-                return f"built in for {family}", own
+            if are_found(built_in := encode_markers(markers, template.tokenizer), probe):
+                return f"built in for {family}", built_in
     try:
         derived = encode_markers(derive_markers(probe), template.tokenizer, "its markers")
         if not are_found(derived, probe):
@@ -123,12 +123,12 @@ def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
         return False
     expected = list(zip(DIALOGUE, WORDS, strict=False))
     return len(turns) == len(expected) and all(
-        role == own and text.endswith(word) and sum(text.count(any_word) for any_word in WORDS) == 1
-        for (role, text), (own, word) in zip(turns, expected, strict=True)
+        role == expected_role and text.endswith(word) and sum(text.count(any_word) for any_word in WORDS) == 1
+        for (role, text), (expected_role, word) in zip(turns, expected, strict=True)
     )
 
 
-def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
+def _have_end_tokens(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
     """Return whether every end marker is one token, a quicker test than rendering the template."""
     vocabulary = template.tokenizer.get_vocab()
     return all(marker.end in vocabulary for marker in markers)
@@ -176,19 +176,19 @@ class TrainedParts:
         for index, message in enumerate(messages):
             name = f"message {index + 1}"
             asks = _flag(message, name)
-            own = _spans(message, name)
+            named_spans = _spans(message, name)
             if message["role"] not in roles:
-                if asks or any(own or ()):
+                if asks or any(named_spans or ()):
                     raise UnusableRow(
                         f"{name} ({message['role']}) is marked as trained, but its role is not in data.roles_to_train"
                     )
                 continue
-            if index < first_message or asks is False or own == []:
+            if index < first_message or asks is False or named_spans == []:
                 untrained.append(index)
                 continue
             trained.append(index)
-            if own is not None:
-                spans[index] = own
+            if named_spans is not None:
+                spans[index] = named_spans
         folded = frozenset({"system", "tool"}) if "user" in roles else frozenset()
         return cls(trained, untrained, spans, folded)
 
@@ -200,18 +200,18 @@ class TrainedParts:
 
 def _flag(message: Mapping[str, Any], name: str) -> bool | None:
     """Return whether the message is marked as trained; None if it does not say."""
-    found = {key: message[key] for key in FLAGS if message.get(key) is not None}
-    for key, value in found.items():
+    flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    for key, value in flags.items():
         if value not in (0, 1):  # of which False and True are equal
             raise UnusableRow(
                 f"{name}: its key {key!r} is {value!r:.80}; a message can count (1, true) or not (0, false)"
             )
-    if not found:
+    if not flags:
         return None
-    if len(set(map(bool, found.values()))) > 1:
-        raise UnusableRow(f"{name}: its keys {' and '.join(map(repr, found))} contradict each other")
-    asks = bool(next(iter(found.values())))
-    return None if asks and set(found) == {"weight"} else asks  # a weight of 1 only leaves it to the config
+    if len(set(map(bool, flags.values()))) > 1:
+        raise UnusableRow(f"{name}: its keys {' and '.join(map(repr, flags))} contradict each other")
+    asks = bool(next(iter(flags.values())))
+    return None if asks and set(flags) == {"weight"} else asks  # a weight of 1 only leaves it to the config
 
 
 def _spans(message: Mapping[str, Any], name: str) -> list[Span] | None:
@@ -220,16 +220,16 @@ def _spans(message: Mapping[str, Any], name: str) -> list[Span] | None:
     if key is None:
         return None
     entries = message[key]
-    wanted = f"{name}: its key {key!r}: expected a list of begin_offset, end_offset and train"
+    expectation = f"{name}: its key {key!r}: expected a list of begin_offset, end_offset and train"
     if not isinstance(entries, list | tuple):
-        raise UnusableRow(f"{wanted}, found {entries!r:.80}")
+        raise UnusableRow(f"{expectation}, found {entries!r:.80}")
     length = len(message["content"]) if isinstance(message.get("content"), str) else 0
     spans = []
     for entry in entries:
-        given = entry if isinstance(entry, Mapping) else {}
-        start, last, trains = given.get("begin_offset"), given.get("end_offset"), given.get("train")
+        fields = entry if isinstance(entry, Mapping) else {}
+        start, last, trains = fields.get("begin_offset"), fields.get("end_offset"), fields.get("train")
         if not isinstance(start, int) or not isinstance(last, int) or not isinstance(trains, bool):
-            raise UnusableRow(f"{wanted}, found {entry!r:.80}")
+            raise UnusableRow(f"{expectation}, found {entry!r:.80}")
         if not 0 <= start <= last < length:
             raise UnusableRow(f"{name}: its key {key!r} has {entry!r:.80}, which is not within its {length} characters")
         if trains:

@@ -75,8 +75,8 @@ class SupervisedForm:
             return {**_without(row, *used), self._messages: messages}
         rest = _without(row, *conversation_columns(self._messages))
         pair, alpaca = set(self._pair), {INSTRUCTION, OUTPUT}
-        given = {name for name, value in row.items() if value is not None}
-        if pair <= given or (pair <= row.keys() and not alpaca <= given):
+        non_null = {name for name, value in row.items() if value is not None}
+        if pair <= non_null or (pair <= row.keys() and not alpaca <= non_null):
             return rest
         if alpaca <= row.keys():
             return self._of_alpaca(rest)
@@ -97,7 +97,7 @@ class SupervisedForm:
             if earlier or system:
                 raise UnusableRow(f"columns {HISTORY!r} and {SYSTEM!r} need data.chat=true")
             return {**rest, **dict(zip(self._pair, (_alpaca_text(row), row[OUTPUT]), strict=True))}
-        question = "\n".join(part for part in (row[INSTRUCTION], row.get(INPUT)) if part)
+        question = "\n".join(value for value in (row[INSTRUCTION], row.get(INPUT)) if value)
         turns = [(SYSTEM, system)] if system else []
         for pair in earlier:
             is_pair = isinstance(pair, list | tuple) and len(pair) == 2
@@ -195,7 +195,7 @@ class TransformedRows:
 
     def __getitem__(self, index: int) -> Row:
         row = self._rows[index]
-        return {**_kept(row, self._remove), **_call(self._map_row, dict(row), self.location(index))}
+        return {**_remaining_columns(row, self._remove), **_call(self._map_row, dict(row), self.location(index))}
 
     def location(self, index: int) -> str:
         return self._rows.location(index)
@@ -225,7 +225,7 @@ class ExpandedRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Row:
-        source, part = find_part(self._ends, index)
+        source, offset = find_part(self._ends, index)
         row, location = self._rows[source], self._rows.location(source)
         columns = self._expand(row, location)
         count = _common_length(columns)
@@ -234,13 +234,13 @@ class ExpandedRows:
                 f"{location}: data.transform created {count} rows from it, but {self._counts[source]} when the data "
                 "was opened; it must create the same number each time"
             )
-        return {**_kept(row, self._remove), **{name: values[part] for name, values in columns.items()}}
+        return {**_remaining_columns(row, self._remove), **{name: values[offset] for name, values in columns.items()}}
 
     def location(self, index: int) -> str:
-        source, part = find_part(self._ends, index)
+        source, offset = find_part(self._ends, index)
         location = self._rows.location(source)
         count = self._counts[source]
-        return location if count == 1 else f"{location}, part {part + 1} of {count}"
+        return location if count == 1 else f"{location}, part {offset + 1} of {count}"
 
     def _count_at_start(self, source: int) -> int:
         try:
@@ -253,8 +253,8 @@ class ExpandedRows:
         columns = _call(self._map_batch, {name: [value] for name, value in row.items()}, location)
         for name, values in columns.items():
             if not isinstance(values, list | tuple | np.ndarray):
-                found = type(values).__name__
-                raise DataError(f"{location}: data.transform is batched, but {name!r} is a {found} instead of a list")
+                kind = type(values).__name__
+                raise DataError(f"{location}: data.transform is batched, but {name!r} is a {kind} instead of a list")
         if len({len(values) for values in columns.values()}) > 1:
             lengths = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
             raise DataError(f"{location}: data.transform returned columns of different lengths: {lengths}")
@@ -265,7 +265,7 @@ def _common_length(columns: Mapping[str, Sequence[Any]]) -> int:
     return max((len(values) for values in columns.values()), default=0)
 
 
-def _kept(row: Row, remove: Collection[str] | str) -> dict[str, Any]:
+def _remaining_columns(row: Row, remove: Collection[str] | str) -> dict[str, Any]:
     removed = row.keys() if remove == ALL_COLUMNS else remove
     return {name: value for name, value in row.items() if name not in removed}
 
@@ -316,8 +316,8 @@ def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokeni
         raise DataError(f"data.transform {data.transform!r} must return (map_fn, {{'remove_columns': [...]}})")
     unknown = options.keys() - OPTIONS
     if unknown:
-        known = " and ".join(sorted(OPTIONS, reverse=True))
-        raise DataError(f"data.transform {data.transform!r}: the options are {known}, not {', '.join(unknown)}")
+        allowed = " and ".join(sorted(OPTIONS, reverse=True))
+        raise DataError(f"data.transform {data.transform!r}: the options are {allowed}, not {', '.join(unknown)}")
     if "tokenizer" in inspect.signature(map_row).parameters:
         map_row = partial(map_row, tokenizer=tokenizer)
     remove = _removed_columns(options.get("remove_columns"))

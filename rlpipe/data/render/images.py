@@ -44,10 +44,10 @@ def noted_files() -> Iterator[dict[str, FileState]]:
 def file_state(path: str) -> FileState:
     """Return a file's path, size and modification time, to detect a change; both numbers are -1 if it is missing."""
     try:
-        found = os.stat(path)
+        stats = os.stat(path)
     except OSError:
         return {"path": path, "size": -1, "changed": -1}
-    return {"path": path, "size": found.st_size, "changed": found.st_mtime_ns}
+    return {"path": path, "size": stats.st_size, "changed": stats.st_mtime_ns}
 
 
 def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[ChatMessages, list[bytes]]:
@@ -58,22 +58,26 @@ def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[Chat
     Relative paths start at ``folder``. Raises ``UnusableRow`` if images are missing or left over, or if one can't be
     read.
     """
-    given = _as_list(column)
-    if not given and not any(isinstance(message.get("content"), list) for message in messages):
+    column_images = _as_list(column)
+    if not column_images and not any(isinstance(message.get("content"), list) for message in messages):
         return messages, []
-    spread = [_with_parts(message, has_marks=bool(given)) for message in messages]
-    if given and not any(_is_image(part) for message in spread for part in _parts(message)):
-        spread = _led_by(spread, len(given))
-    waiting = iter(given)
-    found: list[bytes] = []
+    spread = [_with_parts(message, has_marks=bool(column_images)) for message in messages]
+    if column_images and not any(_is_image(part) for message in spread for part in _parts(message)):
+        spread = _led_by(spread, len(column_images))
+    waiting = iter(column_images)
+    images: list[bytes] = []
     for message in spread:
         for part in _parts(message):
             if _is_image(part):
-                own = _own_image(part)
-                found.append(read_image(next(waiting, None) if own is None else own, folder, len(found) + 1))
-    if left := len(list(waiting)):
-        raise UnusableRow(f"it has {len(given)} images, but its messages have no placeholders for {left} of them")
-    return [_bare(message) for message in spread], found
+                embedded = _embedded_image(part)
+                images.append(
+                    read_image(next(waiting, None) if embedded is None else embedded, folder, len(images) + 1)
+                )
+    if num_unused := len(list(waiting)):
+        raise UnusableRow(
+            f"it has {len(column_images)} images, but its messages have no placeholders for {num_unused} of them"
+        )
+    return [_bare(message) for message in spread], images
 
 
 def count_images(messages: ChatMessages) -> int:
@@ -140,7 +144,7 @@ def _read(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if isinstance(value, Mapping):
-        inner = _own_image(value)
+        inner = _embedded_image(value)
         if inner is None:
             raise ValueError(f"no bytes and no path in {dict(value)!r:.80}")
         return _read(inner, folder)
@@ -180,7 +184,7 @@ def _with_parts(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any
     if isinstance(content, str) and has_marks and MARK in content:
         return {**message, "content": list(_split(content))}
     if isinstance(content, list):
-        return {**message, "content": [part for given in content for part in _checked(given, has_marks)]}
+        return {**message, "content": [part for entry in content for part in _checked(entry, has_marks)]}
     return dict(message)
 
 
@@ -221,7 +225,7 @@ def _is_image(part: Mapping[str, Any]) -> bool:
     return part.get("type") in IMAGE_TYPES
 
 
-def _own_image(part: Mapping[str, Any]) -> Any:
+def _embedded_image(part: Mapping[str, Any]) -> Any:
     key = next((key for key in IMAGE_KEYS if part.get(key) is not None), None)
     if key is None:
         return None

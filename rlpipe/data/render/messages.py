@@ -84,18 +84,18 @@ def no_assistant(messages: ChatMessages, column: str) -> UnusableRow:
 def _message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UnusableRow(f"{name}: a chat message must be a dict with role and content, found {message!r:.80}")
-    known = {
+    fields = {
         key: without_nulls(value) if key in CALLS else value for key, value in message.items() if value is not None
     }
-    if "role" not in known and "from" in known:
-        known = _of_sharegpt(known, name)
-    if not isinstance(known.get("role"), str):
-        found = f"the role is {known['role']!r:.80}" if "role" in known else f"no key 'role' in {message!r:.80}"
-        raise UnusableRow(f"{name}: a chat message must be a dict with role and content; {found}")
-    content = known.get("content")
-    if content is None and not any(known.get(key) for key in INSTEAD):
+    if "role" not in fields and "from" in fields:
+        fields = _of_sharegpt(fields, name)
+    if not isinstance(fields.get("role"), str):
+        problem = f"the role is {fields['role']!r:.80}" if "role" in fields else f"no key 'role' in {message!r:.80}"
+        raise UnusableRow(f"{name}: a chat message must be a dict with role and content; {problem}")
+    content = fields.get("content")
+    if content is None and not any(fields.get(key) for key in INSTEAD):
         raise UnusableRow(f"{name}: its key 'content' is {'null' if 'content' in message else 'missing'}")
-    return {**known, "content": _content(content, name)}
+    return {**fields, "content": _content(content, name)}
 
 
 def _of_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def _of_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
         raise UnusableRow(f"{name}: its key 'from' is {speaker!r:.80}, which is not a role{hint}")
     if "value" not in message:
         raise UnusableRow(f"{name}: its key 'value' is missing or null")
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": SHAREGPT_ROLES[speaker], "content": message["value"], **others}
+    extra = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SHAREGPT_ROLES[speaker], "content": message["value"], **extra}
 
 
 def _content(content: Any, name: str) -> Any:
@@ -124,10 +124,10 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise UnusableRow(f"{name}: a content part must be a string or a dict with the key 'type', found {part!r:.80}")
-    known = {key: value for key, value in part.items() if value is not None}
-    if known["type"] == "text" and not isinstance(known.get("text"), str):
-        raise UnusableRow(f"{name}: its key 'text' is {known.get('text')!r:.80}, not a string")
-    return known
+    fields = {key: value for key, value in part.items() if value is not None}
+    if fields["type"] == "text" and not isinstance(fields.get("text"), str):
+        raise UnusableRow(f"{name}: its key 'text' is {fields.get('text')!r:.80}, not a string")
+    return fields
 
 
 def row_tools(row: Row, column: str | None) -> list[Any] | None:
@@ -159,7 +159,7 @@ def row_template_options(row: Row) -> dict[str, Any]:
         raise UnusableRow(f"{name}: expected a dictionary of arguments of the chat template, found {value!r:.80}")
     if reserved := sorted(value.keys() & {*SET_BY_OPTIONS, *SET_FOR_EACH_ROW}):
         raise UnusableRow(f"{name}: {reserved[0]!r} is set for each row already; leave it out")
-    return {key: own for key, own in value.items() if own is not None}
+    return {key: option for key, option in value.items() if option is not None}
 
 
 def check_tools(tools: Sequence[Any]) -> list[Any]:
@@ -190,7 +190,7 @@ def _parse(text: str) -> Any:
 
 
 def _schema(tool: Any, name: str) -> dict[str, Any]:
-    """Return a tool's schema, with what is the JSON of a dictionary parsed, as in tables with texts only."""
+    """Return a tool's schema, with JSON of dictionaries in it parsed, as tables that hold only texts have it."""
     tool = _parsed(tool)
     if not isinstance(tool, dict):
         raise UnusableRow(f"{name}: expected a JSON schema with a name, found {tool!r:.80}")
@@ -222,7 +222,7 @@ def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the dictionary that a text is the JSON of, or else the value itself."""
+    """Parse a text that is the JSON of a dictionary; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -240,7 +240,7 @@ def with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> di
 
 def _call_with(call: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(call, list | tuple):
-        return [_call_with(one, convert) for one in call]
+        return [_call_with(entry, convert) for entry in call]
     if not isinstance(call, dict):
         return call
     if "function" in call:

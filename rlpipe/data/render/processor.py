@@ -101,8 +101,8 @@ def _find_files(path: str, option: str, revision: str | None) -> tuple[str, bool
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
     """Return the chat template that older models with images store only with their processor, or None."""
-    found = _read_json_file(path, "chat_template.json", config.tokenizer_revision, local)
-    template: str | None = found.get("chat_template")
+    stored = _read_json_file(path, "chat_template.json", config.tokenizer_revision, local)
+    template: str | None = stored.get("chat_template")
     return template
 
 
@@ -112,8 +112,8 @@ def _read_json_file(path: str, name: str, revision: str | None, local: bool) -> 
 
     options = {"revision": revision, "local_files_only": local}
     file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
-    found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text())
-    return found
+    content: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text())
+    return content
 
 
 def read_end_ids(config: ModelConfig) -> set[int]:
@@ -123,12 +123,12 @@ def read_end_ids(config: ModelConfig) -> set[int]:
     """
     source, local = _find_files(model_folder(config.path), "model.path", config.revision)
     with reading_files(f"model.path={config.path} can't be read", "give another", error=ModelError):
-        found = _read_json_file(source, "generation_config.json", config.revision, local)
-        if not found:
-            found = _read_json_file(source, "config.json", config.revision, local)
-            found = {**(found.get("text_config") or {}), **found}
-    own = found.get("eos_token_id")
-    return {own_id for own_id in (own if isinstance(own, list) else [own]) if isinstance(own_id, int)}
+        settings = _read_json_file(source, "generation_config.json", config.revision, local)
+        if not settings:
+            settings = _read_json_file(source, "config.json", config.revision, local)
+            settings = {**(settings.get("text_config") or {}), **settings}
+    end_ids = settings.get("eos_token_id")
+    return {end_id for end_id in (end_ids if isinstance(end_ids, list) else [end_ids]) if isinstance(end_id, int)}
 
 
 def _read_template(file: Path) -> str:
@@ -163,7 +163,7 @@ class ImageProcessor:
         """
         processor = self.hf_processor
         try:
-            made = processor(
+            outputs = processor(
                 text=[text],
                 images=[[open_image(image) for image in images]],
                 add_special_tokens=False,
@@ -172,9 +172,9 @@ class ImageProcessor:
             )
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise UnusableRow(f"the model's processor can't process its images ({describe_error(error)})") from error
-        token_ids = np.array(made["input_ids"][0], np.int32)
-        offsets = np.array(made.get("offset_mapping", [[]])[0]).reshape(-1, 2)  # in the text with images' tokens
-        spans = _find_spans(type(processor).__name__, made, offsets, token_ids, self._image_id)
+        token_ids = np.array(outputs["input_ids"][0], np.int32)
+        offsets = np.array(outputs.get("offset_mapping", [[]])[0]).reshape(-1, 2)  # in the text with images' tokens
+        spans = _find_spans(type(processor).__name__, outputs, offsets, token_ids, self._image_id)
         if len(spans) != len(images):
             raise UnusableRow(f"the chat template has {len(spans)} placeholders for its {len(images)} images")
         return Encoded(
@@ -184,7 +184,7 @@ class ImageProcessor:
                 PlacedImage(start=start, num_tokens=stop - start, content=image)
                 for (start, stop), image in zip(spans, images, strict=True)
             ),
-            offsets=_before_images(offsets, made, len(text)),
+            offsets=_before_images(offsets, outputs, len(text)),
         )
 
     def check(self, encoded: Encoded) -> None:
@@ -198,13 +198,15 @@ class ImageProcessor:
     @cached_property
     def feature_id(self) -> int:
         """Id of the token that takes image features; -1 if the model takes no images, or its config can't be read."""
-        known = read_known_config(self._path)
+        stored_config = read_known_config(self._path)
         try:
             with reading_files(f"model.path={self._model.path} can't be read", "give another", error=ModelError):
-                found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
+                token_id = feature_token_id(
+                    self._described if stored_config is None else SimpleNamespace(**stored_config)
+                )
         except ModelError:  # code that needs the model reports it; looking at rows does not need it
             return -1
-        return -1 if found is None else found
+        return -1 if token_id is None else token_id
 
     @cached_property
     def _described(self) -> Any:
@@ -225,19 +227,19 @@ class ImageProcessor:
         """
         from transformers.utils import cached_file
 
-        found = {}
+        paths = {}
         for name in sorted(PROCESSOR_FILES | OTHER_FILES):
             try:
                 file = cached_file(self._path, name, _raise_exceptions_for_missing_entries=False, **self._source)
             except (OSError, ValueError):
                 file = None
             if file is not None:
-                found[name] = Path(file)
-        if not found.keys() & PROCESSOR_FILES:
+                paths[name] = Path(file)
+        if not paths.keys() & PROCESSOR_FILES:
             return {}
         folder = Path(self._path)
         has_code = self._model.trust_remote_code and folder.is_dir()
-        return found | ({name: folder / name for name in python_files(folder)} if has_code else {})
+        return paths | ({name: folder / name for name in python_files(folder)} if has_code else {})
 
     @property
     def commit(self) -> str | None:
@@ -266,13 +268,13 @@ class ImageProcessor:
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of some rows, in addition to the tokens; each row has an image."""
         processor = self.hf_processor
-        made = processor(
+        outputs = processor(
             text=[processor.image_token * len(row) for row in rows],
             images=[[open_image(image) for image in row] for row in rows],
             return_tensors="pt",
             padding=True,
         )
-        return {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+        return {name: value for name, value in outputs.items() if name not in TEXT_INPUTS}
 
     @cached_property
     def blank(self) -> Encoded:
@@ -288,8 +290,8 @@ class ImageProcessor:
         from transformers import ProcessorMixin
 
         options = self._model.processor_kwargs
-        given = " with model.processor_kwargs" if options else ", but rows with images need it"
-        subject = f"model.path={self._model.path}: its processor can't be loaded{given}"
+        purpose = " with model.processor_kwargs" if options else ", but rows with images need it"
+        subject = f"model.path={self._model.path}: its processor can't be loaded{purpose}"
         with reading_files(subject, "give a folder with an undamaged one", error=ModelError):
             processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
@@ -329,28 +331,28 @@ def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
     """
     from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
-    seen = tiles.new_zeros(len(token_ids), *tiles.shape)
+    attended = tiles.new_zeros(len(token_ids), *tiles.shape)
     for index, (start, stop) in enumerate(get_cross_attention_token_mask(token_ids.tolist(), image_id)):
-        seen[start : len(token_ids) if stop == -1 else stop, index] = tiles[index]
-    return seen
+        attended[start : len(token_ids) if stop == -1 else stop, index] = tiles[index]
+    return attended
 
 
 def _find_spans(
-    processor: str, made: Any, offsets: IntArray, token_ids: IntArray, image_id: int
+    processor: str, outputs: Any, offsets: IntArray, token_ids: IntArray, image_id: int
 ) -> list[tuple[int, int]]:
     """Return the first token of each image, and the one after its last."""
-    if "text_replacement_offsets" not in made:
-        if "cross_attention_mask" not in made:
+    if "text_replacement_offsets" not in outputs:
+        if "cross_attention_mask" not in outputs:
             raise ModelError(f"{processor}: this kind of processor does not specify which tokens belong to an image")
         return [(index, index + 1) for index in np.flatnonzero(token_ids == image_id).tolist()]
     starts, ends = offsets.T
-    spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
+    spans = [entry["new_span"] for entry in outputs["text_replacement_offsets"][0] if entry["type"] == "image"]
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
 
 
-def _before_images(offsets: IntArray, made: Any, length: int) -> IntArray:
+def _before_images(offsets: IntArray, outputs: Any, length: int) -> IntArray:
     """Map the tokens' offsets ``[T, 2]`` back to the text of that length, in which an image is one placeholder."""
-    entries = made.get("text_replacement_offsets", [[]])[0]
+    entries = outputs.get("text_replacement_offsets", [[]])[0]
     grown = [(new, old) for entry in entries for new, old in zip(entry["new_span"], entry["span"], strict=True)]
     last = grown[-1] if grown else (0, 0)
     after, before = zip((-1, -1), *grown, (last[0] + length, last[1] + length), strict=True)
@@ -372,13 +374,13 @@ def _check_class(model: ModelConfig, described: Any) -> None:
         )
 
 
-def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
+def _check_names(processor: Any, options: Mapping[str, Any]) -> None:
     """Raise ``ModelError`` for an unknown option, because transformers ignores those."""
     image_processor = processor.image_processor
-    known = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
-    for name in given:
-        if name not in FOR_LOADING and name not in known and not hasattr(image_processor, name):
-            hint = did_you_mean(name, known, f"{type(image_processor).__name__} has no such option")
+    available = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
+    for name in options:
+        if name not in FOR_LOADING and name not in available and not hasattr(image_processor, name):
+            hint = did_you_mean(name, available, f"{type(image_processor).__name__} has no such option")
             raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor{hint}")
 
 
@@ -390,8 +392,8 @@ def _find_class(described: Any) -> Any:
 
     if is_torchvision_available():
         return AutoProcessor
-    known: Any = PROCESSOR_MAPPING.get(type(described), None)
-    if known is None or "video_processor" not in (parts := known.get_attributes()):
+    processor_class: Any = PROCESSOR_MAPPING.get(type(described), None)
+    if processor_class is None or "video_processor" not in (attributes := processor_class.get_attributes()):
         return AutoProcessor
-    parts = [name for name in parts if name != "video_processor"]
-    return type(known.__name__, (known,), {"get_attributes": classmethod(lambda _: parts)})
+    attributes = [name for name in attributes if name != "video_processor"]
+    return type(processor_class.__name__, (processor_class,), {"get_attributes": classmethod(lambda _: attributes)})

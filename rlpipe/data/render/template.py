@@ -145,20 +145,20 @@ class ChatTemplate:
             call = {"id": "q8Zk3Lw7P", "type": "function", "function": {"name": "look", "arguments": form}}
             caller = {"role": "assistant", "content": "", "tool_calls": [call]}
             result = {"role": "tool", "content": PROBE_WORD, "tool_call_id": call["id"], "name": "look"}
-            asked = {"role": "user", "content": PROBE_WORD}
+            question = {"role": "user", "content": PROBE_WORD}
             texts = []
             for content, rest in product(("", None), ([result], [])):
                 with suppress(UnusableRow):
-                    texts.append(self.render([asked, {**caller, "content": content}, *rest]))
+                    texts.append(self.render([question, {**caller, "content": content}, *rest]))
             is_right[type(form)] = bool(texts) and not any(shown in text for text in texts)
         return is_right[str] and not is_right[dict]
 
-    def _message_as_taken(self, message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
+    def _normalized_message(self, message: dict[str, Any], empty: str | None) -> dict[str, Any]:
         """Return the message with its content in the form that the template renders: one string, or a list of parts.
 
-        ``nothing`` replaces missing content.
+        ``empty`` replaces missing content.
         """
-        content = message.get("content") or nothing
+        content = message.get("content") or empty
         message = {**message, "content": content}
         if isinstance(content, list) and self.takes_texts and all(part["type"] == "text" for part in content):
             return {**message, "content": "".join(part["text"] for part in content)}
@@ -174,35 +174,37 @@ class ChatTemplate:
         Raises ``UnusableRow`` if the template leaves out calls, or what a message without content holds.
         """
         self.require()
-        has_calls = any(own.get(key) for own in messages for key in CALLS)
-        if not has_calls and all(own.get("content") or not _holds_instead(own) for own in messages):
-            return [self._message_as_taken(own, "") for own in messages]
+        has_calls = any(message.get(key) for message in messages for key in CALLS)
+        if not has_calls and all(message.get("content") or not _holds_instead(message) for message in messages):
+            return [self._normalized_message(message, "") for message in messages]
         change = with_arguments_as_text if self.takes_arguments_as_text else with_parsed_arguments
-        messages = [change(own) for own in messages]
-        found: list[tuple[ChatMessages, str]] = []
+        messages = [change(message) for message in messages]
+        candidates: list[tuple[ChatMessages, str]] = []
         problem = None
-        for nothing in choices:
-            taken = [self._message_as_taken(own, nothing if _holds_instead(own) else "") for own in messages]
+        for empty in choices:
+            normalized = [
+                self._normalized_message(message, empty if _holds_instead(message) else "") for message in messages
+            ]
             if len(choices) == 1:
-                return taken
+                return normalized
             try:
-                found.append((taken, self._all_shown(taken)))
+                candidates.append((normalized, self._render_all(normalized)))
             except UnusableRow as error:
                 problem = error
-        if not found:
+        if not candidates:
             assert problem is not None
             raise problem
-        beside_none, text = found[0]
-        return found[-1][0] if text.count("None") > found[-1][1].count("None") else beside_none
+        beside_none, text = candidates[0]
+        return candidates[-1][0] if text.count("None") > candidates[-1][1].count("None") else beside_none
 
-    def _all_shown(self, taken: ChatMessages) -> str:
+    def _render_all(self, messages: ChatMessages) -> str:
         """Return the rendered text; raise ``UnusableRow`` if calls, or what stands for content, are left out of it."""
-        text = self.render(taken)
+        text = self.render(messages)
         bare, held = [], set()
-        for own in taken:
-            keys = {key for key in (CALLS if own["content"] else INSTEAD) if own.get(key)}
+        for message in messages:
+            keys = {key for key in (CALLS if message["content"] else INSTEAD) if message.get(key)}
             held |= keys
-            bare.append({key: value for key, value in own.items() if key not in keys})
+            bare.append({key: value for key, value in message.items() if key not in keys})
         is_shown = not held
         if held:
             try:
@@ -210,7 +212,7 @@ class ChatTemplate:
             except UnusableRow:
                 is_shown = True
         if not is_shown:
-            without = "" if all(own["content"] for own in taken) else " of a turn without content"
+            without = "" if all(message["content"] for message in messages) else " of a turn without content"
             raise UnusableRow(f"the chat template leaves out {' and '.join(sorted(held))}{without}")
         return text
 
@@ -274,6 +276,6 @@ class ChatTemplate:
         if images or not self.tokenizer.is_fast:
             return self.encode(text, images)
         _check_characters(text)
-        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = np.array(made["offset_mapping"], np.int32).reshape(-1, 2)
-        return Encoded(token_ids=np.array(made["input_ids"], np.int32), offsets=offsets)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(encoded["offset_mapping"], np.int32).reshape(-1, 2)
+        return Encoded(token_ids=np.array(encoded["input_ids"], np.int32), offsets=offsets)

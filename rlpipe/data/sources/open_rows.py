@@ -82,7 +82,7 @@ def open_held_out_rows(data: DataConfig, check: CheckColumns | None = None) -> R
     """Open the rows of ``held_out_data``."""
     file = held_out_data(data)
     if data.held_out.split is not None:
-        return _read_whole(_load_stream(file), file, check) if data.streaming else _open_dataset(file, check)
+        return _read_all(_load_stream(file), file, check) if data.streaming else _open_dataset(file, check)
     rows = _open_files(file, "data.held_out.path", check)
     if not len(rows):
         raise DataError(f"{rows.name} has no rows")
@@ -100,7 +100,7 @@ def held_out_data(data: DataConfig) -> DataConfig:
     return dataclasses.replace(data, source=source, path=data.held_out.path)
 
 
-def _read_whole(stream: datasets.IterableDataset, data: DataConfig, check: CheckColumns | None) -> Rows:
+def _read_all(stream: datasets.IterableDataset, data: DataConfig, check: CheckColumns | None) -> Rows:
     """Read all rows of a streamed data set into memory."""
     rows, name = list(stream), f"{data.path} ({data.split})"
     if not rows:
@@ -257,11 +257,11 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
 def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
     from rlpipe.data.sources.stored_media import reads_rows
 
-    found = load_split(data)
+    dataset = load_split(data)
     name = f"{data.path} ({data.split})"
     if check is not None:
-        _check_table(found.data.table, name, check)
-    return TableRows(name, len(found), reads_rows(found))
+        _check_table(dataset.data.table, name, check)
+    return TableRows(name, len(dataset), reads_rows(dataset))
 
 
 def _load_stream(data: DataConfig) -> datasets.IterableDataset:
@@ -269,8 +269,8 @@ def _load_stream(data: DataConfig) -> datasets.IterableDataset:
 
     from rlpipe.data.sources.stored_media import with_stored_media
 
-    found = load_split(data)
-    return with_stored_media(found.to_iterable_dataset() if isinstance(found, Dataset) else found)
+    dataset = load_split(data)
+    return with_stored_media(dataset.to_iterable_dataset() if isinstance(dataset, Dataset) else dataset)
 
 
 def load_split(data: DataConfig) -> Any:
@@ -349,9 +349,9 @@ def _create_task(task: str, arguments: dict[str, Any]) -> Any:
         close = get_close_matches(task, DATASETS, n=3, cutoff=0.4)
         hint = f"; the closest names are {', '.join(close)}" if close else ""
         raise DataError(f"data.task: reasoning-gym has no task {task!r}{hint}")
-    known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
-    for name in arguments.keys() - set(known):
-        hint = did_you_mean(name, known, f"its arguments are {', '.join(known)}")
+    argument_names = [field.name for field in dataclasses.fields(DATASETS[task][1])]
+    for name in arguments.keys() - set(argument_names):
+        hint = did_you_mean(name, argument_names, f"its arguments are {', '.join(argument_names)}")
         raise DataError(f"data.task_args: task {task} has no argument {name!r}{hint}")
     try:
         return reasoning_gym.create_dataset(task, **arguments)
@@ -367,7 +367,7 @@ def open_source_rows(
     source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, seed: int, check: CheckColumns
 ) -> Rows:
     """Open the rows of a source; raise ``DataError`` as ``open_rows`` and ``apply_transform`` do."""
-    rows = open_rows(source.data, seed=seed, check=_known(source.data, check))
+    rows = open_rows(source.data, seed=seed, check=_check_unless_transformed(source.data, check))
     rows = apply_transform(rows, source.data, tokenizer)
     return _NamedRows(rows, source.name) if source.name else rows
 
@@ -379,14 +379,14 @@ def open_source_stream(
 
     Raises ``DataError`` as ``open_source_rows`` does.
     """
-    stream = open_stream(source.data, _known(source.data, check))
+    stream = open_stream(source.data, _check_unless_transformed(source.data, check))
     rows = apply_transform(stream, source.data, tokenizer)
     return stream, _NamedRows(rows, source.name) if source.name else rows
 
 
 def open_held_out_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns) -> Rows:
     """Open the rows of ``data.held_out.path`` or ``split``; raise ``DataError`` as ``open_source_rows`` does."""
-    return apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
+    return apply_transform(open_held_out_rows(data, _check_unless_transformed(data, check)), data, tokenizer)
 
 
 def with_own_images(data: DataConfig) -> DataConfig:
@@ -423,6 +423,6 @@ class _NamedRows:
         return self._rows.location(index)
 
 
-def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
-    """Return the check, or None with a transform, because only that makes the needed columns."""
+def _check_unless_transformed(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
+    """Return the check, or None if a transform makes the columns that it would look for."""
     return check if data.transform is None else None

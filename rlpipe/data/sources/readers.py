@@ -192,13 +192,13 @@ class JsonlReader:
             self._lines = self._read_lines(self._marks[self._row])
             for _ in islice(self._lines, start - self._row):
                 self._row += 1
-        found = list(islice(self._lines, count)) if self._row == start else []
-        if found:
-            self._marks[start] = found[0][0]
-        self._row += len(found)
-        if len(found) < count:
+        lines = list(islice(self._lines, count)) if self._row == start else []
+        if lines:
+            self._marks[start] = lines[0][0]
+        self._row += len(lines)
+        if len(lines) < count:
             self.num_rows = self._row
-        return [StreamedRow(line, f"{self._files[mark.file]}, line {mark.line + 1}") for mark, line in found]
+        return [StreamedRow(line, f"{self._files[mark.file]}, line {mark.line + 1}") for mark, line in lines]
 
     def _read_lines(self, start: _Mark) -> Iterator[tuple[_Mark, bytes]]:
         for number in range(start.file, len(self._files)):
@@ -276,13 +276,13 @@ class DatasetReader:
                 self._begin(self._whole.skip(start), None)
             if start not in self._marks:  # state_dict() reflects a loaded state only once rows have been read
                 self._marks[start] = (self._dataset, self._dataset.state_dict())
-            found = list(islice(self._rows, count))
-            self._row = start + len(found)
-            if found and len(found) < count:
+            rows = list(islice(self._rows, count))
+            self._row = start + len(rows)
+            if rows and len(rows) < count:
                 self.num_rows = self._row
-            elif not found:
+            elif not rows:
                 self.num_rows = self._count()
-        return [StreamedRow(columns, f"{self.name}, row {row + 1}") for row, columns in enumerate(found, start)]
+        return [StreamedRow(columns, f"{self.name}, row {row + 1}") for row, columns in enumerate(rows, start)]
 
     def _begin(self, dataset: datasets.IterableDataset, state: dict[str, Any] | None) -> None:
         self._dataset = dataset

@@ -111,8 +111,8 @@ class Mixture:
         return source, counts[source]
 
     def _next(self) -> int:
-        due = [(count + 0.5) / weight for count, weight in zip(self._counts, self._weights, strict=True)]
-        return due.index(min(due))
+        times = [(count + 0.5) / weight for count, weight in zip(self._counts, self._weights, strict=True)]
+        return times.index(min(times))
 
 
 logger = logging.getLogger(__name__)
@@ -209,12 +209,12 @@ class RowSource(Generic[Item]):
 
     def at(self, cursor: Cursor) -> RowRef | None:
         """Return the row at a cursor, or None right after the last row of an epoch."""
-        index, at = 0, cursor
+        index, source_cursor = 0, cursor
         if self._mixture is not None:
             index, count = self._mixture.assign(cursor.position)
-            at = self.parts[index].order.after(count)
-        row = self.parts[index].order.row(at)
-        return None if row is None else RowRef(index, row, at.epoch)
+            source_cursor = self.parts[index].order.after(count)
+        row = self.parts[index].order.row(source_cursor)
+        return None if row is None else RowRef(index, row, source_cursor.epoch)
 
     def render(self, ref: RowRef) -> Item:
         """Render a row, whether or not it comes next; raise ``UnusableRow`` if the source skips it."""
@@ -299,10 +299,10 @@ class RowSource(Generic[Item]):
 
     def _read(self, ref: RowRef) -> Item:
         """Return the rendered row; raise ``UnusableRow`` if it is skipped."""
-        known = self._skipped[ref.part].get(ref.row)
-        if known is not None:
-            self._check_some_left(ref.part)
-            raise UnusableRow(known.reason, known.kind)
+        skipped = self._skipped[ref.part].get(ref.row)
+        if skipped is not None:
+            self._require_usable_rows(ref.part)
+            raise UnusableRow(skipped.reason, skipped.kind)
         try:
             item = self.render(ref)
         except UnusableRow as problem:
@@ -326,17 +326,17 @@ class RowSource(Generic[Item]):
             logger.log(level, "%s is skipped: %s", skipped.location, skipped.reason)
         if number == MAX_LOGGED_SKIPS:
             logger.warning("further skipped rows of %s are counted, not logged", self.parts[index].rows.name)
-        self._check_some_left(index)
+        self._require_usable_rows(index)
 
-    def _check_some_left(self, index: int) -> None:
+    def _require_usable_rows(self, index: int) -> None:
         """Raise ``DataError`` if no row of a part is usable, or none of its first rows if its length is unknown."""
         part, number = self.parts[index], self._counts[index].total()
         if index not in self._usable and number >= (part.order.num_rows or MAX_FIRST_SKIPS):
             first = _most_frequent(self._skipped[index].values())
             which = f"all {number}" if part.order.num_rows else f"the first {number}"
             reason = f"{first.location} because {first.reason}"
-            others = f"; data.held_out.size holds out {part.num_split_off} others" if part.num_split_off else ""
-            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, for example {reason}{others}")
+            split_off = f"; data.held_out.size holds out {part.num_split_off} others" if part.num_split_off else ""
+            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, for example {reason}{split_off}")
 
 
 def _most_frequent(skipped: Collection[SkippedRow]) -> SkippedRow:

@@ -238,7 +238,7 @@ def test_a_model_s_own_code_is_looked_at_where_it_is_trusted(
 )
 def test_all_of_rlpipe_s_code_is_looked_at(files: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copytree(Path(rlpipe.__file__).parent, tmp_path / "rlpipe")
-    command = [sys.executable, "-c", "from rlpipe.data.cached_rows import _own_code; print(_own_code())"]
+    command = [sys.executable, "-c", "from rlpipe.data.cached_rows import _code_digest; print(_code_digest())"]
     found = []
     for changed in (None, *files):
         if changed is not None:
