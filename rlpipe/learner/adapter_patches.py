@@ -79,9 +79,9 @@ def load_adapter(
     if not patches:
         raise ModelError(f"the adapter {adapter} changes no parameter of {type(model).__name__}")
     if tied := changed_tie(model, patches):
-        changed, tied_name = tied
+        name, tied_name = tied
         raise ModelError(
-            f"the adapter {adapter} changes {changed}, but the base ties it to {tied_name}, and both would change: save "
+            f"the adapter {adapter} changes {name}, but the base ties it to {tied_name}, and both would change: save "
             "the base with tie_word_embeddings=false, and merge into that"
         )
     return adapted, patches
