@@ -102,8 +102,8 @@ class StridedMask:
     def _count_in_columns(self, start: int, stop: int, window: int | None, block_size: int) -> Tensor:
         """Count pairs of a query and a block's token that it sees, in each pair of mask blocks ``[q, k]``.
 
-        A token is seen from its own position and from those C, 2 C, ... positions later. So the tokens of one mask block are
-        seen, a given number of steps later, from a range of positions of the same length.
+        A token is seen from its own position and from those C, 2 C, ... positions later. So the tokens of one mask
+        block are seen, a given number of steps later, from a range of positions of the same length.
         """
         num_steps = max(0, -((self.num_document_tokens - stop) // max(1, self.num_columns)))
         steps = torch.arange(num_steps if window is None else min(num_steps, window), device=self.columns.device)
@@ -146,7 +146,7 @@ def _count_in_documents(ranges: _Ranges, num_keys: int, block_size: int) -> Tens
 
 
 def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) -> Tensor:
-    """Count the positions that each row's ranges ``[R, N]`` cover in each of b blocks of ``length`` positions, ``[R, b]``.
+    """Count the positions that each row's ranges ``[R, N]`` cover in each of b blocks of ``length`` ones, ``[R, b]``.
 
     The part of a block that lies before a range's edge is all of it, some of it, or nothing; from block to block it
     changes at only two blocks. So the changes of all ranges are scattered to those blocks, and summed up cumulatively.
