@@ -52,10 +52,9 @@ class Critic:
         """
         losses, clipped = [], []
         for update in updates:
-            micro_batches = [inputs for inputs in update if not inputs.is_truth]
+            rollouts = [inputs for inputs in update if not inputs.is_truth]
             sums = torch.zeros(len(self.weight) + 3, dtype=torch.float64, device=self.weight.device)
-            is_alone = self._policy.sharding.num_ranks == 1
-            for inputs in [inputs for inputs in micro_batches if not (is_alone and inputs.is_empty)]:
+            for inputs in rollouts if self._policy.sharding.num_ranks > 1 else [p for p in rollouts if not p.is_empty]:
                 sums += self._gradient(inputs, values, returns)
             sums = self._policy.sharding.reduce(sums, Reduce.SUM)
             mean = sums[:-1] / sums[-1].clamp(min=1)
