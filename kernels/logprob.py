@@ -99,7 +99,7 @@ class HeadTiles:
 
     def stats_of(self, rows: slice, logits: Tensor, with_entropy: bool) -> RowStats:
         """Compute the statistics of a chunk over the whole vocabulary, including other ranks' shards."""
-        own = row_stats(
+        local_stats = row_stats(
             logits,
             self.targets[rows],
             self._change.of_rows(rows),
@@ -108,12 +108,12 @@ class HeadTiles:
             use_triton=self.options.use_triton,
         )
         if self.options.shard is None:
-            return own
+            return local_stats
         group = self.options.shard.group
-        num_parts, (num_values, num_rows) = dist.get_world_size(group), own.values.shape
-        parts = own.values.new_empty(num_parts * num_values, num_rows)
-        dist.all_gather_into_tensor(parts, own.values, group=group)
-        return RowStats.join(parts.view(num_parts, num_values, num_rows))
+        num_ranks, (num_values, num_rows) = dist.get_world_size(group), local_stats.values.shape
+        gathered = local_stats.values.new_empty(num_ranks * num_values, num_rows)
+        dist.all_gather_into_tensor(gathered, local_stats.values, group=group)
+        return RowStats.join(gathered.view(num_ranks, num_values, num_rows))
 
     def gradient_of(
         self,
@@ -125,7 +125,7 @@ class HeadTiles:
         grad_entropy: Tensor | None,
     ) -> Tensor:
         """Compute the gradient of a tile's logits, in the weight's type; it overwrites logits of the same type."""
-        own = logits if logits.dtype == self.weight.dtype else torch.empty_like(logits, dtype=self.weight.dtype)
+        gradient = logits if logits.dtype == self.weight.dtype else torch.empty_like(logits, dtype=self.weight.dtype)
         return row_gradient(
             logits,
             self.targets[rows],
@@ -133,7 +133,7 @@ class HeadTiles:
             self._change.of_rows(rows).of_columns(columns),
             grad_logprobs=grad_logprobs,
             grad_entropy=grad_entropy,
-            out=own,
+            out=gradient,
             first_column=self._first_row + (columns.start or 0),
             has_ignored=False,
             use_triton=self.options.use_triton,
@@ -199,7 +199,10 @@ class HeadGradients:
             (zeros, tiles.states),
             (empty, tiles.up),
         )
-        return cls(tiles, *(make(one) if need else None for (make, one), need in zip(makers, needed, strict=False)))
+        return cls(
+            tiles,
+            *(make(tensor) if is_needed else None for (make, tensor), is_needed in zip(makers, needed, strict=False)),
+        )
 
     def add(self, columns: slice, gradient: Tensor) -> None:
         """Add the contribution of a tile, whose logits have the given ``gradient`` ``[T, N]``."""
@@ -219,8 +222,8 @@ class HeadGradients:
         """Return the gradients in the order and the types of the tensors, summed over shards where necessary."""
         shard = self.tiles.options.shard
         hidden, states = (
-            None if one is None else sum_over_shards(one, shard).to(self.tiles.weight.dtype)
-            for one in (self.hidden, self.states)
+            None if gradient is None else sum_over_shards(gradient, shard).to(self.tiles.weight.dtype)
+            for gradient in (self.hidden, self.states)
         )
         return [hidden, self.weight, self.bias, states, self.up]
 
@@ -263,28 +266,28 @@ def linear_logprob(
     """
     _check_shapes(hidden, weight, targets, states, up)
     counted = _counted(targets) if has_ignored else None  # [K]
-    of_all, of_each = split_temperature(temperature)
+    common_temperature, token_temperatures = split_temperature(temperature)
     options = HeadOptions(
-        change=LogitChange(scale=scale, softcap=softcap, temperature=of_all),
+        change=LogitChange(scale=scale, softcap=softcap, temperature=common_temperature),
         chunk_tokens=chunk_tokens,
         shard=shard,
         use_triton=use_triton,
     )
-    found = _compute(
+    results = _compute(
         _select(hidden, counted).to(weight.dtype),
         weight,
         bias,
         None if states is None else _select(states, counted).to(weight.dtype),
         None if up is None else up.to(weight.dtype),
         _select(targets, counted),
-        None if of_each is None else _select(of_each, counted),
+        None if token_temperatures is None else _select(token_temperatures, counted),
         options,
         with_entropy,
         entropy_gradient,
     )
     if counted is not None:
-        found = [one.new_zeros(len(targets)).index_copy(0, counted, one) for one in found]
-    return found[0], found[1] if with_entropy else None
+        results = [result.new_zeros(len(targets)).index_copy(0, counted, result) for result in results]
+    return results[0], results[1] if with_entropy else None
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, states: Tensor | None, up: Tensor | None) -> None:
@@ -324,8 +327,8 @@ def _compute(
         return _results(HeadTiles(*tensors, options).stats(with_entropy), with_entropy)
     is_trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias, up))
     if is_trained or (with_entropy and entropy_gradient):
-        found = [*TrainedHead.apply(*tensors, options, with_entropy)]
-        return found if entropy_gradient else [found[0], *(entropy.detach() for entropy in found[1:])]
+        results = [*TrainedHead.apply(*tensors, options, with_entropy)]
+        return results if entropy_gradient else [results[0], *(entropy.detach() for entropy in results[1:])]
     return [*FrozenHead.apply(*tensors, options, with_entropy)]
 
 
@@ -343,7 +346,7 @@ class FrozenHead(torch.autograd.Function):
         slopes = torch.empty_like(tiles.hidden)  # [T, H]
         state_slopes = None if tiles.states is None else torch.empty_like(tiles.states)  # [T, r]
         ones = tiles.weight.new_ones(len(slopes), dtype=tiles.dtype)
-        found = []
+        chunk_stats = []
         for rows, logits in tiles.chunks():
             stats = tiles.stats_of(rows, logits, with_entropy)
             gradient = tiles.gradient_of(rows, slice(None), logits, stats, ones[rows], None)  # [C, V]
@@ -351,11 +354,11 @@ class FrozenHead(torch.autograd.Function):
             if tiles.up is not None and state_slopes is not None:
                 torch.mm(gradient, tiles.up, out=state_slopes[rows])
             del gradient  # before there is another
-            found.append(stats)
+            chunk_stats.append(stats)
         ctx.save_for_backward(slopes, state_slopes)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        results = _results(tiles.join(found), with_entropy)
+        results = _results(tiles.join(chunk_stats), with_entropy)
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
 
@@ -365,10 +368,10 @@ class FrozenHead(torch.autograd.Function):
         if grad_logprobs is None:
             return (None,) * 9
         slopes, state_slopes = ctx.saved_tensors
-        by_token = grad_logprobs[:, None]
+        token_grads = grad_logprobs[:, None]
         grads = [
-            None if one is None else sum_over_shards(one * by_token, ctx.options.shard).to(one.dtype)
-            for one in (slopes, state_slopes)
+            None if slope is None else sum_over_shards(slope * token_grads, ctx.options.shard).to(slope.dtype)
+            for slope in (slopes, state_slopes)
         ]
         return grads[0], None, None, grads[1], *(None,) * 5
 
@@ -417,8 +420,10 @@ def linear_logits(
     softcap: float | None = None,
 ) -> Tensor:
     """Compute all of z ``[T, V]`` of ``linear_logprob``, in at least float32, without gradient."""
-    of_all, of_each = split_temperature(temperature)
-    change = LogitChange(scale=scale, softcap=softcap, temperature=of_all, temperatures=of_each, bias=bias)
+    common_temperature, token_temperatures = split_temperature(temperature)
+    change = LogitChange(
+        scale=scale, softcap=softcap, temperature=common_temperature, temperatures=token_temperatures, bias=bias
+    )
     with torch.no_grad():
         out = hidden.new_empty(len(hidden), len(weight), dtype=wide(weight.dtype))
         return change.apply_(form_logits(hidden, weight, states, up, out))

@@ -53,9 +53,9 @@ def lora_linear(
 
 def _product_dtype(x: Tensor) -> torch.dtype:
     """Return the type that torch's own linear layers would compute in: autocast's or that of ``x``."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        return torch.get_autocast_dtype(kind)
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device_type)
     return x.dtype
 
 
@@ -73,8 +73,8 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         dtype, flat = x.dtype, x.reshape(-1, x.shape[-1])  # [T, I]
         low = _scaled_product(flat, down.to(dtype).T, scale)  # [T, r]
-        whole = _whole(weight, unpack, dtype)  # [O, I]
-        y = flat @ whole.T if bias is None else torch.addmm(bias.to(dtype), flat, whole.T)  # [T, O]
+        full_weight = _unpacked(weight, unpack, dtype)  # [O, I]
+        y = flat @ full_weight.T if bias is None else torch.addmm(bias.to(dtype), flat, full_weight.T)  # [T, O]
         add_product(y, low, up.to(dtype).T)
         need_x, _, need_down, need_up, *_ = ctx.needs_input_grad
         # Saved as given, without casts: weights may be offloaded in between, and other layers save the same x.
@@ -97,12 +97,12 @@ class _LoraLinear(torch.autograd.Function):
         dtype, flat = grad.dtype, grad.reshape(-1, grad.shape[-1])  # [T, O]
         grad_x = grad_down = grad_up = grad_bias = None
         if up is not None:
-            back = _scaled_product(flat, up.to(dtype), ctx.scale)  # [T, r]
+            grad_low = _scaled_product(flat, up.to(dtype), ctx.scale)  # [T, r]
             if weight is not None:
-                grad_x = flat @ _whole(weight, ctx.unpack, dtype)  # [T, I]
-                grad_x = add_product(grad_x, back, down.to(dtype)).view(*grad.shape[:-1], down.shape[1])
+                grad_x = flat @ _unpacked(weight, ctx.unpack, dtype)  # [T, I]
+                grad_x = add_product(grad_x, grad_low, down.to(dtype)).view(*grad.shape[:-1], down.shape[1])
             if x is not None:
-                grad_down = _sum_of_tokens(back, x.reshape(-1, x.shape[-1]), down_dtype)  # [r, I]
+                grad_down = _sum_of_tokens(grad_low, x.reshape(-1, x.shape[-1]), down_dtype)  # [r, I]
         if low is not None:
             grad_up = _sum_of_tokens(flat, low, up_dtype)  # [O, r]
         if ctx.needs_input_grad[4]:
@@ -110,7 +110,7 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, None, grad_down, grad_up, grad_bias, None, None
 
 
-def _whole(weight: Tensor, unpack: Unpack | None, dtype: torch.dtype) -> Tensor:
+def _unpacked(weight: Tensor, unpack: Unpack | None, dtype: torch.dtype) -> Tensor:
     return (weight if unpack is None else unpack(weight)).to(dtype)
 
 

@@ -62,8 +62,8 @@ class LogitChange:
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return changed logits ``[R, V]``, at least float32; the input is not modified, but returned if unchanged."""
-        is_none = self.scale == self.temperature == 1.0 and self.softcap is self.temperatures is self.bias is None
-        return self.apply_(logits.to(wide(logits.dtype), copy=not is_none))
+        is_identity = self.scale == self.temperature == 1.0 and self.softcap is self.temperatures is self.bias is None
+        return self.apply_(logits.to(wide(logits.dtype), copy=not is_identity))
 
     def apply_(self, logits: Tensor) -> Tensor:
         """Change logits ``[R, V]`` in place; they must be at least float32."""
@@ -81,8 +81,10 @@ class LogitChange:
 
     def slope(self, changed: Tensor) -> Tensor | float:
         """Return dz/dx at ``changed`` logits ``[R, V]``."""
-        own = self.temperatures
-        divisor: Any = self.temperature if own is None else own.to(changed.dtype)[:, None] * self.temperature
+        temperatures = self.temperatures
+        divisor: Any = (
+            self.temperature if temperatures is None else temperatures.to(changed.dtype)[:, None] * self.temperature
+        )
         outer = self.scale / divisor
         if self.softcap is None:
             return outer
@@ -135,8 +137,8 @@ def row_groups(logits: Tensor) -> Iterator[slice]:
 def find_targets(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return each target's index among these columns ``[R]`` (0 if it is not there), and whether it is there."""
     local = targets - first_column
-    is_here = (local >= 0) & (local < num_columns) & (targets != IGNORED)
-    return torch.where(is_here, local, 0), is_here
+    is_inside = (local >= 0) & (local < num_columns) & (targets != IGNORED)
+    return torch.where(is_inside, local, 0), is_inside
 
 
 @jit

@@ -44,13 +44,13 @@ def selective_logprob(
             f"logits of shape {[*logits.shape]} and targets of shape {[*targets.shape]}: they must be [..., V] and "
             "[...], with one dimension of tokens or two"
         )
-    of_all, of_each = split_temperature(temperature)
-    change = LogitChange(scale=scale, softcap=softcap, temperature=of_all)
+    common_temperature, token_temperatures = split_temperature(temperature)
+    change = LogitChange(scale=scale, softcap=softcap, temperature=common_temperature)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logprobs, entropy = SelectiveLogprob.apply(
         logits,
         targets,
-        None if of_each is None else of_each.expand_as(targets),
+        None if token_temperatures is None else token_temperatures.expand_as(targets),
         change,
         with_entropy,
         in_place,
@@ -75,13 +75,17 @@ class SelectiveLogprob(torch.autograd.Function):
         in_place: bool,
         use_triton: bool | None,
     ) -> tuple[Tensor, Tensor]:
-        found = [
+        chunk_values = [
             row_stats(
-                part, own, replace(change, temperatures=row), with_entropy=with_entropy, use_triton=use_triton
+                chunk,
+                chunk_targets,
+                replace(change, temperatures=chunk_temperatures),
+                with_entropy=with_entropy,
+                use_triton=use_triton,
             ).values
-            for part, own, row in zip(*_parts(logits, targets, temperatures), strict=True)
+            for chunk, chunk_targets, chunk_temperatures in zip(*_split(logits, targets, temperatures), strict=True)
         ]
-        values = torch.stack(found)  # [P, 4, R]
+        values = torch.stack(chunk_values)  # [P, 4, R]
         ctx.save_for_backward(logits, targets, temperatures, values)
         ctx.change, ctx.in_place, ctx.use_triton = change, in_place, use_triton
         ctx.set_materialize_grads(False)
@@ -96,26 +100,28 @@ class SelectiveLogprob(torch.autograd.Function):
             return (None,) * 7
         logits, targets, temperatures, values = ctx.saved_tensors
         gradient = logits if ctx.in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        parts = _parts(logits, targets, temperatures, grad_logprobs, grad_entropy)
-        for out, stats, part, own, row, own_logprobs, own_entropy in zip(
-            gradient.view(len(values), values.shape[2], logits.shape[-1]), values, *parts, strict=True
+        chunks = _split(logits, targets, temperatures, grad_logprobs, grad_entropy)
+        for out, stats, chunk, chunk_targets, chunk_temperatures, chunk_grad_logprobs, chunk_grad_entropy in zip(
+            gradient.view(len(values), values.shape[2], logits.shape[-1]), values, *chunks, strict=True
         ):
             row_gradient(
-                part,
-                own,
+                chunk,
+                chunk_targets,
                 RowStats(stats),
-                replace(ctx.change, temperatures=row),
-                grad_logprobs=own_logprobs,
-                grad_entropy=own_entropy,
+                replace(ctx.change, temperatures=chunk_temperatures),
+                grad_logprobs=chunk_grad_logprobs,
+                grad_entropy=chunk_grad_entropy,
                 out=out,
                 use_triton=ctx.use_triton,
             )
         return gradient, *(None,) * 6
 
 
-def _parts(logits: Tensor, *by_token: Tensor | None) -> tuple[Iterable[Any], ...]:
-    """Split the logits into parts ``[P, R, V]``, and per-token tensors into ``[P, R]``; repeat None P times."""
+def _split(logits: Tensor, *token_tensors: Tensor | None) -> tuple[Iterable[Any], ...]:
+    """Split the logits into chunks ``[P, R, V]``, and per-token tensors into ``[P, R]``; repeat None P times."""
     num_tokens = logits.shape[:-1].numel()
     is_even = logits.ndim == 2 or logits.stride(0) == logits.shape[1] * logits.stride(1)
-    parts = logits.view(1, num_tokens, logits.shape[-1]) if is_even else logits
-    return parts, *([None] * len(parts) if one is None else one.reshape(parts.shape[:2]) for one in by_token)
+    chunks = logits.view(1, num_tokens, logits.shape[-1]) if is_even else logits
+    return chunks, *(
+        [None] * len(chunks) if tensor is None else tensor.reshape(chunks.shape[:2]) for tensor in token_tensors
+    )

@@ -51,11 +51,11 @@ class RowStats:
     def join(cls, parts: Tensor) -> RowStats:
         """Join the values of all parts ``[P, 4, R]``."""
         largest, total, moment, target = parts.unbind(1)  # [P, R]
-        most = largest.amax(0)
-        lower = largest - most
+        maximum = largest.amax(0)
+        lower = largest - maximum
         shrunk = lower.exp()
         moments = (moment + lower * total) * shrunk
-        return cls(torch.stack([most, (total * shrunk).sum(0), moments.sum(0), target.amax(0)]))
+        return cls(torch.stack([maximum, (total * shrunk).sum(0), moments.sum(0), target.amax(0)]))
 
     @cached_property
     def largest(self) -> Tensor:  # [R]
@@ -133,13 +133,13 @@ def _fake_stats(*_: Any) -> None:
 def _stats_torch(
     logits: Tensor, targets: Tensor, change: LogitChange, first_column: int, with_entropy: bool, values: Tensor
 ) -> None:
-    places, is_here = find_targets(targets, first_column, logits.shape[1])
+    target_columns, is_inside = find_targets(targets, first_column, logits.shape[1])
     lowest = torch.finfo(values.dtype).min  # instead of -inf, whose product with 0 is NaN
     for rows in row_groups(logits):
         z = change.of_rows(rows).apply(logits[rows])  # [G, V]
         largest, total, moment, target = (value[rows] for value in values)
         torch.amax(z, 1, out=largest).clamp_(min=lowest)
-        target.copy_(z.gather(1, places[rows, None])[:, 0].where(is_here[rows], -torch.inf))
+        target.copy_(z.gather(1, target_columns[rows, None])[:, 0].where(is_inside[rows], -torch.inf))
         lower = (z - largest[:, None]).clamp_(min=lowest)
         exponentials = lower.exp()
         torch.sum(exponentials, 1, out=total)
@@ -199,25 +199,25 @@ def _stats_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
     columns = tl.arange(0, BLOCK)
-    rest = end // BLOCK * BLOCK
-    for start in range(0, rest, BLOCK):  # without masks, which would take as long as the sums
+    full_end = end // BLOCK * BLOCK
+    for start in range(0, full_end, BLOCK):  # without masks, which would take as long as the sums
         z, _ = change_logits(load_logits(logits, bias, start + columns, None, BIASED), factor, scale, softcap, CAPPED)
         largest, total, moment = _add_columns(z, largest, total, moment, WITH_ENTROPY)
-    if rest < end:
-        is_inside = rest + columns < end
+    if full_end < end:
+        is_inside = full_end + columns < end
         z, _ = change_logits(
-            load_logits(logits, bias, rest + columns, is_inside, BIASED), factor, scale, softcap, CAPPED
+            load_logits(logits, bias, full_end + columns, is_inside, BIASED), factor, scale, softcap, CAPPED
         )
         z = tl.where(is_inside, z, float("-inf"))
         largest, total, moment = _add_columns(z, largest, total, moment, WITH_ENTROPY)
     local = target - first_column
-    is_here = (local >= 0) & (local < end)
-    z, _ = change_logits(load_logits(logits, bias, local, is_here, BIASED), factor, scale, softcap, CAPPED)
+    has_target = (local >= 0) & (local < end)
+    z, _ = change_logits(load_logits(logits, bias, local, has_target, BIASED), factor, scale, softcap, CAPPED)
     values += row
     tl.store(values, tl.where(is_counted, largest, 0.0))
     tl.store(values + num_rows, tl.sum(total, 0))
     tl.store(values + 2 * num_rows, tl.sum(moment, 0))
-    tl.store(values + 3 * num_rows, tl.where(is_here, z, tl.where(is_counted, float("-inf"), 0.0)))
+    tl.store(values + 3 * num_rows, tl.where(has_target, z, tl.where(is_counted, float("-inf"), 0.0)))
 
 
 def _stats_triton(
@@ -260,9 +260,9 @@ def row_gradient(
     d logprob / dz = onehot(target) - p, and d entropy / dz = -p (log p + entropy).
     """
     if len(targets):
-        runs, own = runs_triton(logits, use_triton), (stats.largest, stats.log_total, stats.entropy)
+        runs, statistics = runs_triton(logits, use_triton), (stats.largest, stats.log_total, stats.entropy)
         grads = (grad_logprobs, grad_entropy)
-        _fill_gradient(out, logits, targets, *own, *grads, *pack_change(change), first_column, has_ignored, runs)
+        _fill_gradient(out, logits, targets, *statistics, *grads, *pack_change(change), first_column, has_ignored, runs)
     return out
 
 
@@ -309,12 +309,12 @@ def _gradient_torch(
     out: Tensor,
     has_ignored: bool,
 ) -> None:
-    places, is_here = find_targets(targets, first_column, logits.shape[1])
+    target_columns, is_inside = find_targets(targets, first_column, logits.shape[1])
     largest, log_total, entropy = stats
     for rows in row_groups(logits):
-        own = change.of_rows(rows)
-        z = own.apply(logits[rows])  # [G, V]
-        slope = own.slope(z)
+        row_change = change.of_rows(rows)
+        z = row_change.apply(logits[rows])  # [G, V]
+        slope = row_change.slope(z)
         log_p = (z - largest[rows, None]).sub_(log_total[rows, None])
         p = log_p.exp()
         gradient = torch.zeros_like(p)
@@ -323,7 +323,7 @@ def _gradient_torch(
             gradient = log_p.add_(entropy[rows, None]).mul_(p).mul_(-grad_entropy[rows, None])
         if grad_logprobs is not None:
             gradient -= p.mul_(grad_logprobs[rows, None])
-            gradient.scatter_add_(1, places[rows, None], (grad_logprobs[rows] * is_here[rows])[:, None])
+            gradient.scatter_add_(1, target_columns[rows, None], (grad_logprobs[rows] * is_inside[rows])[:, None])
         if isinstance(slope, Tensor) or slope != 1.0:
             gradient *= slope
         if has_ignored:

@@ -34,7 +34,7 @@ class StridedMask:
     visible: Tensor  # [M] int64, how many tokens of its document a token sees
     num_document_tokens: int
     num_columns: int
-    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def dense(self, queries: slice = slice(None), *, window: int | None = None) -> Tensor:
         """Return the mask ``[Q, K]``, True where a query sees a key; K is the end of ``queries``.
@@ -42,11 +42,11 @@ class StridedMask:
         ``window`` hides tokens that are ``window`` or more positions earlier (sliding-window attention).
         """
         key = ("dense", window)
-        if key not in self._kept:
-            places = torch.arange(len(self.columns), device=self.columns.device)
-            self._kept[key] = self._sees(places[:, None], places[None], window)
-        whole: Tensor = self._kept[key]
-        return whole[queries, : queries.stop]
+        if key not in self._cache:
+            indices = torch.arange(len(self.columns), device=self.columns.device)
+            self._cache[key] = self._visible_pairs(indices[:, None], indices[None], window)
+        mask: Tensor = self._cache[key]
+        return mask[queries, : queries.stop]
 
     def blocks(
         self, queries: slice = slice(None), *, window: int | None = None, block_size: int = BLOCK_SIZE
@@ -59,21 +59,21 @@ class StridedMask:
         key = ("blocks", window, block_size)
         if queries != slice(None):
             return self._make_blocks(queries, window, block_size)
-        if key not in self._kept:
-            self._kept[key] = self._make_blocks(queries, window, block_size)
-        whole: BlockMask = self._kept[key]
-        return whole
+        if key not in self._cache:
+            self._cache[key] = self._make_blocks(queries, window, block_size)
+        mask: BlockMask = self._cache[key]
+        return mask
 
     def forget(self) -> None:
         """Free the cached masks."""
-        self._kept.clear()
+        self._cache.clear()
 
-    def _sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    def _visible_pairs(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         same_document = self.documents[query] == self.documents[key]
         in_context = (self.columns[key] < 0) & same_document & (self.positions[key] < self.visible[query])
         own_block = (self.columns[key] >= 0) & (self.columns[key] == self.columns[query]) & (key <= query)
-        seen = in_context | own_block
-        return seen if window is None else seen & (self.positions[query] - self.positions[key] < window)
+        is_visible = in_context | own_block
+        return is_visible if window is None else is_visible & (self.positions[query] - self.positions[key] < window)
 
     def _make_blocks(self, queries: slice, window: int | None, block_size: int) -> BlockMask:
         start, stop, _ = queries.indices(len(self.columns))
@@ -91,19 +91,19 @@ class StridedMask:
 
     def _ranges(self, start: int, stop: int, window: int | None) -> _Ranges:
         count, reach = self.num_document_tokens, len(self.columns) if window is None else window
-        places = torch.arange(start, stop, device=self.columns.device)
+        indices = torch.arange(start, stop, device=self.columns.device)
         begin = torch.searchsorted(self.documents[:count], self.documents[start:stop])
         end = begin + self.visible[start:stop]
         first = (begin + (self.positions[start:stop] - reach + 1).clamp(min=0)).minimum(end)
-        # A block's steps are C places apart; the range of a document's token, which has no column, is empty.
-        first_own = (places - (reach - 1) * self.num_columns).clamp(min=count)
-        return _Ranges(first=first, end=end, first_own=first_own, last_own=places, columns=self.columns[start:stop])
+        # A block's steps are C positions apart; the range of a document's token, which has no column, is empty.
+        first_own = (indices - (reach - 1) * self.num_columns).clamp(min=count)
+        return _Ranges(first=first, end=end, first_own=first_own, last_own=indices, columns=self.columns[start:stop])
 
     def _count_in_columns(self, start: int, stop: int, window: int | None, block_size: int) -> Tensor:
         """Count pairs of a query and a block's token that it sees, in each pair of mask blocks ``[q, k]``.
 
-        A token is seen from its own place and from those C, 2 C, ... places later. So the tokens of one mask block are
-        seen, a given number of steps later, from a range of places of the same length.
+        A token is seen from its own position and from those C, 2 C, ... positions later. So the tokens of one mask
+        block are seen, a given number of steps later, from a range of positions of the same length.
         """
         num_steps = max(0, -((self.num_document_tokens - stop) // max(1, self.num_columns)))
         steps = torch.arange(num_steps if window is None else min(num_steps, window), device=self.columns.device)
@@ -132,8 +132,8 @@ def _make_mask_mod(
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_context = (ranges[0, query] <= key) & (key < ranges[1, query])
-        up_to_itself = (ranges[2, query] <= key) & (key <= ranges[3, query])
-        return in_context | up_to_itself & (ranges[4, query] == key_columns[key])
+        in_own_block = (ranges[2, query] <= key) & (key <= ranges[3, query])
+        return in_context | in_own_block & (ranges[4, query] == key_columns[key])
 
     return sees
 
@@ -146,7 +146,7 @@ def _count_in_documents(ranges: _Ranges, num_keys: int, block_size: int) -> Tens
 
 
 def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) -> Tensor:
-    """Count the places that each row's ranges ``[R, N]`` cover in each of b blocks of ``length`` places, ``[R, b]``.
+    """Count the positions that each row's ranges ``[R, N]`` cover in each of b blocks of ``length`` ones, ``[R, b]``.
 
     The part of a block that lies before a range's edge is all of it, some of it, or nothing; from block to block it
     changes at only two blocks. So the changes of all ranges are scattered to those blocks, and summed up cumulatively.
@@ -154,9 +154,9 @@ def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) ->
     num_blocks = -(-length // block_size)
     changes = first.new_zeros(len(first), num_blocks + 2)
     for edge, sign in ((end, -1), (first, 1)):
-        within = edge % block_size
-        changes.scatter_add_(1, edge // block_size, sign * (block_size - within))
-        changes.scatter_add_(1, edge // block_size + 1, sign * within)
+        offset = edge % block_size
+        changes.scatter_add_(1, edge // block_size, sign * (block_size - offset))
+        changes.scatter_add_(1, edge // block_size + 1, sign * offset)
     return changes.cumsum(1)[:, :num_blocks]
 
 

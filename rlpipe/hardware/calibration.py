@@ -52,20 +52,22 @@ def on_rank0(find: Callable[[], T]) -> T:
     """
     if num_ranks() == 1:
         return find()
-    found: list[tuple[T] | RlpipeError | None] = [None]
+    results: list[tuple[T] | RlpipeError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [(find(),)]
+            results = [(find(),)]
         except Exception as error:
-            own = isinstance(error, RlpipeError)
-            dist.broadcast_object_list([error if own else RunError(f"rank 0 failed: {describe_error(error)}")], src=0)
+            is_rlpipe_error = isinstance(error, RlpipeError)
+            dist.broadcast_object_list(
+                [error if is_rlpipe_error else RunError(f"rank 0 failed: {describe_error(error)}")], src=0
+            )
             raise
-    dist.broadcast_object_list(found, src=0)
-    (answer,) = found
-    assert answer is not None
-    if isinstance(answer, RlpipeError):
-        raise answer
-    return answer[0]
+    dist.broadcast_object_list(results, src=0)
+    (result,) = results
+    assert result is not None
+    if isinstance(result, RlpipeError):
+        raise result
+    return result[0]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -78,16 +80,16 @@ ADDED_ELEMENTS = 2**26
 
 def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:
     """Return the FLOP/s of dense products of square matrices, by dtype, without the dtypes that the device refuses."""
-    found = {}
+    flops = {}
     for name in DTYPES:
         try:
-            found[name] = product_flops(device, name, scale)
+            flops[name] = product_flops(device, name, scale)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             if name == DTYPES[0]:  # which every device has
                 raise
-    return found
+    return flops
 
 
 def product_flops(device: torch.device, dtype: str, scale: float) -> float:
@@ -126,16 +128,16 @@ def _adam_elements(device: torch.device, dtype: torch.dtype, scale: float) -> fl
 def added_elements(*, scale: float = 1.0) -> dict[str, float]:
     """Return the gradient elements per second that the host adds to a sum, with the sum of squares, by ``adding``."""
     return {
-        adding(part, total): _added_elements(getattr(torch, part), getattr(torch, total), scale)
+        adding(gradient, total): _added_elements(getattr(torch, gradient), getattr(torch, total), scale)
         for total in STATE_DTYPES
-        for part in STATE_DTYPES
+        for gradient in STATE_DTYPES
     }
 
 
-def _added_elements(part_dtype: torch.dtype, total_dtype: torch.dtype, scale: float) -> float:
-    part = torch.ones(int(scale * ADDED_ELEMENTS), dtype=part_dtype)
-    total = torch.zeros(len(part), dtype=total_dtype)
-    return rate(len(part), lambda: add_up(total, part), part.device, scale=scale)
+def _added_elements(gradient_dtype: torch.dtype, total_dtype: torch.dtype, scale: float) -> float:
+    gradient = torch.ones(int(scale * ADDED_ELEMENTS), dtype=gradient_dtype)
+    total = torch.zeros(len(gradient), dtype=total_dtype)
+    return rate(len(gradient), lambda: add_up(total, gradient), gradient.device, scale=scale)
 
 
 TENSOR_BYTES = (2**16, 2**20, 2**23, 2**25, 2**27)
@@ -155,11 +157,11 @@ def measure_link(device: torch.device, *, scale: float = 1.0) -> Link:
     All of its ranks must call this together; all get the times of the slowest rank. ``scale`` scales the tensors.
     """
     return Link(
-        all_gather=_measure_collective(lambda whole, part: dist.all_gather_single(whole, part), 1, device, scale),
+        all_gather=_measure_collective(lambda full, shard: dist.all_gather_single(full, shard), 1, device, scale),
         reduce_scatter=_measure_collective(
-            lambda whole, part: dist.reduce_scatter_single(part, whole), 1, device, scale
+            lambda full, shard: dist.reduce_scatter_single(shard, full), 1, device, scale
         ),
-        all_reduce=_measure_collective(lambda whole, _: dist.all_reduce(whole), 2, device, scale),
+        all_reduce=_measure_collective(lambda full, _: dist.all_reduce(full), 2, device, scale),
     )
 
 
@@ -167,10 +169,10 @@ def _measure_collective(collective: Collective, num_rounds: int, device: torch.d
     """Return the curve of a collective; ``num_rounds`` is how often every part goes around the ring."""
     sizes, times = [], []
     for tensor_bytes in TENSOR_BYTES:
-        part = torch.zeros(max(1, int(scale * tensor_bytes) // 4 // dist.get_world_size()), device=device)
-        whole = torch.zeros(len(part) * dist.get_world_size(), device=device)
-        sizes.append(num_rounds * (whole.nbytes - part.nbytes))
-        times.append(_slowest(partial(collective, whole, part), tensor_bytes, device))
+        shard = torch.zeros(max(1, int(scale * tensor_bytes) // 4 // dist.get_world_size()), device=device)
+        full = torch.zeros(len(shard) * dist.get_world_size(), device=device)
+        sizes.append(num_rounds * (full.nbytes - shard.nbytes))
+        times.append(_slowest(partial(collective, full, shard), tensor_bytes, device))
     return Curve(num_bytes=tuple(sizes), seconds=tuple(times))
 
 
@@ -205,7 +207,7 @@ def measure_transfers(device: torch.device, *, scale: float = 1.0) -> Transfers:
     with (
         closing(HostBuffer(num_bytes, pin=pin)) as source,
         closing(HostBuffer(num_bytes, pin=pin)) as target,
-        _side_by_side(device) as run_both,
+        _concurrent_copies(device) as run_both,
     ):
         source.bytes.fill_(1)  # memory that was never written is not mapped yet, and reads too fast
 
@@ -223,7 +225,7 @@ def measure_transfers(device: torch.device, *, scale: float = 1.0) -> Transfers:
 
 
 @contextmanager
-def _side_by_side(device: torch.device) -> Iterator[Callable[[Work, Work], None]]:
+def _concurrent_copies(device: torch.device) -> Iterator[Callable[[Work, Work], None]]:
     """Yield a function that runs two copies at the same time: on two streams, or in two threads."""
     if device.type == "cuda":
         streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -331,9 +333,9 @@ def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
     """
     if num_ranks() == 1:
         return _find_or_measure(device, scale)
-    own = on_rank0(lambda: _find_or_measure(device, scale))
-    with_link = replace(own, link=measure_link(device, scale=scale))
-    if own.link is None and dist.get_rank() == 0:
+    measured = on_rank0(lambda: _find_or_measure(device, scale))
+    with_link = replace(measured, link=measure_link(device, scale=scale))
+    if measured.link is None and dist.get_rank() == 0:
         _try_to_store(with_link)
     return with_link
 

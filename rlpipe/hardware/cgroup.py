@@ -39,20 +39,20 @@ def host_memory_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 
 def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """Return the bytes of host memory that can still be allocated; cached files count as free."""
-    left = [psutil.virtual_memory().available]
+    available = [psutil.virtual_memory().available]
     for files, folder in _memory_folders(groups, own):
-        if (most := _read_number(folder / files.limit)) is not None:
-            kept = _read_entry(folder / "memory.stat", files.kept)
-            left.append(most - (_read_number(folder / files.used) or 0) + kept)
-    return max(0, min(left))
+        if (limit := _read_number(folder / files.limit)) is not None:
+            cached = _read_entry(folder / "memory.stat", files.kept)
+            available.append(limit - (_read_number(folder / files.used) or 0) + cached)
+    return max(0, min(available))
 
 
 def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """Return the number of cores that the process may run on, or that its CPU quota is worth if that is less."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = _read_limits(groups, own, "cpu.max", controller="")  # microseconds of computing in microseconds of time
     shares = [int(quota[0]) / int(quota[1]) for quota in quotas if quota[0].isdecimal()]
-    return max(1, math.ceil(min([there, *shares])))
+    return max(1, math.ceil(min([num_available, *shares])))
 
 
 def _read_limits(groups: Path, own: Path, file: str, *, controller: str) -> Iterator[list[str]]:
@@ -89,7 +89,7 @@ def _folders(groups: Path, own: Path, controller: str) -> Iterator[Path]:
         if controller in controllers.split(","):
             top = groups / controller
             folder = top / path.lstrip("/")
-            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
+            yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(top))
 
 
 def num_threads(learner: LearnerConfig) -> int:

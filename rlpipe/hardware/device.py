@@ -143,8 +143,8 @@ class Device:
     def flops(self, dtype: str) -> float:
         """Return the FLOP/s of dense matrix products; raise ``ConfigError`` if the dtype's rate is not known."""
         if dtype not in self.matmul_flops:
-            known = ", ".join(self.matmul_flops)
-            raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {known}")
+            supported = ", ".join(self.matmul_flops)
+            raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {supported}")
         return self.matmul_flops[dtype]
 
     def auto_dtype(self, *, on_gpu: bool = True) -> str:

@@ -112,9 +112,9 @@ def _read_curve(name: str, content: Any) -> Curve:
 
 
 def _check_names(content: Mapping[str, Any], kind: type[Device] | type[Link] | type[Curve]) -> None:
-    known = {entry.name for entry in fields(kind)}
+    names = {entry.name for entry in fields(kind)}
     required = {entry.name for entry in fields(kind) if entry.default is MISSING}
-    wrong = sorted((required - content.keys()) | (content.keys() - known))
+    wrong = sorted((required - content.keys()) | (content.keys() - names))
     if wrong:
         raise ValueError(f"{wrong[0]} is {'unknown' if wrong[0] in content else 'missing'}")
 
@@ -210,9 +210,9 @@ def _assume(
         host_adam=_adam(host.bandwidth),
         host_adding={
             # The sum is read and written.
-            adding(part, total): host.bandwidth / (_ITEMSIZES[part] + 2 * _ITEMSIZES[total])
+            adding(source, total): host.bandwidth / (_ITEMSIZES[source] + 2 * _ITEMSIZES[total])
             for total in STATE_DTYPES
-            for part in STATE_DTYPES
+            for source in STATE_DTYPES
         },
         host_bandwidth=host.bandwidth,
         host_memory_bytes=host.memory_bytes,
@@ -243,7 +243,7 @@ def larger_devices(device: Device) -> list[Device]:
     """Return the GPUs of the table with clearly more memory than a GPU, the smallest first; none for a CPU."""
     if device.kind != "cuda":
         return []
-    return [other for other in reversed(DEVICES.values()) if other.memory_bytes > 1.1 * device.memory_bytes]
+    return [candidate for candidate in reversed(DEVICES.values()) if candidate.memory_bytes > 1.1 * device.memory_bytes]
 
 
 def find_device(name: str | None = None) -> Device:
@@ -254,21 +254,23 @@ def find_device(name: str | None = None) -> Device:
     """
     stored = stored_names()
     if name is None or name == OWN_MACHINE:
-        own = own_stored_names()
-        if not own:
-            names = ", ".join(_known_names(stored))
+        own_names = own_stored_names()
+        if not own_names:
+            names = ", ".join(_available_names(stored))
             raise ConfigError(
                 f"this machine is not measured yet: measure it with rlpipe plan --calibrate, or set --device to "
                 f"one of {names}"
             )
-        return load_stored(own[0])
+        return load_stored(own_names[0])
     if name in DEVICES:
         return DEVICES[name]
     if name in stored:
         return load_stored(name)
-    known = _known_names(stored)
-    raise ConfigError(f"--device: there is no {name}; it is one of {', '.join(known)}{did_you_mean(name, known)}")
+    available = _available_names(stored)
+    raise ConfigError(
+        f"--device: there is no {name}; it is one of {', '.join(available)}{did_you_mean(name, available)}"
+    )
 
 
-def _known_names(stored: list[str]) -> list[str]:
+def _available_names(stored: list[str]) -> list[str]:
     return [*DEVICES, *stored, *([OWN_MACHINE] if own_stored_names() else [])]

@@ -83,18 +83,18 @@ def cpu_rates(made: Products, dtype: str) -> dict[str, float]:
 
     Timing takes less than a second after the import of torch. A dtype that torch can't multiply in is left out.
     """
-    if (kept := kept_rates(made, dtype)) is not None:
-        return kept
+    if (stored := kept_rates(made, dtype)) is not None:
+        return stored
     rates = time_products(made, dtype)
-    _keep(made, rates)
+    _store(made, rates)
     return rates
 
 
 def kept_rates(made: Products, dtype: str) -> dict[str, float] | None:
     """Return the stored rates for this processor, these switches and this torch version; does not import torch."""
-    found = _read().get(_machine(), {}).get(made.key, {})
+    stored = _read().get(_machine(), {}).get(made.key, {})
     try:
-        return {name: float(found[name]) for name in {WIDE: None, dtype: None}}
+        return {name: float(stored[name]) for name in {WIDE: None, dtype: None}}
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -129,7 +129,7 @@ Pass = Callable[[int], object]
 """Function that computes a number of rows once."""
 
 
-def _affordable_rows(made: Products, passes: Mapping[str, Pass]) -> int:
+def _affordable_rows(layer: Products, passes: Mapping[str, Pass]) -> int:
     """Return the model's number of rows, or as many as fit in a pass of the allowed time, at least ``FEWEST_ROWS``."""
     rows = FEWEST_ROWS
     while True:
@@ -137,9 +137,9 @@ def _affordable_rows(made: Products, passes: Mapping[str, Pass]) -> int:
         if max(first) > MAX_PASS_S:
             return rows
         seconds = [_seconds(run, rows) for run in passes.values()]
-        if rows == made.rows or 2 * min(seconds) > SHORT_PASS_S or 2 * max(seconds) > MAX_PASS_S:
+        if rows == layer.rows or 2 * min(seconds) > SHORT_PASS_S or 2 * max(seconds) > MAX_PASS_S:
             return rows
-        rows = min(2 * rows, made.rows)
+        rows = min(2 * rows, layer.rows)
 
 
 def _seconds(run: Pass, rows: int) -> float:
@@ -148,7 +148,7 @@ def _seconds(run: Pass, rows: int) -> float:
     return time.perf_counter() - begin
 
 
-def _feed_forward(made: Products, dtype_name: str) -> Pass:
+def _feed_forward(layer: Products, dtype_name: str) -> Pass:
     """Return a pass over the layer; raise ``RuntimeError`` if torch does not multiply in the dtype."""
     import torch
     from torch.nn.functional import linear
@@ -158,14 +158,14 @@ def _feed_forward(made: Products, dtype_name: str) -> Pass:
     def random(*shape: int) -> torch.Tensor:
         # Values as large as activations and weights; from a separate generator, so that the run's is not advanced.
         values = torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)
-        return values.to(dtype).requires_grad_(made.backward)
+        return values.to(dtype).requires_grad_(layer.backward)
 
-    tokens = random(made.rows, made.width)
-    up, down = random(made.inner_width, made.width), random(made.width, made.inner_width)
+    tokens = random(layer.rows, layer.width)
+    up, down = random(layer.inner_width, layer.width), random(layer.width, layer.inner_width)
 
     def run(rows: int) -> None:
         out = linear(linear(tokens[:rows], up), down)
-        if made.backward:
+        if layer.backward:
             torch.autograd.grad(out, [tokens, up, down], out.detach())
 
     linear(tokens[:1, :1], up[:1, :1])
@@ -190,17 +190,17 @@ def _read() -> dict[str, Any]:
     except (OSError, ValueError) as error:
         logger.warning("%s can't be read and will be replaced: %s", _path(), error)
         return {}
-    is_whole = isinstance(content, dict) and all(
+    is_valid = isinstance(content, dict) and all(
         isinstance(entry, dict) and all(isinstance(rates, dict) for rates in entry.values())
         for entry in content.values()
     )
-    return content if is_whole else {}
+    return content if is_valid else {}
 
 
-def _keep(made: Products, rates: Mapping[str, float]) -> None:
+def _store(layer: Products, rates: Mapping[str, float]) -> None:
     content = _read()
-    own = content.setdefault(_machine(), {})
-    own[made.key] = {**own.get(made.key, {}), **rates}
+    machine_rates = content.setdefault(_machine(), {})
+    machine_rates[layer.key] = {**machine_rates.get(layer.key, {}), **rates}
     try:
         _path().parent.mkdir(parents=True, exist_ok=True)
         write_whole(_path(), json.dumps(content, indent=2) + "\n")
@@ -213,9 +213,9 @@ def threads(count: int) -> Iterator[None]:
     """Have torch compute with ``count`` threads."""
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)

@@ -57,8 +57,8 @@ class DeviceTypes:
         """Return a clause that says how the device computes in ``dtype``."""
         setting = f" with {', '.join(self.switches)}" if self.switches else ""
         if self.narrow is not None:
-            has = "computes in" if dtype in self.narrow else "has no instructions for"
-            return f"{self.device} {has} {dtype}"
+            verb = "computes in" if dtype in self.narrow else "has no instructions for"
+            return f"{self.device} {verb} {dtype}"
         if dtype not in self.rates:
             return f"{self.device} does not multiply in {dtype}{setting}"
         rates = " and ".join(f"{_giga(self.rates[name])} GFLOP/s in {name}" for name in (WIDE, dtype))
@@ -104,15 +104,15 @@ def choose_dtype(
         slow = next((entry for entry in devices if entry.is_slow(asked)), None)
         line = None if slow is None else f"{option}={asked} is slow here: {slow.cost(asked)}; {fix}"
         return DtypeChoice(dtype=asked, line=line)
-    against = next((entry for entry in devices if entry.auto == WIDE), None)
-    decisive = devices[0] if against is None else against
+    wide_device = next((entry for entry in devices if entry.auto == WIDE), None)
+    decisive = devices[0] if wide_device is None else wide_device
     if begun is None or begun == decisive.auto:
         return DtypeChoice(
             dtype=decisive.auto, line=f"{option}={AUTO}: {decisive.auto}, because {decisive.describe(NARROW)}"
         )
     slow = next((entry for entry in devices if entry.is_slow(begun)), None)
-    but = decisive.describe(NARROW) if slow is None else slow.cost(begun)
-    return DtypeChoice(dtype=begun, line=f"{option}={AUTO}: {begun}, because the run began with it, although {but}")
+    reason = decisive.describe(NARROW) if slow is None else slow.cost(begun)
+    return DtypeChoice(dtype=begun, line=f"{option}={AUTO}: {begun}, because the run began with it, although {reason}")
 
 
 def gpu_types(name: str, capability: tuple[int, int]) -> DeviceTypes:

@@ -49,9 +49,9 @@ def _unlock_late(tensor: Tensor) -> None:
     _unlock(tensor)
 
 
-def _check(error: object, what: str, num_bytes: int) -> None:
+def _check(error: object, action: str, num_bytes: int) -> None:
     if int(error) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"CUDA could not {what} {num_bytes} bytes of host memory: {error}")
+        raise RuntimeError(f"CUDA could not {action} {num_bytes} bytes of host memory: {error}")
 
 
 BLOCK = 2**22
@@ -68,19 +68,19 @@ def add_up(total: Tensor, part: Tensor, *, is_first: bool = False) -> Tensor:
     memory, which takes several times as long. Neither dtype is wider than float32.
     """
     wide = torch.float32
-    room = torch.empty(room_bytes(len(total), total.dtype, part.dtype) // wide.itemsize, dtype=wide)
+    buffer = torch.empty(room_bytes(len(total), total.dtype, part.dtype) // wide.itemsize, dtype=wide)
     squared = torch.zeros((), dtype=torch.float64)
-    for own, other in zip(total.split(BLOCK), part.split(BLOCK), strict=True):
-        converted = room[: len(own)]
+    for total_block, part_block in zip(total.split(BLOCK), part.split(BLOCK), strict=True):
+        converted = buffer[: len(total_block)]
         if is_first:
-            own.copy_(other)
-        elif own.dtype is other.dtype is wide:
-            own.add_(other)
-        elif own.dtype is wide:
-            own.add_(converted.copy_(other))
+            total_block.copy_(part_block)
+        elif total_block.dtype is part_block.dtype is wide:
+            total_block.add_(part_block)
+        elif total_block.dtype is wide:
+            total_block.add_(converted.copy_(part_block))
         else:
-            own.copy_(converted.copy_(own).add_(other))
-        values = own if own.dtype is wide else converted.copy_(own)
+            total_block.copy_(converted.copy_(total_block).add_(part_block))
+        values = total_block if total_block.dtype is wide else converted.copy_(total_block)
         squared += torch.dot(values, values)
     return squared
 

@@ -50,9 +50,9 @@ class FusedLora(nn.Module):
 def fuse_lora(model: nn.Module) -> None:
     """Fuse the LoRA layers in place; embeddings, experts, DoRA and layers with dropout stay as they are."""
     for layer in model.modules():
-        kind: Any = type(layer)
+        layer_class: Any = type(layer)
         if _is_linear(layer) and find_adapter(layer) is not None:
-            layer.__class__ = _fused(kind)
+            layer.__class__ = _fused_class(layer_class)
 
 
 def _is_linear(layer: Any) -> bool:
@@ -66,9 +66,9 @@ def _is_linear(layer: Any) -> bool:
 
 
 @cache
-def _fused(kind: Any) -> Any:
+def _fused_class(layer_class: Any) -> Any:
     """Return the fused class, of the same name, because users may name classes, as in ``learner.fsdp.wrap``."""
-    return type(kind.__name__, (FusedLora, kind), {"__module__": kind.__module__})
+    return type(layer_class.__name__, (FusedLora, layer_class), {"__module__": layer_class.__module__})
 
 
 def find_adapter(layer: Any) -> str | None:
@@ -106,10 +106,10 @@ class Drift:
         return self.median / self.spread if self.mended and self.spread else 1.0
 
     def __str__(self) -> str:
-        done = "scaled to the median" if self.factor != 1 else "left unchanged"
+        action = "scaled to the median" if self.factor != 1 else "left unchanged"
         return (
             f"model.normalize_weight_scales.{self.rule}: {self.name} has a standard deviation of {self.spread:.4g}, "
-            f"{self.spread / self.median:.2f} times the median {self.median:.4g}; {done}"
+            f"{self.spread / self.median:.2f} times the median {self.median:.4g}; {action}"
         )
 
 
@@ -123,7 +123,7 @@ def normalize_weight_scales(model: nn.Module, rules: Mapping[str, WeightScaleRul
     drifts = []
     for rule_name, rule in rules.items():
         matching = [(name, value) for name, value in model.named_parameters() if re.search(rule.name_pattern, name)]
-        group = {member: part for name, value in matching for member, part in _members(name, value)}
+        group = {member: weight for name, value in matching for member, weight in _members(name, value)}
         spreads = {name: float(value.float().std()) for name, value in group.items() if value.numel() > 1}
         middle = median(spreads.values()) if spreads else 0.0
         if not middle:
@@ -142,7 +142,7 @@ def normalize_weight_scales(model: nn.Module, rules: Mapping[str, WeightScaleRul
 def _members(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the slices of a parameter ``[experts, out, in]`` as ``name[0]`` and so on, and any other one whole."""
     if value.ndim == EXPERT_DIMENSIONS and min(value.shape) > 1:  # unlike the kernels [channels, 1, width] of a mixer
-        yield from ((f"{name}[{index}]", part) for index, part in enumerate(value))
+        yield from ((f"{name}[{index}]", expert) for index, expert in enumerate(value))
     else:
         yield name, value
 
@@ -150,8 +150,8 @@ def _members(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def apply_factors(name: str, value: Tensor, factors: Mapping[str, float]) -> Tensor:
     """Multiply a parameter, in place, by the factors of a training record's drifts."""
-    for member, part in _members(name, value):
-        part.mul_(factors.get(member, 1.0))
+    for member, weight in _members(name, value):
+        weight.mul_(factors.get(member, 1.0))
     return value
 
 

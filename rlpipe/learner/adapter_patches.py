@@ -71,7 +71,7 @@ def load_adapter(
     exactly, or if it changes a parameter that is tied to another.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    adapted = _put_on(model, adapter, config, tensors)
+    adapted = _attach_adapter(model, adapter, config, tensors)
     patches = {
         f"{names[id(base)]}.{parameter}": patch
         for module in adapted.modules()
@@ -80,19 +80,21 @@ def load_adapter(
     if not patches:
         raise ModelError(f"the adapter {adapter} changes no parameter of {type(model).__name__}")
     if tied := changed_tie(model, patches):
-        one, other = tied
+        name, tied_name = tied
         raise ModelError(
-            f"the adapter {adapter} changes {one}, but the base ties it to {other}, and both would change: save the "
-            "base with tie_word_embeddings=false, and merge into that"
+            f"the adapter {adapter} changes {name}, but the base ties it to {tied_name}, and both would change: save "
+            "the base with tie_word_embeddings=false, and merge into that"
         )
     return adapted, patches
 
 
-def _put_on(model: PreTrainedModel, folder: Path, config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftModel:
+def _attach_adapter(
+    model: PreTrainedModel, folder: Path, config: PeftConfig, tensors: Mapping[str, Tensor]
+) -> PeftModel:
     subject = f"the adapter {folder}"
     with reading_files(f"{subject} does not fit the base", "give the base that it was trained on", error=ModelError):
         adapted = PeftModel(model, replace(check_mergeable(config), init_lora_weights=False), ADAPTER)
-        _make_room(adapted, tensors)
+        _allocate_embeddings(adapted, tensors)
         put_tensors(adapted, tensors, subject)
     return adapted.eval()
 
@@ -109,7 +111,7 @@ def check_mergeable(config: PeftConfig) -> LoraConfig:
     return config
 
 
-def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
+def _allocate_embeddings(adapted: PeftModel, tensors: Collection[str]) -> None:
     """Allocate memory for the base's embeddings that PEFT saves along with an adapter on them."""
     for name in tensors:
         if name.endswith(BASE_COPY):
@@ -121,54 +123,58 @@ def patches_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
     """Yield the base module, parameter name and patch for each parameter that the adapter module changes."""
     if isinstance(module, ParamWrapper):
         base = module.get_base_layer()
-        yield base, module.parameter_name, _merging(module, base, module.parameter_name)
+        yield base, module.parameter_name, _merging_patch(module, base, module.parameter_name)
     elif isinstance(module, LoraLayer):
         base = module.get_base_layer()
-        yield base, "weight", _merging(module, base, "weight")
+        yield base, "weight", _merging_patch(module, base, "weight")
         if module.lora_bias[ADAPTER]:
-            yield base, "bias", _adding_bias(module)
+            yield base, "bias", _bias_patch(module)
     elif isinstance(module, ModulesToSaveWrapper):
-        for name, saved in module.modules_to_save[ADAPTER].named_parameters():
-            yield module.original_module, name, _replacing(saved)
+        for name, trained in module.modules_to_save[ADAPTER].named_parameters():
+            yield module.original_module, name, _replacing_patch(trained)
     elif isinstance(module, AuxiliaryTrainingWrapper):
         raise ModelError(f"{type(module).__name__} can't be merged: train without trainable_token_indices")
 
 
-def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
-    own = cast(Tensor, getattr(base, name))
-    saved = own if own.is_contiguous() else None  # PEFT merges into the embeddings that came with the adapter
+def _merging_patch(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
+    base_weight = cast(Tensor, getattr(base, name))
+    saved = (
+        base_weight if base_weight.is_contiguous() else None
+    )  # PEFT merges into the embeddings that came with the adapter
 
     def patch(weight: Tensor) -> Tensor:
         if saved is not None:
             weight = saved.detach().to(weight.dtype, copy=True)
         placeholders = dict(base.named_parameters(recurse=False))
-        for other, parameter in placeholders.items():  # PEFT merges weight and bias together
-            kept = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
-            values = weight if other == name else kept
-            setattr(base, other, nn.Parameter(values, requires_grad=False))
+        for parameter_name, parameter in placeholders.items():  # PEFT merges weight and bias together
+            placeholder_value = (
+                weight.new_zeros(parameter.shape, dtype=parameter.dtype) if parameter_name == "bias" else parameter
+            )
+            values = weight if parameter_name == name else placeholder_value
+            setattr(base, parameter_name, nn.Parameter(values, requires_grad=False))
         layer.merge()
         merged = cast(Tensor, getattr(base, name)).data
         layer.merged_adapters.clear()
-        for other, parameter in placeholders.items():
-            setattr(base, other, parameter)
+        for parameter_name, parameter in placeholders.items():
+            setattr(base, parameter_name, parameter)
         return merged
 
     return patch
 
 
-def _adding_bias(layer: LoraLayer) -> Patch:
+def _bias_patch(layer: LoraLayer) -> Patch:
     """Return a patch that adds LoRA's bias itself, because PEFT adds it only while merging the weight."""
     return lambda bias: bias.add_(cast(Tensor, layer.lora_B[ADAPTER].bias).data * layer.scaling[ADAPTER])
 
 
-def _replacing(saved: Tensor) -> Patch:
+def _replacing_patch(saved: Tensor) -> Patch:
     return lambda weight: saved.detach().to(weight.dtype)
 
 
 def over_nf4(patches: Mapping[str, Patch], quantized: Collection[str]) -> dict[str, Patch]:
     """Return the patches for a base whose ``quantized`` parameters are rounded to NF4 first."""
 
-    return _after(patches, dict.fromkeys(quantized, nf4_round_trip))
+    return _patch_after(patches, dict.fromkeys(quantized, nf4_round_trip))
 
 
 def over_scaled(patches: Mapping[str, Patch], factors: Mapping[str, float]) -> dict[str, Patch]:
@@ -177,14 +183,17 @@ def over_scaled(patches: Mapping[str, Patch], factors: Mapping[str, float]) -> d
     def scale(name: str) -> Patch:
         return lambda weight: apply_factors(name, weight, factors)
 
-    return _after(patches, {name: scale(name) for name in set(map(parameter_of, factors))})
+    return _patch_after(patches, {name: scale(name) for name in set(map(parameter_of, factors))})
 
 
-def _after(patches: Mapping[str, Patch], first: Mapping[str, Patch]) -> dict[str, Patch]:
-    def both(one: Patch, other: Patch) -> Patch:
-        return lambda weight: other(one(weight))
+def _patch_after(patches: Mapping[str, Patch], first: Mapping[str, Patch]) -> dict[str, Patch]:
+    def compose(earlier: Patch, later: Patch) -> Patch:
+        return lambda weight: later(earlier(weight))
 
-    return {**first, **{name: both(first[name], patch) if name in first else patch for name, patch in patches.items()}}
+    return {
+        **first,
+        **{name: compose(first[name], patch) if name in first else patch for name, patch in patches.items()},
+    }
 
 
 BASE_PARTS = ("base_layer.", "original_module.")
@@ -201,16 +210,16 @@ class MergedParameter:
 
     def merge(self, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """Return ``weight`` merged with the adapter's ``parts``; may change ``weight`` in place."""
-        for name, part in self.parts.items():
-            part.data = parts[name]
+        for name, parameter in self.parts.items():
+            parameter.data = parts[name]
         try:
             return self.patch(weight)
         finally:
             self.empty()
 
     def empty(self) -> None:
-        for part in self.parts.values():
-            part.data = placeholder(part)
+        for parameter in self.parts.values():
+            parameter.data = placeholder(parameter)
 
 
 class LiveMerge:
@@ -237,7 +246,7 @@ class LiveMerge:
         }
         """Name and meta tensor in the plain model of each tensor of the base, by its name in the policy."""
         self._merged = {
-            f"{modules[id(base)]}.{parameter}": MergedParameter(patch, _parts(prefix, module, parameter))
+            f"{modules[id(base)]}.{parameter}": MergedParameter(patch, _adapter_parameters(prefix, module, parameter))
             for prefix, module in adapted.named_modules()
             for base, parameter, patch in patches_of(module)
         }
@@ -266,7 +275,9 @@ class LiveMerge:
             name, _ = self._meta_tensors[live]
             merged = self._merged.get(name)
             weight = self._sharding.full(tensor).detach()
-            parts = {part: self._sharding.full(trained[part]).detach() for part in merged.parts} if merged else {}
+            adapter_tensors = (
+                {key: self._sharding.full(trained[key]).detach() for key in merged.parts} if merged else {}
+            )
             if self._sharding.rank != 0:
                 continue
             if live in layers:
@@ -274,13 +285,13 @@ class LiveMerge:
             if merged is not None:
                 if weight.data_ptr() == self._sharding.local(tensor).data_ptr():
                     weight = weight.clone()
-                weight = merged.merge(weight, parts)
+                weight = merged.merge(weight, adapter_tensors)
             yield from to_files(self._base, name, weight).items()
 
 
-def _parts(prefix: str, module: nn.Module, parameter: str) -> dict[str, nn.Parameter]:
-    own = {name: part for name, part in module.named_parameters() if not name.startswith(BASE_PARTS)}
+def _adapter_parameters(prefix: str, module: nn.Module, parameter: str) -> dict[str, nn.Parameter]:
+    parameters = {name: value for name, value in module.named_parameters() if not name.startswith(BASE_PARTS)}
     if isinstance(module, ModulesToSaveWrapper):
-        saved = f"modules_to_save.{ADAPTER}.{parameter}"
-        own = {saved: own[saved]}
-    return {f"{prefix}.{name}": part for name, part in own.items()}
+        key = f"modules_to_save.{ADAPTER}.{parameter}"
+        parameters = {key: parameters[key]}
+    return {f"{prefix}.{name}": value for name, value in parameters.items()}

@@ -49,8 +49,8 @@ def set_newer_aside(folder: Path, step: int) -> list[Path]:
 
 def set_damaged_aside(folder: Path, *, newer_than: int = -1) -> dict[Path, str]:
     """Rename the checkpoints that ``damaged`` finds; return their new paths, each with a description of the damage."""
-    found = damaged(folder, newer_than=newer_than)
-    return {path.rename(_free_name(path, "damaged")): problem for path, problem in found.items()}
+    problems = damaged(folder, newer_than=newer_than)
+    return {path.rename(_free_name(path, "damaged")): problem for path, problem in problems.items()}
 
 
 def damage(path: Path, *, contents: bool = False) -> str | None:
@@ -61,9 +61,9 @@ def damage(path: Path, *, contents: bool = False) -> str | None:
         return f"it has no complete {RECORD}"
     for name, size in record["files"].items():
         file = path / name
-        there = file.stat().st_size if file.is_file() else None
-        if there != size:
-            return f"{name} has {there} of {size} bytes" if there is not None else f"{name} is missing"
+        actual_size = file.stat().st_size if file.is_file() else None
+        if actual_size != size:
+            return f"{name} has {actual_size} of {size} bytes" if actual_size is not None else f"{name} is missing"
     return changed_file(path, record) if contents else None
 
 
@@ -75,8 +75,8 @@ def changed_file(path: Path, record: Mapping[str, Any], *, rank: int = 0, num_ra
     written = dict(sorted(record.get(DIGESTS, {}).items())[rank::num_ranks])
     try:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(file_digest, (path / name for name in written))
-            changed = [name for name, digest in zip(written, found, strict=True) if digest != written[name]]
+            digests = pool.map(file_digest, (path / name for name in written))
+            changed = [name for name, digest in zip(written, digests, strict=True) if digest != written[name]]
     except OSError as error:
         return f"a file can't be read: {error}"
     return f"{changed[0]} has changed since it was written" if changed else None
@@ -107,8 +107,8 @@ def resolve_checkpoint(resume: str, folder: Path) -> Path | None:
 
 
 def latest(folder: Path) -> Path | None:
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
+    checkpoints = list_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def newest_of_run(folder: Path, first: Path | None) -> Path | None:
@@ -129,8 +129,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def _numbered(folder: Path) -> dict[int, Path]:
     """Return the folders of checkpoints by their steps, in order."""
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    by_step = {int(match[1]): path for path in folder.glob("step_*") if (match := NAME.fullmatch(path.name))}
+    return dict(sorted(by_step.items()))
 
 
 def _free_name(path: Path, suffix: str) -> Path:
@@ -147,8 +147,8 @@ def prune(folder: Path, keep: int) -> None:
 
 def remove_rest(folder: Path) -> None:
     """Remove the partial checkpoints that a crash left."""
-    for rest in folder.glob(".step_*"):
-        shutil.rmtree(rest, ignore_errors=True)
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_record(path: Path, *, contents: bool = False) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def not_complete(path: Path, problem: str) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """Read a checkpoint's record; raise ``OSError`` or ``ValueError`` if it is missing, damaged or of another form."""
     record = unseal((path / RECORD).read_text())
-    for name, kind in FORM.items():
-        if not isinstance(record.get(name), kind):
+    for name, expected_type in FORM.items():
+        if not isinstance(record.get(name), expected_type):
             raise ValueError(f"{name} is missing")
     digests = record.get(DIGESTS, {})
     if not isinstance(digests, dict) or not digests.keys() <= record["files"].keys():

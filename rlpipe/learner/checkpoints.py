@@ -81,7 +81,7 @@ def read_state(learner: Learner, folder: Path) -> None:
     tensors, moving = StoredTensors(folder), _moving(learner)
     stored = tensors.shapes
     shape = learner.policy.sharding.shape
-    expected = {weight_key(name): shape(own) for name, own in learner.policy.trainable_parameters().items()}
+    expected = {weight_key(name): shape(parameter) for name, parameter in learner.policy.trainable_parameters().items()}
     expected |= {f"{REFERENCE}{name}": shape(parameter) for name, parameter in moving.items()}
     _check_parameters(stored, expected, folder)
     learner.updates.load_state(stored, tensors.read)
@@ -161,7 +161,7 @@ def export_policy(policy: Policy, folder: Path) -> None:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:
         with reading_files(f"{policy.config.path} can't be exported", COMPLETE, error=ModelError):
-            _write_whole(policy, tensors, folder)
+            _write_atomically(policy, tensors, folder)
     policy.sharding.barrier()
 
 
@@ -203,7 +203,7 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
     return policy
 
 
-def _write_whole(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+def _write_atomically(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         with whole_folder(folder) as temporary:
             _write(policy, tensors, temporary)
@@ -269,8 +269,8 @@ class CheckpointStore:
         weights = {"entropy_bonus": bonus, "kl_coefficient": learner.kl_coefficient.value}
 
         def complete() -> None:
-            own = {**extra, **(add(temporary) if add is not None else {})}
-            complete_checkpoint(temporary, target, {"step": step, **counts, **weights, "extra": own}, digests)
+            all_extra = {**extra, **(add(temporary) if add is not None else {})}
+            complete_checkpoint(temporary, target, {"step": step, **counts, **weights, "extra": all_extra}, digests)
 
         def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)

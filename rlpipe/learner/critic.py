@@ -52,10 +52,10 @@ class Critic:
         """
         losses, clipped = [], []
         for update in updates:
-            parts = [part for part in update if not part.is_truth]
+            rollouts = [inputs for inputs in update if not inputs.is_truth]
             sums = torch.zeros(len(self.weight) + 3, dtype=torch.float64, device=self.weight.device)
-            for part in parts if self._policy.sharding.num_ranks > 1 else [p for p in parts if not p.is_empty]:
-                sums += self._gradient(part, values, returns)
+            for inputs in rollouts if self._policy.sharding.num_ranks > 1 else [p for p in rollouts if not p.is_empty]:
+                sums += self._gradient(inputs, values, returns)
             sums = self._policy.sharding.reduce(sums, Reduce.SUM)
             mean = sums[:-1] / sums[-1].clamp(min=1)
             if sums[-1] and mean.isfinite().all():
@@ -67,30 +67,30 @@ class Critic:
             "critic/clip_ratio": float(torch.stack(clipped).mean()),
         }
 
-    def _gradient(self, part: LearnerInputs, values: Tensor, returns: Tensor) -> Tensor:
+    def _gradient(self, inputs: LearnerInputs, values: Tensor, returns: Tensor) -> Tensor:
         """Return sums over a micro batch's tokens: the gradient ``[H + 1]``, the loss, clipped tokens, and tokens."""
-        states, indices = self._states(part), torch.from_numpy(part.indices).to(values.device)
-        target, before = returns[indices], values[indices]
-        known = ~target.isnan()
-        now = _values(states, self.weight).to(target.dtype)
+        states, indices = self._states(inputs), torch.from_numpy(inputs.indices).to(values.device)
+        target, old_values = returns[indices], values[indices]
+        has_return = ~target.isnan()
+        new_values = _values(states, self.weight).to(target.dtype)
         bound = torch.inf if self._config.value_clip is None else self._config.value_clip
-        bounded = before + (now - before).clamp(-bound, bound)
-        error, bounded_error = now - target, bounded - target
-        is_clipped = known & (bounded_error.square() > error.square())
+        bounded = old_values + (new_values - old_values).clamp(-bound, bound)
+        error, bounded_error = new_values - target, bounded - target
+        is_clipped = has_return & (bounded_error.square() > error.square())
         squares = torch.maximum(error.square(), bounded_error.square()) / 2
-        slopes = torch.where(known & ~is_clipped, error, 0).to(states.dtype)
-        found = [
+        slopes = torch.where(has_return & ~is_clipped, error, 0).to(states.dtype)
+        sums = [
             states.T @ slopes,
             slopes.sum()[None],
-            torch.where(known, squares, 0).sum()[None],
+            torch.where(has_return, squares, 0).sum()[None],
             is_clipped.sum()[None],
-            known.sum()[None],
+            has_return.sum()[None],
         ]
-        return torch.cat([value.double() for value in found])
+        return torch.cat([value.double() for value in sums])
 
-    def _states(self, part: LearnerInputs) -> Tensor:
+    def _states(self, inputs: LearnerInputs) -> Tensor:
         with self._policy.inference():
-            return self._policy.module.read_states(part.row).float()
+            return self._policy.module.read_states(inputs.row).float()
 
     def _step(self, gradient: Tensor) -> None:
         """Take a step of Adam."""

@@ -107,8 +107,8 @@ def check_adapter(model: PreTrainedModel) -> None:
         "dropout": any(isinstance(dropout, nn.Dropout) and dropout.p for dropout in head.lora_dropout.values()),
         "lora_bias": any(head.lora_bias.values()),
     }
-    for name, is_there in options.items():
-        if is_there:
+    for name, is_used in options.items():
+        if is_used:
             raise ModelError(
                 f"model.adapter.{name} can't apply to the lm_head: leave it out, or take lm_head out of the targets"
             )
@@ -240,17 +240,17 @@ class LogprobModel(nn.Module):
         if self.layout is AttentionLayout.APART:
             assert row.attention is not None
             (block,) = row.attention.blocks  # [S, L]
-            apart = _on_device(row)
+            inputs = _vision_inputs(row)
             if row.position_ids.ndim == 2:
-                apart["position_ids"] = row.position_ids[:, block]
-            return self._of_row(row, self.run_backbone(row.token_ids[block], **apart))
-        arguments = _on_device(row)
+                inputs["position_ids"] = row.position_ids[:, block]
+            return self._select_row_tokens(row, self.run_backbone(row.token_ids[block], **inputs))
+        arguments = _vision_inputs(row)
         if row.attention is not None:
             arguments["attention_plan"] = row.attention
         if row.mask is not None:
             arguments["attention_mask"] = mask_for(self.causal_model, row.mask)
         states = self.run_backbone(row.token_ids[None], position_ids=row.position_ids.unsqueeze(-2), **arguments)
-        return self._of_row(row, states)
+        return self._select_row_tokens(row, states)
 
     def run_backbone(self, token_ids: Tensor, **arguments: Any) -> Tensor:
         """Return the last hidden states ``[S, L, H]`` of token ids ``[S, L]``; call it inside ``forward`` only."""
@@ -307,11 +307,11 @@ class LogprobModel(nn.Module):
         )
 
     def _depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+        states_by_depth: dict[int, Tensor] = {}
         layers = find_layers(self.causal_model)
 
         def keep(index: int, states: Tensor) -> None:
-            found[index] = self._of_row(row, states)
+            states_by_depth[index] = self._select_row_tokens(row, states)
 
         def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             keep(0, args[0] if args else kwargs["hidden_states"])
@@ -328,10 +328,10 @@ class LogprobModel(nn.Module):
                 )
                 hooks.callback(handle.remove)
             last = self.hidden_states(row)
-        found[self.num_layers] = last
-        return [found[index] for index in indices]
+        states_by_depth[self.num_layers] = last
+        return [states_by_depth[index] for index in indices]
 
-    def _of_row(self, row: Row, states: Tensor) -> Tensor:
+    def _select_row_tokens(self, row: Row, states: Tensor) -> Tensor:
         """Return the model's hidden states, reordered to the tokens of the row ``[M, H]``."""
         if self.layout is AttentionLayout.APART:
             assert row.attention is not None
@@ -343,7 +343,7 @@ class LogprobModel(nn.Module):
         return Head.read(self.causal_model, self.compute_dtype)
 
 
-def _on_device(row: Row) -> dict[str, Any]:
+def _vision_inputs(row: Row) -> dict[str, Any]:
     """Return the model's inputs for the row's images, on the row's device."""
     device = row.token_ids.device
     return {name: value.to(device, non_blocking=True) for name, value in row.vision.items()}

@@ -72,7 +72,7 @@ class Streamed:
 
     def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[WeightGroup]) -> None:
         self._files = files
-        self._names = {module: name for name, module in model.named_modules() if _own(module)}
+        self._names = {module: name for name, module in model.named_modules() if _parameters_of(module)}
         meta_tensors = files.meta_tensors()
         self._units = {
             parameter: unit
@@ -93,7 +93,7 @@ class Streamed:
         """Make calls of the model load the patched weights, inside the context."""
         handles: list[Any] = []
         for module in self._names:
-            placeholder = _own(module)
+            placeholder = _parameters_of(module)
             handles += [
                 module.register_forward_pre_hook(lambda module, _: self._fill(module, patches)),
                 module.register_forward_hook(
@@ -110,7 +110,7 @@ class Streamed:
     def filled(self, module: nn.Module, patches: Mapping[str, Patch]) -> Iterator[None]:
         """Load one module's patched weights without calling it, inside the context; it may be an adapter's wrapper."""
         module = module if module in self._names else module.get_base_layer()  # type: ignore[operator]
-        placeholder = _own(module)
+        placeholder = _parameters_of(module)
         self._fill(module, patches)
         try:
             yield
@@ -118,7 +118,7 @@ class Streamed:
             _set(module, placeholder)
 
     def _fill(self, module: nn.Module, patches: Mapping[str, Patch]) -> None:
-        _set(module, {name: self._read(f"{self._names[module]}.{name}", patches) for name in _own(module)})
+        _set(module, {name: self._read(f"{self._names[module]}.{name}", patches) for name in _parameters_of(module)})
 
     def _read(self, name: str, patches: Mapping[str, Patch]) -> Tensor:
         name = name if name in self._units else self._tied[name]
@@ -127,7 +127,7 @@ class Streamed:
         return patches[name](weight) if name in patches else weight
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
+def _parameters_of(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False))
 
 
@@ -176,8 +176,8 @@ class Gap:
         """Sample texts from the unmerged adapter on its base, each starting with the token ``start``."""
         with torch.random.fork_rng(), self._weights.running(self._live):
             torch.manual_seed(seed)
-            begun = torch.full((num, 1), start)
-            sampled = self._adapted.generate(input_ids=begun, max_new_tokens=num_tokens, do_sample=True)
+            start_tokens = torch.full((num, 1), start)
+            sampled = self._adapted.generate(input_ids=start_tokens, max_new_tokens=num_tokens, do_sample=True)
         ends = self._model.generation_config.eos_token_id
         after_end = torch.isin(sampled[:, 1:], torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
         lengths = (~after_end).sum(1) + 2  # with the start token, which may be an end token, and the end token
@@ -249,8 +249,8 @@ def merge(request: MergeRequest) -> Iterator[str]:
     base = _find_folder(request.base or named_base(adapter), "--base")
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
     files, model = open_files(base), empty_base(base)
-    if not is_made_for(model, tensors) and is_made_for(other := empty_base(base, as_named=True), tensors):
-        model = other
+    if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):
+        model = named_model
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), Streamed(model, files, units)
     record = read_record(adapter)
@@ -275,9 +275,9 @@ def merge(request: MergeRequest) -> Iterator[str]:
     yield f"merged into the base in {chosen}: {request.output}"
 
 
-def _find_folder(path: str, what: str) -> Path:
+def _find_folder(path: str, option: str) -> Path:
     """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
-    source = Path(find_source(path, what))
+    source = Path(find_source(path, option))
     return source if source.is_dir() else Path(model_snapshot(path))
 
 
@@ -318,11 +318,11 @@ def write_merged(
     """Write the merged model to ``output``; keep the files that an interrupted merge with the same ``plan`` wrote."""
     changed = _changed_units(units, files, patches)
     try:
-        folder = _begin(output, plan)
+        folder = _open_output(output, plan)
         for file, names in files.by_file.items():
             if not (folder / file).exists():
                 write_file(folder / file, _merge_file(files, names, changed, patches))
-        _write_rest(files, adapter, folder)
+        _copy_other_files(files, adapter, folder)
         (folder / PLAN).unlink()
         complete_folder(folder, output)
     except (OSError, SafetensorError) as error:
@@ -333,26 +333,26 @@ def write_merged(
 
 def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Mapping[str, Patch]) -> list[WeightGroup]:
     """Return the units that have a patch, after checking on shapes alone that their conversion can be reverted."""
-    meta_tensors, left, changed = files.meta_tensors(), set(patches), list[WeightGroup]()
+    meta_tensors, unmatched, changed = files.meta_tensors(), set(patches), list[WeightGroup]()
     for unit in units:
         sources = {name: meta_tensors[name] for name in unit.sources}
         parameters = unit.to_parameters(sources)
-        if left.isdisjoint(parameters):
+        if unmatched.isdisjoint(parameters):
             continue
-        left -= parameters.keys()
+        unmatched -= parameters.keys()
         for name, dtype in files.dtypes(unit.sources).items():
             if dtype not in UNROUNDED:
                 raise ModelError(f"{files.folder} is quantized ({name} is stored as {dtype}): {UNQUANTIZED}")
         changed.append(unit)
         try:
-            back = unit.to_sources(parameters)
+            restored = unit.to_sources(parameters)
         except ValueError as error:
             raise ModelError(f"{unit.target} can't be merged: {error}") from None
         for name, source in sources.items():
-            if back[name].shape != source.shape:
+            if restored[name].shape != source.shape:
                 raise ModelError(f"{unit.target} can't be merged: {name} would change its shape")
-    if left:
-        raise ModelError(f"{files.folder} lacks parameters that the adapter changes: {', '.join(sorted(left))}")
+    if unmatched:
+        raise ModelError(f"{files.folder} lacks parameters that the adapter changes: {', '.join(sorted(unmatched))}")
     return changed
 
 
@@ -361,15 +361,15 @@ def _merge_file(
 ) -> dict[str, Tensor]:
     tensors = files.read(names)
     for unit in changed:
-        here = [name for name in unit.sources if name in tensors]
-        if here:
+        present = [name for name in unit.sources if name in tensors]
+        if present:
             elsewhere = files.read(unit.sources.keys() - tensors.keys())
             parameters = unit.to_parameters(tensors | elsewhere)
             merged = {name: patches[name](value) if name in patches else value for name, value in parameters.items()}
             del elsewhere, parameters
-            back = unit.to_sources(merged)
-            for name in here:  # a view would keep the whole tensor in memory, and can't be written
-                tensors[name] = back[name] if unit.converter is None else back[name].clone()
+            restored = unit.to_sources(merged)
+            for name in present:  # a view would keep the whole tensor in memory, and can't be written
+                tensors[name] = restored[name] if unit.converter is None else restored[name].clone()
                 if not tensors[name].isfinite().all():
                     raise ModelError(f"{name} is not finite after merging: the adapter or the base is broken")
     return tensors
@@ -377,13 +377,16 @@ def _merge_file(
 
 def _describe(files: ModelFiles, adapter: Path, precision: str) -> str:
     base = {file: [(status := (files.folder / file).stat()).st_size, status.st_mtime_ns] for file in files.by_file}
-    parts = {path.name: xxhash.xxh3_128(path.read_bytes()).hexdigest() for path in sorted(adapter.glob("adapter_*"))}
+    adapter_digests = {
+        path.name: xxhash.xxh3_128(path.read_bytes()).hexdigest() for path in sorted(adapter.glob("adapter_*"))
+    }
     return json.dumps(
-        {"base": str(files.folder.resolve()), "files": base, "adapter": parts, "precision": precision}, indent=2
+        {"base": str(files.folder.resolve()), "files": base, "adapter": adapter_digests, "precision": precision},
+        indent=2,
     )
 
 
-def _begin(output: Path, plan: str) -> Path:
+def _open_output(output: Path, plan: str) -> Path:
     """Return the folder to write in: that of an interrupted merge with the same plan, or a new one."""
     folder = writing_path(output)
     if not (folder / PLAN).exists() or (folder / PLAN).read_text() != plan:
@@ -392,11 +395,15 @@ def _begin(output: Path, plan: str) -> Path:
     return folder
 
 
-def _write_rest(files: ModelFiles, adapter: Path, folder: Path) -> None:
+def _copy_other_files(files: ModelFiles, adapter: Path, folder: Path) -> None:
     """Copy the tokenizer, config and other files unchanged, and write a new index."""
-    own = {path.name: path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)}
-    rest = {path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)}
-    for path in (rest | own).values():
+    tokenizer_files = {
+        path.name: path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)
+    }
+    other_files = {
+        path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)
+    }
+    for path in (other_files | tokenizer_files).values():
         if path.is_dir():
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         else:

@@ -76,7 +76,7 @@ class LearnerInputs:
 def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
     loss_tokens = np.flatnonzero(micro_batch.loss_mask)
     sequences = np.searchsorted(micro_batch.sequence_starts, loss_tokens, side="right")
-    found, sequence_ids = np.unique(sequences, return_inverse=True)
+    unique_sequences, sequence_ids = np.unique(sequences, return_inverse=True)
 
     def pick(values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values[loss_tokens]).to(policy.device, non_blocking=True)
@@ -84,7 +84,7 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
     return LearnerInputs(
         row=policy.plan(micro_batch),
         group_ids=micro_batch.group_ids,
-        num_sequences=len(found),
+        num_sequences=len(unique_sequences),
         sequence_ids=torch.from_numpy(sequence_ids).to(policy.device),
         indices=_loss_token_indices(micro_batch, sequences - 1),
         advantages=pick(micro_batch.advantages),
@@ -96,8 +96,8 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
 
 def _loss_token_indices(micro_batch: MicroBatch, sequences: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return the indices of the loss tokens among all of the step, given the sequence of each ``[K]``."""
-    before = np.searchsorted(sequences, sequences)  # loss tokens of the micro batch
-    return micro_batch.first_indices[sequences] + np.arange(len(sequences)) - before
+    num_earlier = np.searchsorted(sequences, sequences)  # loss tokens of earlier sequences of the micro batch
+    return micro_batch.first_indices[sequences] + np.arange(len(sequences)) - num_earlier
 
 
 class Reference(Protocol):
@@ -157,18 +157,18 @@ class FrozenCopy:
 
     @torch.no_grad()
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
-        found = self.module.depths(row, indices)
+        states = self.module.depths(row, indices)
         self._policy.sharding.end_inference(self.module)
-        return found
+        return states
 
     @torch.no_grad()
     def end_step(self, num_steps_done: int) -> None:
         if not self._config.sync_steps or num_steps_done % self._config.sync_steps:
             return
-        own = dict(self.module.model.named_parameters())
+        parameters = dict(self.module.model.named_parameters())
         for name, parameter in self._policy.model.named_parameters():
-            if name in own:
-                self._policy.sharding.move(own[name], parameter, self._config.mixup)
+            if name in parameters:
+                self._policy.sharding.move(parameters[name], parameter, self._config.mixup)
 
     def moving(self) -> dict[str, nn.Parameter]:
         """Return nothing if the copy is fixed, because ``model.path`` holds it then."""
@@ -243,7 +243,7 @@ class PackedRows:
 
     def micro_batches(self, mini_batch: MiniBatch) -> list[MicroBatch]:
         """Return the micro batches as they are run, equally many on all ranks."""
-        micro_batches = self._cut(list(mini_batch.micro_batches))
+        micro_batches = self._split(list(mini_batch.micro_batches))
         if self._policy.has_vision and self._policy.sharding.num_ranks > 1:
             micro_batches = self._with_images(micro_batches)
         return micro_batches
@@ -259,11 +259,11 @@ class PackedRows:
 
         Every rank must run the same modules. Raises ``ModelError`` if that is not possible in this layout.
         """
-        have = torch.tensor([bool(micro.images) for micro in micro_batches], dtype=torch.int64)
-        needed = self._policy.sharding.reduce(have, Reduce.MAX).tolist()
+        has_images = torch.tensor([bool(micro.images) for micro in micro_batches], dtype=torch.int64)
+        needed = self._policy.sharding.reduce(has_images, Reduce.MAX).tolist()
         lacking = [
-            bool(need and not micro.images and micro.loss_mask.any())
-            for need, micro in zip(needed, micro_batches, strict=True)
+            bool(is_needed and not micro.images and micro.loss_mask.any())
+            for is_needed, micro in zip(needed, micro_batches, strict=True)
         ]
         if self._policy.module.layout is AttentionLayout.ALONE and int(
             self._policy.sharding.reduce(torch.tensor(int(any(lacking))), Reduce.MAX)
@@ -273,23 +273,25 @@ class PackedRows:
                 "without images, or set learner.num_ranks=1"
             )
         return [
-            with_blank(micro, self._policy.image_processor.blank) if need and not micro.images else micro
-            for need, micro in zip(needed, micro_batches, strict=True)
+            with_blank(micro, self._policy.image_processor.blank) if is_needed and not micro.images else micro
+            for is_needed, micro in zip(needed, micro_batches, strict=True)
         ]
 
-    def _cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Split the micro batches if sequences are padded or run alone, into equally many parts on all ranks.
+    def _split(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Split the micro batches if sequences are padded or run alone, into equally many pieces on all ranks.
 
-        In layout ``APART``, each part keeps to the token budget, padding included; in ``ALONE``, it is one sequence.
+        In layout ``APART``, each piece keeps to the token budget, padding included; in ``ALONE``, it is one sequence.
         """
         layout = self._policy.module.layout
         if layout not in (AttentionLayout.APART, AttentionLayout.ALONE) or not micro_batches:
             return micro_batches
         with_reference = micro_batches[0].ref_logprobs is not None
         max_tokens = self._config.max_tokens_per_microbatch if layout is AttentionLayout.APART else 1
-        parts = [part for micro in micro_batches for part in split_padded(micro, max_tokens, self.sequences_together)]
-        most = int(self._policy.sharding.reduce(torch.tensor(len(parts)), Reduce.MAX))
-        return parts + [empty_micro_batch(with_reference=with_reference)] * (most - len(parts))
+        pieces = [
+            piece for micro in micro_batches for piece in split_padded(micro, max_tokens, self.sequences_together)
+        ]
+        max_pieces = int(self._policy.sharding.reduce(torch.tensor(len(pieces)), Reduce.MAX))
+        return pieces + [empty_micro_batch(with_reference=with_reference)] * (max_pieces - len(pieces))
 
 
 class Supervised(PackedRows):
@@ -353,8 +355,8 @@ class PolicyGradient(PackedRows):
         )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
         loss_inputs.entropy_weight = self._bonus.weight
-        before = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-        self.differences.append((inputs.indices, before - inputs.sampling_logprobs))
+        old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+        self.differences.append((inputs.indices, old_logprobs - inputs.sampling_logprobs))
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
         self.with_token_counts(output, inputs)
         if not self._algorithm.ebft.reward:

@@ -276,8 +276,8 @@ def load_logprob_model(
     """
     config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
-    trained_whole = config.adapter.kind == "none" and not frozen
-    model = _load_model(config, torch.float32 if trained_whole else compute_dtype, head, seed)
+    is_full_training = config.adapter.kind == "none" and not frozen
+    model = _load_model(config, torch.float32 if is_full_training else compute_dtype, head, seed)
     cast(nn.Module, model).to(device)
     turn_off_dropout(model)
     drifts = normalize_weight_scales(model, config.normalize_weight_scales)
@@ -352,8 +352,8 @@ def _add_adapter(
     model: PreTrainedModel, config: AdapterConfig, seed: int, drifts: Sequence[Drift] | None = None
 ) -> PeftModel:
     name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
-    where = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
-    with reading_files(f"{name} can't be loaded", f"give one that fits the model{where}", error=ModelError):
+    hint = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
+    with reading_files(f"{name} can't be loaded", f"give one that fits the model{hint}", error=ModelError):
         if config.path is not None:
             source = find_source(config.path, "model.adapter.path")
             settings, tensors = read_adapter(source)
@@ -379,7 +379,7 @@ def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
 
     A reward head is trained in full.
     """
-    targets, saved = config.target_modules, list(config.modules_to_save)
+    targets, saved_modules = config.target_modules, list(config.modules_to_save)
     classifies = hasattr(model, CLASSIFIER)
     by_regex = isinstance(targets, str) and targets != "all-linear"
     excluded = None if by_regex else outside_language(model)
@@ -393,7 +393,7 @@ def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
         target_modules=targets if isinstance(targets, str) else list(targets),
         target_parameters=list(config.target_parameters) or None,
         exclude_modules=excluded,
-        modules_to_save=[*saved, CLASSIFIER] if classifies else saved or None,
+        modules_to_save=[*saved_modules, CLASSIFIER] if classifies else saved_modules or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
     )

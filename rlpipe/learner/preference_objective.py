@@ -74,7 +74,7 @@ class Preferences(PackedRows):
 
         A new adapter, which changes nothing yet, is off; one that training continues belongs to the reference.
         """
-        policy, found = self._policy, dict[bytes, FloatArray]()
+        policy, logprobs_by_key = self._policy, dict[bytes, FloatArray]()
         is_new = isinstance(policy.model, PeftModel) and policy.config.adapter.path is None
         for micro_batch in self.micro_batches(mini_batch):
             without_adapter = policy.adapter_off() if is_new else nullcontext()
@@ -82,8 +82,10 @@ class Preferences(PackedRows):
                 logprobs = self._token_logprobs(prepare(policy, micro_batch))
             values = np.zeros(micro_batch.num_tokens, np.float32)
             values[micro_batch.loss_mask] = logprobs.float().cpu().numpy()
-            found |= {key: values[at][micro_batch.loss_mask[at]] for key, at in keyed_sequences(micro_batch)}
-        return found
+            logprobs_by_key |= {
+                key: values[span][micro_batch.loss_mask[span]] for key, span in keyed_sequences(micro_batch)
+            }
+        return logprobs_by_key
 
 
 class Pairs(Preferences):

@@ -64,9 +64,9 @@ def weight_specs(policy: Policy) -> list[TensorSpec]:
     """
     model, specs = policy.module.causal_model, []
     for name, tensor in _meta_state(policy).items():
-        for published, part in to_files(model, name, tensor).items():
-            dtype = policy.served_dtype if part.is_floating_point() else str(part.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name=published, dtype=dtype, shape=tuple(part.shape)))
+        for published, value in to_files(model, name, tensor).items():
+            dtype = policy.served_dtype if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
+            specs.append(TensorSpec(name=published, dtype=dtype, shape=tuple(value.shape)))
     return specs
 
 
@@ -122,7 +122,7 @@ class DirectSender:
         self._sums: dict[int, int] = {}
         self._store: dist.TCPStore | None = None
         self.specs = weight_specs(policy)
-        self.num_bytes = sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in self.specs)
+        self.num_bytes = sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in self.specs)
 
     def open(self, address: str) -> Transfer:
         """Choose a port at ``address``, rank 0's own, and return the transfer that the engines' workers join there."""

@@ -110,17 +110,17 @@ class _RowBuilder:
         """Append a piece of the micro batch, and return its indices in the row."""
         indices = np.arange(self.num_tokens, self.num_tokens + stop - start)
         self.sources.append(np.arange(start, stop))
-        self.images += [image.moved(self.num_tokens - start) for image in _within(images, start, stop)]
+        self.images += [image.moved(self.num_tokens - start) for image in _images_within(images, start, stop)]
         self.num_tokens += stop - start
         return indices
 
     def append_shared(self, token_ids: Indices, start: int, stop: int, images: Images) -> Indices:
         """Append what no earlier sequence begins with; return the indices of all tokens, and note a new sequence."""
         number, shared = self.prefixes.add(
-            _with_image_digests(token_ids[start:stop], _within(images, start, stop), start)
+            _with_image_digests(token_ids[start:stop], _images_within(images, start, stop), start)
         )
-        known = self.paths[number][:shared] if shared else np.zeros(0, np.int64)
-        indices = np.concatenate([known, self.append(start + shared, stop, images)])
+        shared_indices = self.paths[number][:shared] if shared else np.zeros(0, np.int64)
+        indices = np.concatenate([shared_indices, self.append(start + shared, stop, images)])
         self.paths.append(indices)
         self.num_shared += shared
         if start + shared < stop:
@@ -201,7 +201,7 @@ def _to_row(
     )
 
 
-def _within(images: Images, start: int, stop: int) -> Images:
+def _images_within(images: Images, start: int, stop: int) -> Images:
     return tuple(image for image in images if start <= image.start < stop)
 
 
@@ -254,8 +254,8 @@ def find_layout(model: PreTrainedModel, implementation: str) -> AttentionLayout:
 
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Make the language model's attention run by attention plans; a vision tower keeps its own attention."""
-    own = getattr(model.config, "text_config", None) is not None
-    model.set_attn_implementation({"text_config": NAME} if own else NAME)
+    has_text_config = getattr(model.config, "text_config", None) is not None
+    model.set_attn_implementation({"text_config": NAME} if has_text_config else NAME)
 
 
 def use_masks(model: PreTrainedModel, implementation: str, *, takes_flex: bool) -> None:
@@ -278,24 +278,26 @@ def use_masks(model: PreTrainedModel, implementation: str, *, takes_flex: bool) 
 def mask_for(model: PreTrainedModel, mask: StridedMask, queries: slice = slice(None)) -> Any:
     """Return the mask in the form that the model's attention takes; a dict by layer type if these differ."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:
-        return _as_taken(model, mask, queries, getattr(config, "sliding_window", None))
-    if kinds == {"full_attention"}:
-        return _as_taken(model, mask, queries, None)
-    windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in kinds}
-    return {kind: _as_taken(model, mask, queries, window) for kind, window in windows.items()}
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if not layer_types:
+        return _to_attention_mask(model, mask, queries, getattr(config, "sliding_window", None))
+    if layer_types == {"full_attention"}:
+        return _to_attention_mask(model, mask, queries, None)
+    windows = {
+        layer_type: config.sliding_window if layer_type == "sliding_attention" else None for layer_type in layer_types
+    }
+    return {layer_type: _to_attention_mask(model, mask, queries, window) for layer_type, window in windows.items()}
 
 
-def _as_taken(model: PreTrainedModel, mask: StridedMask, queries: slice, window: int | None) -> Any:
+def _to_attention_mask(model: PreTrainedModel, mask: StridedMask, queries: slice, window: int | None) -> Any:
     implementation = model.config.get_text_config()._attn_implementation
     if implementation == FLEX:
         return mask.blocks(queries, window=window)
-    seen = mask.dense(queries, window=window)[None, None]
+    visible = mask.dense(queries, window=window)[None, None]
     if implementation == "sdpa":
-        return seen
+        return visible
     hidden = torch.finfo(model.dtype).min
-    return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(~seen, hidden)
+    return torch.zeros(visible.shape, dtype=model.dtype, device=visible.device).masked_fill_(~visible, hidden)
 
 
 FUSED_WIDTH = 256
@@ -319,32 +321,36 @@ def packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Compute attention ``[1, M, h, d]``; raise ``ModelError`` if the model caps or biases its attention."""
-    if any(given is not None for given in (attention_mask, softcap, s_aux, position_bias)):
+    if any(argument is not None for argument in (attention_mask, softcap, s_aux, position_bias)):
         raise ModelError(f"{type(module).__name__} caps or biases its attention: set model.attention=eager")
     assert attention_plan is not None, f"{type(module).__name__} does not hand its arguments on to attention"
     blocks, selected = attention_plan.blocks, attention_plan.selected
-    queries = _in_blocks(query, blocks, selected)
-    keys, values = (_in_blocks(own, blocks, None if attention_plan.has_shared else selected) for own in (key, value))
+    queries = _split_into_blocks(query, blocks, selected)
+    keys, values = (
+        _split_into_blocks(tensor, blocks, None if attention_plan.has_shared else selected) for tensor in (key, value)
+    )
     outputs = []
     for block, groups, q, k, v in zip(
         blocks, attention_plan.groups or cycle([None]), queries, keys, values, strict=False
     ):
-        heeded = groups if sliding_window is not None or attention_plan.groups_in_full else None
-        mask = _seen(block.shape[1], sliding_window, heeded, attention_plan.groups_past_window, q.device)
+        applied_groups = groups if sliding_window is not None or attention_plan.groups_in_full else None
+        mask = _visibility_mask(
+            block.shape[1], sliding_window, applied_groups, attention_plan.groups_past_window, q.device
+        )
         is_grouped = q.shape[1] != k.shape[1]
         if is_grouped and q.is_cuda and (mask is not None or max(k.shape[-1], v.shape[-1]) > FUSED_WIDTH):
             # The fused kernels take grouped heads only so; the one for all other cases holds all scores.
             repeats, is_grouped = q.shape[1] // k.shape[1], False
-            k, v = (own.repeat_interleave(repeats, 1) for own in (k, v))
+            k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
         output = scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
         )  # [S, h, L, d]
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _Selected.apply(together, selected)[None], None  # type: ignore[no-untyped-call]
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return _Selected.apply(joined, selected)[None], None  # type: ignore[no-untyped-call]
 
 
-def _in_blocks(tensor: Tensor, blocks: Sequence[Tensor], selected: Tensor | None) -> Iterable[Tensor]:
+def _split_into_blocks(tensor: Tensor, blocks: Sequence[Tensor], selected: Tensor | None) -> Iterable[Tensor]:
     """Return a tensor ``[1, h, M, d]`` by blocks ``[S, h, L, d]``.
 
     ``selected`` may be given if only these indices have a gradient: for queries, whose other indices are not among the
@@ -353,13 +359,13 @@ def _in_blocks(tensor: Tensor, blocks: Sequence[Tensor], selected: Tensor | None
     row = tensor[0].transpose(0, 1)
     indices = [block.view(-1) for block in blocks]
     if selected is None:
-        parts: Sequence[Tensor] = [row.index_select(0, own) for own in indices]
+        pieces: Sequence[Tensor] = [row.index_select(0, block_indices) for block_indices in indices]
     elif len(blocks) == 1:
-        parts = [_Placed.apply(row, indices[0], selected)]  # type: ignore[no-untyped-call]
+        pieces = [_Placed.apply(row, indices[0], selected)]  # type: ignore[no-untyped-call]
     else:
         placed: Tensor = _Placed.apply(row, torch.cat(indices), selected)  # type: ignore[no-untyped-call]
-        parts = placed.split([len(own) for own in indices])
-    return [part.unflatten(0, block.shape).transpose(1, 2) for part, block in zip(parts, blocks, strict=True)]
+        pieces = placed.split([len(block_indices) for block_indices in indices])
+    return [piece.unflatten(0, block.shape).transpose(1, 2) for piece, block in zip(pieces, blocks, strict=True)]
 
 
 class _Placed(torch.autograd.Function):
@@ -394,10 +400,10 @@ class _Selected(torch.autograd.Function):
         return gradient.new_zeros(ctx.num_indices, *gradient.shape[1:]).index_copy_(0, selected, gradient), None
 
 
-def _seen(
+def _visibility_mask(
     length: int, window: int | None, groups: Tensor | None, groups_past_window: bool, device: torch.device
 ) -> Tensor | None:
-    """Return the mask ``[L, L]``, True where a token is seen, or None if it is plainly causal.
+    """Return the mask ``[L, L]``, True where a token is visible, or None if it is just causal.
 
     With groups ``[S, L]``, which are numbered from 1, it is ``[S, 1, L, L]``.
     """
@@ -405,12 +411,12 @@ def _seen(
     if groups is None and not narrow:
         return None
     everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    within = everything.triu(1 - window) if narrow and window is not None else everything
-    seen = everything.tril() & within
+    in_window = everything.triu(1 - window) if narrow and window is not None else everything
+    visible = everything.tril() & in_window
     if groups is None:
-        return seen
-    together = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
-    return (seen | (together if groups_past_window else together & within))[:, None]
+        return visible
+    same_group = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
+    return (visible | (same_group if groups_past_window else same_group & in_window))[:, None]
 
 
 def flex_attention(

@@ -82,8 +82,8 @@ class Learner:
         if algorithm.kind == "sft":
             return Supervised(policy, learner)
         if algorithm.compares_pairs:
-            sampled_at = temperature if algorithm.samples_pairs else None
-            return Pairs(policy, learner, algorithm.preference, reference, temperature=sampled_at)
+            sampling_temperature = temperature if algorithm.samples_pairs else None
+            return Pairs(policy, learner, algorithm.preference, reference, temperature=sampling_temperature)
         if algorithm.kind == "preference":
             return Labelled(policy, learner, algorithm.preference, reference)
         if algorithm.kind == "reward_model":
@@ -160,14 +160,18 @@ class Learner:
         total = max((indices.stop for indices in batch.group_ranges.values()), default=0)
         if not total or not isinstance(self._objective, PolicyGradient):
             return {}
-        found = torch.full((total,), -math.inf)
+        differences = torch.full((total,), -math.inf)
         for indices, values in self._objective.differences:
-            found[torch.from_numpy(indices)] = values.float().cpu()
+            differences[torch.from_numpy(indices)] = values.float().cpu()
         self._objective.differences.clear()
-        found = self.policy.sharding.reduce(found, Reduce.MAX).cpu()
+        differences = self.policy.sharding.reduce(differences, Reduce.MAX).cpu()
         limit = torch.finfo(torch.half).max
-        known = found.masked_fill(found == -math.inf, math.nan).clamp(-limit, limit).half().numpy()
-        return {group_id: known[indices.start : indices.stop] for group_id, indices in batch.group_ranges.items()}
+        half_differences = (
+            differences.masked_fill(differences == -math.inf, math.nan).clamp(-limit, limit).half().numpy()
+        )
+        return {
+            group_id: half_differences[indices.start : indices.stop] for group_id, indices in batch.group_ranges.items()
+        }
 
     def reference_logprobs(self, mini_batches: Sequence[MiniBatch]) -> dict[bytes, FloatArray]:
         """Return the reference's log-probs of all loss tokens by the keys of their sequences (``keyed_sequences``).
@@ -176,12 +180,12 @@ class Learner:
         batches.
         """
         assert isinstance(self._objective, Preferences), "only preferences have precomputed log-probs"
-        found: dict[bytes, FloatArray] = {}
+        logprobs: dict[bytes, FloatArray] = {}
         for mini_batch in mini_batches:
-            found |= self._objective.reference_logprobs(mini_batch)
+            logprobs |= self._objective.reference_logprobs(mini_batch)
             if mini_batch.mismatched is not None:
-                found |= self._objective.reference_logprobs(mini_batch.mismatched)
-        return found
+                logprobs |= self._objective.reference_logprobs(mini_batch.mismatched)
+        return logprobs
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """Return the loss and the differences to the sampling log-probs with the current weights, without training."""
@@ -231,9 +235,9 @@ class Learner:
 
     def _follow_entropy(self, sums: MetricSums) -> None:
         """Let the entropy bonus take note of the mean entropy of an update's trained tokens, on all ranks."""
-        of_trained = sums.means.get("entropy/trained_mean", sums.means["entropy"])
-        parts = torch.stack([of_trained.double(), sums.num_tokens.double()])
-        total, num_tokens = self.policy.sharding.reduce(parts, Reduce.SUM).tolist()
+        trained_entropy = sums.means.get("entropy/trained_mean", sums.means["entropy"])
+        local_sums = torch.stack([trained_entropy.double(), sums.num_tokens.double()])
+        total, num_tokens = self.policy.sharding.reduce(local_sums, Reduce.SUM).tolist()
         self.entropy_bonus.follow(total / max(num_tokens, 1))
 
     def _find_bad_groups(self, update: Sequence[Inputs], losses: Tensor) -> set[int]:
@@ -245,16 +249,18 @@ class Learner:
         bad = ~losses.isfinite()
         if not sharding.reduce(bad.any().float(), Reduce.MAX):
             bad = torch.ones_like(bad)
-        own = {int(g) for inputs, is_bad in zip(update, bad.tolist(), strict=True) if is_bad for g in inputs.group_ids}
-        first = sorted(own - {NO_GROUP})[: MAX_GROUPS_NAMED + 1]
-        found = torch.full((sharding.num_ranks, MAX_GROUPS_NAMED + 1), NO_GROUP)
-        found[sharding.rank, : len(first)] = torch.tensor(first, dtype=found.dtype)
-        return set(sharding.reduce(found, Reduce.MAX).flatten().tolist()) - {NO_GROUP}
+        local_groups = {
+            int(g) for inputs, is_bad in zip(update, bad.tolist(), strict=True) if is_bad for g in inputs.group_ids
+        }
+        first = sorted(local_groups - {NO_GROUP})[: MAX_GROUPS_NAMED + 1]
+        all_groups = torch.full((sharding.num_ranks, MAX_GROUPS_NAMED + 1), NO_GROUP)
+        all_groups[sharding.rank, : len(first)] = torch.tensor(first, dtype=all_groups.dtype)
+        return set(sharding.reduce(all_groups, Reduce.MAX).flatten().tolist()) - {NO_GROUP}
 
     def _apply_gradients(self, loss: Tensor) -> float:
         squared = self.updates.squared_norm()
-        both = torch.stack([squared, loss.to(squared.dtype).to(squared.device)])
-        squared_sum, loss_sum = self.policy.sharding.reduce(both, Reduce.SUM).tolist()
+        local_sums = torch.stack([squared, loss.to(squared.dtype).to(squared.device)])
+        squared_sum, loss_sum = self.policy.sharding.reduce(local_sums, Reduce.SUM).tolist()
         if not math.isfinite(loss_sum) or not math.isfinite(squared_sum):
             self.updates.drop()
             return math.nan
@@ -275,10 +281,10 @@ class Learner:
         if self.bad_steps_in_row >= self._config.max_bad_steps:
             groups = sorted(self._bad_groups)
             named = ", ".join(map(str, groups[:MAX_GROUPS_NAMED])) + (" ..." if len(groups) > MAX_GROUPS_NAMED else "")
-            what = "groups" if self._algorithm.kind == "rl" else "rows"
+            noun = "groups" if self._algorithm.kind == "rl" else "rows"
             raise LearnerFailed(
                 f"step {step}: the loss or gradient was not finite in {self.bad_steps_in_row} steps in a row "
-                f"(learner.max_bad_steps), last in {what} {named}; inspect them, or try a "
+                f"(learner.max_bad_steps), last in {noun} {named}; inspect them, or try a "
                 "lower learner.optimizer.lr"
             )
         if self.reference is not None:
@@ -290,7 +296,7 @@ class Learner:
             return {"loss": 0.0}
         operations = (Reduce.SUM, Reduce.MIN, Reduce.MAX)
         reduce = self.policy.sharding.reduce
-        sums.load(*(reduce(part, operation) for part, operation in zip(sums.state(), operations, strict=True)))
+        sums.load(*(reduce(tensor, operation) for tensor, operation in zip(sums.state(), operations, strict=True)))
         values = with_effective_ratio(sums.values())
         if SHARED in values:
             values["tokens/shared_ratio"] = values[SHARED] / (values[RUN] + values.pop(SHARED))

@@ -73,77 +73,83 @@ class StepAdvantages:
         if is_bad:  # the user's function is not to blame
             advantages = np.full(tokens.shape[1], np.nan, np.float32)
         else:
-            advantages = self._by_token(estimate_advantages(rewards.rewards, inputs), rewards)
-        for part in (part for update in updates for part in update if not part.is_truth):
-            part.advantages = torch.from_numpy(advantages[part.indices]).to(part.advantages.device)
-        metrics = {} if estimates is None or is_bad else self._fit(values, estimates, updates)
-        return metrics if self._reference is None else metrics | self._follow(kl, rewards)
+            advantages = self._spread_over_tokens(estimate_advantages(rewards.rewards, inputs), rewards)
+        for micro_batch in (micro_batch for update in updates for micro_batch in update if not micro_batch.is_truth):
+            micro_batch.advantages = torch.from_numpy(advantages[micro_batch.indices]).to(micro_batch.advantages.device)
+        metrics = {} if estimates is None or is_bad else self._fit_critic(values, estimates, updates)
+        return metrics if self._reference is None else metrics | self._update_coefficient(kl, rewards)
 
-    def _fit(
+    def _fit_critic(
         self, values: Tokens, estimates: TokenValues, updates: Sequence[Sequence[LearnerInputs]]
     ) -> dict[str, float]:
         """Train the critic on the sums of values and advantages, as verl and TRL do."""
         assert self._critic is not None, "values are a critic's"
-        returns = values + np.concatenate([*(own for group in estimates for own in group), np.zeros(0)])
-        known = ~np.isnan(returns)
-        spread = float(returns[known].var()) if known.any() else 0.0
+        returns = values + np.concatenate([*(rollout for group in estimates for rollout in group), np.zeros(0)])
+        has_return = ~np.isnan(returns)
+        spread = float(returns[has_return].var()) if has_return.any() else 0.0
         metrics = self._critic.fit(
-            updates, *(torch.from_numpy(part).to(self._policy.device) for part in (values, returns))
+            updates, *(torch.from_numpy(array).to(self._policy.device) for array in (values, returns))
         )
-        metrics["critic/value"] = float(values[known].mean()) if known.any() else 0.0
+        metrics["critic/value"] = float(values[has_return].mean()) if has_return.any() else 0.0
         if spread:
-            metrics["critic/explained_variance"] = 1 - float((returns - values)[known].var()) / spread
+            metrics["critic/explained_variance"] = 1 - float((returns - values)[has_return].var()) / spread
         return metrics
 
     def _read_tokens(self, num_tokens: int, updates: Sequence[Sequence[LearnerInputs]]) -> Tokens:
         """Return the KL, the energy and the value of all tokens of the step ``[3, N]``; 0 for what is not needed."""
-        found = np.zeros((3, num_tokens))
+        local_tokens = np.zeros((3, num_tokens))
         for number, update in enumerate(updates):
-            for part in update:
-                if part.is_truth or (part.is_empty and self._policy.sharding.num_ranks == 1):
+            for inputs in update:
+                if inputs.is_truth or (inputs.is_empty and self._policy.sharding.num_ranks == 1):
                     continue
-                found[:2, part.indices] = torch.stack(self._read(part, is_first=number == 0)).cpu().numpy()
+                local_tokens[:2, inputs.indices] = (
+                    torch.stack(self._read_micro_batch(inputs, is_first=number == 0)).cpu().numpy()
+                )
                 if self._critic is not None:
-                    found[2, part.indices] = self._critic.values(part).cpu().numpy()
-        tokens: Tokens = self._policy.sharding.reduce(torch.from_numpy(found), Reduce.SUM).cpu().numpy()
+                    local_tokens[2, inputs.indices] = self._critic.values(inputs).cpu().numpy()
+        tokens: Tokens = self._policy.sharding.reduce(torch.from_numpy(local_tokens), Reduce.SUM).cpu().numpy()
         return tokens
 
-    def _read(self, part: LearnerInputs, *, is_first: bool) -> tuple[Tensor, Tensor]:
+    def _read_micro_batch(self, inputs: LearnerInputs, *, is_first: bool) -> tuple[Tensor, Tensor]:
         """Return the KL and the energy of a micro batch's tokens ``[K]``, and keep the log-probs for the updates."""
         with self._policy.inference():
             module = self._policy.module
             if self._needs_energies:
-                logprobs, energies = module.energies(part.row, self._temperature, self._chunk_tokens)
-                energies = energies * self._weights(part, logprobs).square()
+                logprobs, energies = module.energies(inputs.row, self._temperature, self._chunk_tokens)
+                energies = energies * self._correction_factors(inputs, logprobs).square()
             else:
-                logprobs, _ = module.logprobs(part.row, self._temperature, self._chunk_tokens)
+                logprobs, _ = module.logprobs(inputs.row, self._temperature, self._chunk_tokens)
                 energies = torch.zeros_like(logprobs)
         if not is_first:  # the first update begins with these weights
-            part.old_logprobs = logprobs
+            inputs.old_logprobs = logprobs
         if self._reference is None:
             return torch.zeros_like(logprobs), energies
-        reference = self._reference.logprobs(part.row, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+        reference = self._reference.logprobs(inputs.row, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
         if self._algorithm.loss.beta:
-            part.ref_logprobs = reference
+            inputs.ref_logprobs = reference
         return estimate_kl(reference - logprobs, self._algorithm.reward_kl.kl), energies
 
-    def _weights(self, part: LearnerInputs, logprobs: Tensor) -> Tensor:
+    def _correction_factors(self, inputs: LearnerInputs, logprobs: Tensor) -> Tensor:
         """Return the factors of the off-policy correction ``[K]``, by which the tokens' gradients are multiplied."""
-        log_weights = torch.where(part.sampling_logprobs.isnan(), 0, logprobs - part.sampling_logprobs)
+        log_weights = torch.where(inputs.sampling_logprobs.isnan(), 0, logprobs - inputs.sampling_logprobs)
         mask, nothing = torch.ones_like(logprobs, dtype=torch.bool), torch.zeros_like(logprobs)
         metrics = MetricSums(num_tokens=mask.sum())
-        return correct(log_weights, nothing, mask, part.sequence_ids, self._algorithm.correction, metrics).surrogate
+        return correct(log_weights, nothing, mask, inputs.sequence_ids, self._algorithm.correction, metrics).surrogate
 
-    def _by_token(self, advantages: Sequence[FloatArray | list[FloatArray]], rewards: StepRewards) -> FloatArray:
+    def _spread_over_tokens(
+        self, advantages: Sequence[FloatArray | list[FloatArray]], rewards: StepRewards
+    ) -> FloatArray:
         """Return the advantages of all tokens of the step ``[N]``."""
-        parts = [np.zeros(0, np.float32)]
+        token_advantages = [np.zeros(0, np.float32)]
         for group, counts in zip(advantages, rewards.num_tokens, strict=True):
-            parts += [np.broadcast_to(own, count) for own, count in zip(group, counts.tolist(), strict=True)]
-        return np.concatenate(parts)
+            token_advantages += [
+                np.broadcast_to(advantage, count) for advantage, count in zip(group, counts.tolist(), strict=True)
+            ]
+        return np.concatenate(token_advantages)
 
-    def _follow(self, kl: Tokens, rewards: StepRewards) -> dict[str, float]:
+    def _update_coefficient(self, kl: Tokens, rewards: StepRewards) -> dict[str, float]:
         """Adapt the coefficient to the mean over the rollouts of each one's mean KL, as verl does."""
-        means = [float(own.mean()) for group in _split(kl, rewards) for own in group if len(own)]
+        means = [float(rollout_kl.mean()) for group in _split(kl, rewards) for rollout_kl in group if len(rollout_kl)]
         mean = float(np.mean(means)) if means else 0.0
         metrics = {"kl/in_reward": mean, "kl/coefficient": self._coefficient.value}
         self._coefficient.follow(mean, len(means))

@@ -128,13 +128,13 @@ def score_blocks(
     def work() -> StridedLogprobs:
         row = inputs.row(sampled)
         hidden = module.hidden_states(row)
-        own, entropy = module.score_hidden(
+        logprobs, entropy = module.score_hidden(
             hidden.index_select(0, row.predictors), row.targets, temperature, chunk_tokens, True, entropy_gradient
         )
         assert entropy is not None
-        before = hidden.index_select(0, inputs.truth - 1)
-        truth, _ = module.score_hidden(before, inputs.documents[inputs.truth], 1.0, chunk_tokens)
-        return StridedLogprobs(sampled=own, entropy=entropy, truth=truth)
+        truth_hidden = hidden.index_select(0, inputs.truth - 1)
+        truth, _ = module.score_hidden(truth_hidden, inputs.documents[inputs.truth], 1.0, chunk_tokens)
+        return StridedLogprobs(sampled=logprobs, entropy=entropy, truth=truth)
 
     result: StridedLogprobs = module(work)
     return result
@@ -158,17 +158,22 @@ def _sample_blocks(
 ) -> Tensor:
     plan = inputs.plan
 
-    def run(token_ids: Tensor, part: slice, cache: DynamicCache) -> Tensor:
+    def run(token_ids: Tensor, queries: slice, cache: DynamicCache) -> Tensor:
         return module.run_backbone(
             token_ids[None],
-            position_ids=inputs.position_ids[None, part],
-            attention_mask=mask_for(module.causal_model, inputs.mask, part),
+            position_ids=inputs.position_ids[None, queries],
+            attention_mask=mask_for(module.causal_model, inputs.mask, queries),
             past_key_values=cache,
         )[0]
 
     def sample(hidden: Tensor, points: Tensor) -> Tensor:
-        parts = zip(hidden.split(chunk_tokens), points.split(chunk_tokens), strict=True)
-        return torch.cat([_invert(module.logits(part, config.temperature), own, config.top_p) for part, own in parts])
+        chunks = zip(hidden.split(chunk_tokens), points.split(chunk_tokens), strict=True)
+        return torch.cat(
+            [
+                _invert(module.logits(chunk, config.temperature), chunk_points, config.top_p)
+                for chunk, chunk_points in chunks
+            ]
+        )
 
     documents = slice(0, plan.num_document_tokens)
     cache = DynamicCache()
@@ -191,11 +196,11 @@ def _invert(logits: Tensor, points: Tensor, top_p: float) -> Tensor:
     probabilities = logits.double().softmax(1)  # [C, V]
     if top_p < 1:
         highest, tokens = probabilities.sort(dim=1, descending=True, stable=True)
-        is_left_out = highest.cumsum(1) - highest >= top_p
-        probabilities = probabilities.scatter(1, tokens, highest.masked_fill(is_left_out, 0))
+        is_excluded = highest.cumsum(1) - highest >= top_p
+        probabilities = probabilities.scatter(1, tokens, highest.masked_fill(is_excluded, 0))
     ends = probabilities.cumsum(1)
-    found = torch.searchsorted(ends, (points.double() * ends[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=logits.shape[1] - 1)
+    indices = torch.searchsorted(ends, (points.double() * ends[:, -1])[:, None], right=True)[:, 0]
+    return indices.clamp(max=logits.shape[1] - 1)
 
 
 class Strided:
@@ -225,8 +230,8 @@ class Strided:
             plan_strided(micro_batch, self._algorithm.ebft.strided, num_samples=num_samples, device=device)
             for micro_batch in mini_batch.micro_batches
         ]
-        own = torch.tensor(sum(inputs.plan.num_columns for inputs in planned))
-        num_columns = int(self._policy.sharding.reduce(own, Reduce.SUM))
+        local_columns = torch.tensor(sum(inputs.plan.num_columns for inputs in planned))
+        num_columns = int(self._policy.sharding.reduce(local_columns, Reduce.SUM))
         return [replace(inputs, num_columns_of_update=num_columns) for inputs in planned]
 
     def remember(self, inputs: StridedInputs) -> None:
@@ -290,8 +295,8 @@ class Strided:
         indices = inputs.plan.truth_indices()[:, ::num_samples]  # [g, B], the same for all samples
         truth = self._pool(depths, torch.from_numpy(indices).to(sampled.device))  # [B, D]
         start = inputs.plan.num_document_tokens
-        own = torch.arange(start, inputs.plan.num_tokens, device=sampled.device).view_as(sampled)
-        samples = self._pool(depths, own).unflatten(0, (-1, num_samples))  # [B, n, D]
+        sample_indices = torch.arange(start, inputs.plan.num_tokens, device=sampled.device).view_as(sampled)
+        samples = self._pool(depths, sample_indices).unflatten(0, (-1, num_samples))  # [B, n, D]
         return score_features(samples, truth, config.whitening, **config.parts)
 
     def _pool(self, depths: list[Tensor], indices: Tensor) -> Tensor:
@@ -299,8 +304,8 @@ class Strided:
         config = self._algorithm.ebft.features
         states = [depth[indices.T].float() for depth in depths]
         tokens = join_layers(states, normalize=config.normalize_layers)  # [S, g, D]
-        every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        return pool(tokens, every, every, config.pooling)
+        all_tokens = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        return pool(tokens, all_tokens, all_tokens, config.pooling)
 
     def _advantages(self, scores: FeatureScores, device: torch.device) -> Tensor:
         """Return the advantage of each column ``[C]``."""
@@ -323,11 +328,11 @@ class Strided:
             num_sequences=inputs.num_columns_of_update,
             max_completion_tokens=num_steps,
             advantages=advantages.repeat(num_steps),  # a column's tokens are C apart
-            ref_logprobs=self._ask_reference(inputs, sampled),
+            ref_logprobs=self._reference_logprobs(inputs, sampled),
             entropy=logprobs.entropy,
         )
 
-    def _ask_reference(self, inputs: StridedInputs, sampled: Tensor) -> Tensor | None:
+    def _reference_logprobs(self, inputs: StridedInputs, sampled: Tensor) -> Tensor | None:
         if not self._algorithm.loss.beta:
             return None
         return self._reference.logprobs(

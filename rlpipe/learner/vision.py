@@ -47,18 +47,18 @@ class Vision:
         assert self._image_id is not None, "rows with images are refused where the model can't take them"
         row = plan_row(micro_batch, layout=layout, device=device)
         images = self._in_order(row, layout)
-        made = self.processor.pixels([[image.content for image in images]])
+        pixels = self.processor.pixels([[image.content for image in images]])
         is_image = row.token_ids.eq(self._image_id)  # [M]
-        extra = {name: value for name, value in made.items() if name in self._arguments}
+        extra = {name: value for name, value in pixels.items() if name in self._arguments}
         row = replace(row, images=images)
         if hasattr(self._base, "get_rope_index"):
             row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
         if "cross_attention_mask" in self._arguments:
             assert layout is AttentionLayout.ALONE
-            seen = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])
-            extra["cross_attention_mask"] = seen[None]
+            visible_tiles = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])
+            extra["cross_attention_mask"] = visible_tiles[None]
         if self._sees_whole_images:
-            row = self._let_see(row, is_image, layout)
+            row = self._with_image_groups(row, is_image, layout)
             if layout is not AttentionLayout.SHARED:
                 extra[self._type_argument] = _per_row(is_image.long(), row, layout)
         return replace(row, vision=extra)
@@ -66,8 +66,8 @@ class Vision:
     @property
     def _sees_whole_images(self) -> bool:
         text = self._config.get_text_config()
-        by_config = getattr(text, "use_bidirectional_attention", None) == "vision"
-        return by_config or self._config.model_type in WHOLE_IMAGES
+        is_configured = getattr(text, "use_bidirectional_attention", None) == "vision"
+        return is_configured or self._config.model_type in WHOLE_IMAGES
 
     @property
     def _type_argument(self) -> str:
@@ -86,28 +86,28 @@ class Vision:
         index_at = {image.start: index for index, image in enumerate(row.images)}
         spatial = row.position_ids.expand(3, -1).clone()
         for sequence in row.sequences:
-            own = [index_at[token] for token in sequence.tolist() if token in index_at]
-            if not own:
+            image_indices = [index_at[token] for token in sequence.tolist() if token in index_at]
+            if not image_indices:
                 continue
             indices = torch.from_numpy(sequence).to(spatial.device)
             positions, _ = self._base.get_rope_index(
                 input_ids=row.token_ids[indices][None],
                 mm_token_type_ids=is_image[indices][None].int(),
-                image_grid_thw=extra["image_grid_thw"][own].to(spatial.device),
+                image_grid_thw=extra["image_grid_thw"][image_indices].to(spatial.device),
             )
             spatial[:, indices] = positions[:, 0]
         return spatial if layout is AttentionLayout.APART else torch.cat([row.position_ids[None], spatial])
 
-    def _let_see(self, row: Row, is_image: Tensor, layout: AttentionLayout) -> Row:
+    def _with_image_groups(self, row: Row, is_image: Tensor, layout: AttentionLayout) -> Row:
         """Return the row with a plan that lets the tokens of an image see each other, in layout ``SHARED``."""
         if layout is not AttentionLayout.SHARED or row.attention is None:
             return row
         starts = is_image & ~torch.cat([is_image.new_zeros(1), is_image[:-1]])
         groups = torch.where(is_image, starts.cumsum(0), 0)  # [M]
-        own = [groups[block] for block in row.attention.blocks]
+        block_groups = [groups[block] for block in row.attention.blocks]
         plan = replace(
             row.attention,
-            groups=[group if bool(group.any()) else None for group in own],
+            groups=[group if bool(group.any()) else None for group in block_groups],
             groups_in_full=self._config.model_type in WHOLE_IMAGES,
             groups_past_window=self._config.model_type in PAST_WINDOW,
         )

@@ -143,9 +143,9 @@ def sequence_tokens(config: Config) -> int:
 def full_rollouts(config: Config) -> Iterator[Rollout]:
     """Yield the rollouts of a step at full length, with a different prompt for each group."""
     is_rl, length = config.algorithm.kind == "rl", sequence_tokens(config)
-    own = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
-    mask = own & _are_sampled(config, own) if is_rl else own
-    versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)
+    is_completion = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
+    mask = is_completion & _are_sampled(config, is_completion) if is_rl else is_completion
+    versions, ones = np.zeros(length, np.int32), np.ones(length, np.float32)
     group_size = sequences_of_group(config.algorithm)
     sequences = [
         Rollout(
@@ -153,11 +153,12 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
             sample_index=index % group_size,
             prompt_id=index // group_size,
             task={},
-            token_ids=np.where(own, index, index // group_size).astype(np.int32),  # siblings share their prompt alone
+            # Rollouts of a group share only their prompt.
+            token_ids=np.where(is_completion, index, index // group_size).astype(np.int32),
             loss_mask=mask,
-            logprobs=numbers,
+            logprobs=ones,
             policy_versions=versions,
-            advantages=numbers,
+            advantages=ones,
         )
         for index in range(num_sequences(config.algorithm))
     ]
@@ -168,8 +169,8 @@ def full_rollouts(config: Config) -> Iterator[Rollout]:
     yield from sequences
 
 
-def _are_sampled(config: Config, behind_prompt: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _are_sampled(config: Config, is_completion: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which tokens the policy samples: evenly as many as it may, the last one among them."""
-    numbers, total = np.cumsum(behind_prompt), int(behind_prompt.sum())
-    sampled = numbers * max_sampled_tokens(config) // max(total, 1)
+    counts, total = np.cumsum(is_completion), int(is_completion.sum())
+    sampled = counts * max_sampled_tokens(config) // max(total, 1)
     return np.diff(sampled, prepend=0) > 0

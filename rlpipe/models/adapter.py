@@ -64,9 +64,9 @@ def read_record(adapter: Path) -> TrainingRecord:
         if DIGESTS not in record and _needs_record(adapter):
             raise ValueError("the adapter's weights say that it has digests")
         written = record.pop(DIGESTS, {})
-        found = _digests(adapter) if written else {}
+        digests = _digests(adapter) if written else {}
         for name, digest in written.items():
-            if found.get(name) != digest:
+            if digests.get(name) != digest:
                 fix = f"{AGAIN}, or delete {FILE}'s digest and digests if you changed it yourself"
                 raise ModelError(f"{adapter / name} has changed since it was written: {fix}")
         return TrainingRecord(**record)
@@ -146,12 +146,12 @@ def put_tensors(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str)
     with reading_files(f"{subject} does not fit the base", "give the model that it was trained on", error=ModelError):
         result: Any = set_peft_model_state_dict(adapted, dict(tensors), ADAPTER)
         missing = [name for name in result.missing_keys if "lora_" in name and f".{ADAPTER}" in name]
-        for what, names in (
+        for problem, names in (
             ("the base has no parameters for these tensors", result.unexpected_keys),
             ("these tensors are missing", missing),
         ):
             if names:
-                raise ValueError(f"{what}: {', '.join(sorted(names))}")
+                raise ValueError(f"{problem}: {', '.join(sorted(names))}")
 
 
 def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
@@ -168,8 +168,10 @@ def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
     if adapter is not None:
         return replace(model, adapter=read_adapter_config(adapter))
     path = model.adapter.path
-    own = AdapterConfig(kind=model.adapter.kind) if path is None else read_adapter_config(path, "model.adapter.path")
-    return replace(model, adapter=own)
+    adapter_config = (
+        AdapterConfig(kind=model.adapter.kind) if path is None else read_adapter_config(path, "model.adapter.path")
+    )
+    return replace(model, adapter=adapter_config)
 
 
 def read_adapter_config(path: str, option: str = "--adapter") -> AdapterConfig:

@@ -55,10 +55,10 @@ def describe_gguf(path: str) -> str | None:
     if not is_gguf(path):
         return None
     folder = converted_folder(path)
-    made = json.loads((folder / ORIGIN).read_text())
+    origin = json.loads((folder / ORIGIN).read_text())
     return (
-        f"model.path={path}: {made['architecture']} with {made['num_parameters'] / 1e6:,.0f}M parameters in "
-        f"{made['types']}, trained and sampled with dequantized weights: {folder}"
+        f"model.path={path}: {origin['architecture']} with {origin['num_parameters'] / 1e6:,.0f}M parameters in "
+        f"{origin['types']}, trained and sampled with dequantized weights: {folder}"
     )
 
 
@@ -96,23 +96,23 @@ def _convert(file: Path, folder: Path) -> None:
     with damaged():
         reader = gguf.GGUFReader(file)
         # transformers would read the file three times and build the name table for every module: half a minute.
-        once: dict[str, Any] = {
+        replacements: dict[str, Any] = {
             "GGUFReader": lambda path: reader,
             "get_tensor_name_map": cache(gguf.get_tensor_name_map),
         }
         num_elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
     with unwritten():
         check_room(folder, torch.float32.itemsize * num_elements)
-    given = {"gguf_file": file.name}
+    source = {"gguf_file": file.name}
     with (
         damaged(),
-        patch.multiple(gguf, **once),
+        patch.multiple(gguf, **replacements),
         patch.object(modeling_gguf_pytorch_utils, "tqdm", partial(tqdm, disable=True)),
     ):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
         dequantized = GgufConfig(dequantize=True)
         model = load_complete(
-            AutoModelForCausalLM, str(file.parent), **given, dtype=torch.float32, quantization_config=dequantized
+            AutoModelForCausalLM, str(file.parent), **source, dtype=torch.float32, quantization_config=dequantized
         )
     with unwritten():
         model.save_pretrained(folder)

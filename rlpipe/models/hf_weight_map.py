@@ -55,24 +55,24 @@ class WeightGroup:
         """Convert parameters back to the sources; raise ``ValueError`` if transformers can't."""
         if self.converter is None:
             return {next(iter(self.sources)): parameters[self.target]}
-        back: Any = self.converter.reverse_transform()
-        keys = {name: back.rename_source_key(name) for name in parameters}
+        reverse: Any = self.converter.reverse_transform()
+        keys = {name: reverse.rename_source_key(name) for name in parameters}
         target = next(iter(keys.values()))[0]
         for name, (_, pattern) in keys.items():
-            back.add_tensor(target, name, pattern, parameters[name])
-        found = self._convert(back, target)
-        return {name: _find(found, source.renamed) for name, source in self.sources.items()}
+            reverse.add_tensor(target, name, pattern, parameters[name])
+        tensors = self._convert(reverse, target)
+        return {name: _find(tensors, source.renamed) for name, source in self.sources.items()}
 
     def _convert(self, converter: Any, target: str) -> dict[str, Tensor]:
-        found = converter.convert(target, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        tensors = converter.convert(target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 def plan_units(model: PreTrainedModel, names: Iterable[str]) -> list[WeightGroup]:
     """Group the tensors of a model's files by the parameters that they make up, as ``from_pretrained`` would."""
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     meta_tensors = model.state_dict()
     prefix = model.base_model_prefix
@@ -100,9 +100,9 @@ def to_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Ten
     return written
 
 
-def _find(found: Tensors, renamed: str) -> Tensor:
+def _find(tensors: Tensors, renamed: str) -> Tensor:
     """Return the tensor named ``renamed``; either name may have the base model's prefix."""
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if name == renamed or name.endswith(f".{renamed}") or renamed.endswith(f".{name}"):
             return tensor
     raise ValueError(f"transformers can't convert it back to {renamed}")

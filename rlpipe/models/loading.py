@@ -55,8 +55,8 @@ MAX_COUNT, MAX_SIZE = 10_000, 2**28
 def describe_model(path: str, config: ModelConfig, name: str | None = None) -> PreTrainedConfig:
     """Load transformers' config of the model; raise ``ModelError``, which names the model, if it is broken."""
     with reading_files(f"{name or f'model.path={config.path}'} can't be read", COMPLETE, error=ModelError):
-        found, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
-        for size, value in _numbers(found):
+        values, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
+        for size, value in _numbers(values):
             if value > (MAX_COUNT if COUNT.fullmatch(size) else MAX_SIZE if SIZE.fullmatch(size) else value):
                 raise ValueError(f"its config has {size}={value:.3g}")
         described: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -175,12 +175,12 @@ def load_complete(auto_class: Any, path: str, *, initialized: Collection[str] = 
 
     Only those that ``initialized`` names may be missing.
     """
-    model, found = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    model, info = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     name = Path(path, options.get("gguf_file", ""))
-    refuse_missing(name, (found["missing_keys"] & parameters.keys()) - {*initialized})
-    if found["mismatched_keys"]:
-        parameter, in_files, in_model = min(found["mismatched_keys"])
+    refuse_missing(name, (info["missing_keys"] & parameters.keys()) - {*initialized})
+    if info["mismatched_keys"]:
+        parameter, in_files, in_model = min(info["mismatched_keys"])
         shapes = f"shape {list(in_files)} in the files, and {list(in_model)} by the config"
         raise ModelError(f"{name}: {parameter} has {shapes}: {COMPLETE}")
     return model  # type: ignore[no-any-return]
@@ -238,10 +238,10 @@ def find_class(described: PreTrainedConfig, *, images: bool) -> Any:
     The latter is used if ``images`` asks for it or if there is no text class. A model with code of its own always gets
     the text class, because its ``auto_map`` names the actual class.
     """
-    own_code = getattr(described, "auto_map", None) is not None
-    if images and type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not own_code:
+    has_custom_code = getattr(described, "auto_map", None) is not None
+    if images and type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not has_custom_code:
         return AutoModelForImageTextToText
-    text = own_code or type(described) in MODEL_FOR_CAUSAL_LM_MAPPING
+    text = has_custom_code or type(described) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if text else AutoModelForImageTextToText
 
 

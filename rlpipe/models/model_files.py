@@ -33,10 +33,10 @@ def converted_folder(file: str | Path) -> Path:
     """Return the folder of the converted model of a GGUF file; a file that has changed gets another folder."""
     path = Path(file).expanduser().absolute()
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return user_cache() / "gguf" / path.stem
-    digest = xxhash.xxh3_64_hexdigest(f"{path} {found.st_size} {found.st_mtime_ns}".encode())
+    digest = xxhash.xxh3_64_hexdigest(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
     return user_cache() / "gguf" / f"{path.stem}-{digest[:12]}"
 
 
@@ -85,10 +85,10 @@ def _first_number(config: dict[str, Any], *names: str) -> int | None:
 
 def known_tokenizer_class(folder: Path) -> str | None:
     """Return the name of the class that ``AutoTokenizer`` would choose; None if the files don't determine it."""
-    config, own = read_known_config(folder), _read_json(folder / "tokenizer_config.json")
-    if config is None or "auto_map" in own:
+    config, tokenizer_config = read_known_config(folder), _read_json(folder / "tokenizer_config.json")
+    if config is None or "auto_map" in tokenizer_config:
         return None
-    named = str(own.get("tokenizer_class"))
+    named = str(tokenizer_config.get("tokenizer_class"))
     name = named if named == "PreTrainedTokenizerFast" else named.removesuffix("Fast")
     if name not in TOKENIZER_CLASSES[config["model_type"]]:
         return None
@@ -98,10 +98,10 @@ def known_tokenizer_class(folder: Path) -> str | None:
 def _read_json(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file; return an empty one if that fails, which code that needs the file reports."""
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def model_products(path: str, num_threads: int) -> Products:

@@ -90,9 +90,9 @@ def nf4_parameters(model: PreTrainedModel) -> set[str]:
 
     Call it before an adapter is added to the model.
     """
-    kept = get_keys_to_not_convert(model)
+    excluded = get_keys_to_not_convert(model)
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and should_convert_module(name, kept)
+        if isinstance(module, nn.Linear) and should_convert_module(name, excluded)
     }

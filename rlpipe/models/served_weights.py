@@ -103,7 +103,9 @@ class ServedWeights:
             for name in unit.to_parameters({source: meta_tensors[source] for source in unit.sources}):
                 units[name] = unit
         tied = dict(self._model.all_tied_weights_keys or {})
-        units |= {other: units[one] for one, other in tied.items() if one in units and other not in units}
+        units |= {
+            alias: units[parameter] for parameter, alias in tied.items() if parameter in units and alias not in units
+        }
         return units
 
     @property
@@ -151,13 +153,13 @@ class ServedWeights:
     def digest(self, config: Mapping[str, Any], adapter: Mapping[str, Tensor], device: torch.device) -> str:
         """Return the digest of all weights that are served; raise as ``changed`` does."""
         sums: dict[int, int] = {}
-        left = dict.fromkeys(self._parameters)
+        remaining = dict.fromkeys(self._parameters)
         for _, parameters in self.changed(config, adapter, device):
             for name, tensor in parameters.items():
-                if name in left:
+                if name in remaining:
                     add_checksum(sums, name, tensor)
-                    del left[name]
-        return digest_of_sums(merge_sums([sums, *(self._base_checksum(name, device) for name in left)]))
+                    del remaining[name]
+        return digest_of_sums(merge_sums([sums, *(self._base_checksum(name, device) for name in remaining)]))
 
     def _base_checksum(self, name: str, device: torch.device) -> dict[int, int]:
         if name not in self._checksums:
@@ -167,9 +169,13 @@ class ServedWeights:
 
     def _read(self, unit: WeightGroup, device: torch.device) -> dict[str, Tensor]:
         tensors = {name: self._handles[name].get_tensor(name) for name in unit.sources}
-        made = unit.to_parameters({name: self._cast(tensor).to(device) for name, tensor in tensors.items()})
-        tied = {other: made[one] for one, other in (self._model.all_tied_weights_keys or {}).items() if one in made}
-        return {name: value for name, value in {**tied, **made}.items() if name in self._parameters}
+        parameters = unit.to_parameters({name: self._cast(tensor).to(device) for name, tensor in tensors.items()})
+        tied = {
+            alias: parameters[parameter]
+            for parameter, alias in (self._model.all_tied_weights_keys or {}).items()
+            if parameter in parameters
+        }
+        return {name: value for name, value in {**tied, **parameters}.items() if name in self._parameters}
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
@@ -204,16 +210,16 @@ def plan_merges(
     for feature in UNMERGEABLE:
         if config.get(feature):
             raise ModelError(f"the adapter uses {feature}, which can't be merged into the weights that engines serve")
-    parts: dict[str, dict[str, str]] = {}
+    by_module: dict[str, dict[str, str]] = {}
     merges: dict[str, Merge] = {}
     for name in sorted(names):
         plain = name.removeprefix(PREFIX)
         if match := _PART.fullmatch(plain):
-            parts.setdefault(match["module"], {})[match["part"].removesuffix(".weight")] = name
+            by_module.setdefault(match["module"], {})[match["part"].removesuffix(".weight")] = name
         else:
             merges[plain] = _replacing(name, dtype)
-    for module, own in parts.items():
-        merges |= _merges_of(model, module, own, config, dtype)
+    for module, layer_tensors in by_module.items():
+        merges |= _merges_of(model, module, layer_tensors, config, dtype)
     if tied := changed_tie(model, merges):
         raise ModelError(
             f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
@@ -223,26 +229,26 @@ def plan_merges(
 
 
 def _merges_of(
-    model: PreTrainedModel, module: str, own: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype
+    model: PreTrainedModel, module: str, tensors: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Merge]:
-    """Return the merges of the parameters that one of PEFT's layers changes, from its tensors ``own``, by part."""
+    """Return the merges of the parameters that one of PEFT's layers changes, from its ``tensors``, by part."""
     plain = module.replace(NESTED, "")
     layer = dict(model.named_modules()).get(plain)
     changed = None if layer is None else _changed_parameter(layer, plain, module.count(NESTED), config)
     if layer is None or changed is None:
         raise ModelError(f"the adapter changes {plain}, which is not a layer of {type(model).__name__}")
-    halves = ["lora_embedding_A", "lora_embedding_B"] if "lora_embedding_A" in own else ["lora_A", "lora_B"]
-    if missing := [half for half in halves if half not in own]:
+    halves = ["lora_embedding_A", "lora_embedding_B"] if "lora_embedding_A" in tensors else ["lora_A", "lora_B"]
+    if missing := [half for half in halves if half not in tensors]:
         raise ModelError(f"the adapter has no {missing[0]} for {plain}")
-    a, b = (own[half] for half in halves)
+    a, b = (tensors[half] for half in halves)
     name = f"{plain}.{changed}"
     scaling = lora_scaling(config, plain if changed == "weight" else name)
     if cast(Tensor, getattr(layer, changed)).ndim == EXPERT_DIMENSIONS:
         return {name: _merging_experts(a, b, scaling, dtype, transposed=getattr(layer, "is_transposed", False))}
     transposed = isinstance(layer, Conv1D | nn.Embedding)
-    merges = {name: _merging(a, b, own.get(MAGNITUDE), scaling, dtype, transposed=transposed)}
-    if "lora_B.bias" in own:
-        merges[f"{plain}.bias"] = _adding(own["lora_B.bias"], scaling, dtype)
+    merges = {name: _merging(a, b, tensors.get(MAGNITUDE), scaling, dtype, transposed=transposed)}
+    if "lora_B.bias" in tensors:
+        merges[f"{plain}.bias"] = _adding(tensors["lora_B.bias"], scaling, dtype)
     return merges
 
 
@@ -253,9 +259,9 @@ def _changed_parameter(layer: nn.Module, name: str, depth: int, config: Mapping[
     """
     targets = config.get("target_parameters") or []
     wrapped = [
-        own
-        for own, _ in layer.named_parameters(recurse=False)
-        if any(f".{name}.{own}".endswith(f".{target}") for target in targets)
+        parameter
+        for parameter, _ in layer.named_parameters(recurse=False)
+        if any(f".{name}.{parameter}".endswith(f".{target}") for target in targets)
     ]
     if wrapped:
         return wrapped[-1 - depth] if depth < len(wrapped) else None
@@ -264,11 +270,11 @@ def _changed_parameter(layer: nn.Module, name: str, depth: int, config: Mapping[
 
 def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
     """Return the first changed parameter that is tied to another, with that other one, or None."""
-    for one, other in (model.all_tied_weights_keys or {}).items():
-        if one in changed:
-            return one, other
-        if other in changed:
-            return other, one
+    for name, tied_name in (model.all_tied_weights_keys or {}).items():
+        if name in changed:
+            return name, tied_name
+        if tied_name in changed:
+            return tied_name, name
     return None
 
 
@@ -295,10 +301,10 @@ def _merging_experts(a: str, b: str, scaling: float, dtype: torch.dtype, *, tran
 
     def merge(base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         merged, num_experts = torch.empty_like(base, dtype=dtype), len(base)
-        of_a = adapter[a].view(num_experts, -1, adapter[a].shape[1])  # [E, r, I]
-        of_b = adapter[b].view(len(adapter[b]), -1, num_experts)  # [O, r, E]
+        experts_a = adapter[a].view(num_experts, -1, adapter[a].shape[1])  # [E, r, I]
+        experts_b = adapter[b].view(len(adapter[b]), -1, num_experts)  # [O, r, E]
         for expert, weight in enumerate(base):
-            change = low_rank(of_a[expert], of_b[:, :, expert], scaling)
+            change = low_rank(experts_a[expert], experts_b[:, :, expert], scaling)
             merged[expert] = change.merge_into(weight.T, dtype).T if transposed else change.merge_into(weight, dtype)
         return merged
 

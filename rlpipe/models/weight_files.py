@@ -26,31 +26,31 @@ class ModelFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read the named tensors, each into its own memory; names that no file has are skipped."""
-        wanted, found = frozenset(names), dict[str, Tensor]()
-        for file, inside in self.by_file.items():
-            here = [name for name in inside if name in wanted]
-            if here:
+        requested, values = frozenset(names), dict[str, Tensor]()
+        for file, stored in self.by_file.items():
+            present = [name for name in stored if name in requested]
+            if present:
                 with safe_open(self.folder / file, "pt", backend="pread") as tensors:
-                    found |= {name: tensors.get_tensor(name) for name in here}
-        return found
+                    values |= {name: tensors.get_tensor(name) for name in present}
+        return values
 
     def dtypes(self, names: Iterable[str]) -> dict[str, str]:
         """Return safetensors' names of the types that the named tensors are stored in."""
-        wanted, found = frozenset(names), dict[str, str]()
-        for file, inside in self.by_file.items():
-            if here := wanted.intersection(inside):
+        requested, types = frozenset(names), dict[str, str]()
+        for file, stored in self.by_file.items():
+            if present := requested.intersection(stored):
                 with safe_open(self.folder / file, "pt") as tensors:
-                    found |= {name: tensors.get_slice(name).get_dtype() for name in here}
-        return found
+                    types |= {name: tensors.get_slice(name).get_dtype() for name in present}
+        return types
 
     def meta_tensors(self) -> dict[str, Tensor]:
         """Return all tensors as float32 meta tensors: shapes without values."""
-        found = {}
+        shapes = {}
         for file, names in self.by_file.items():
             with safe_open(self.folder / file, "pt") as tensors:
                 for name in names:
-                    found[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
-        return found
+                    shapes[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+        return shapes
 
 
 def open_files(folder: Path) -> ModelFiles:

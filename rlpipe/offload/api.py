@@ -76,14 +76,14 @@ def offload(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device}: torch finds no GPU here")
     check_free(model, optimizer)
-    given = dict(batch) if batch is not None else representative_batch(model, num_tokens)
-    precision, knobs, parts = precision or Precision(), knobs or {}, choices_of(sharing, num_ranks())
+    tensors = dict(batch) if batch is not None else representative_batch(model, num_tokens)
+    precision, knobs, part_counts = precision or Precision(), knobs or {}, choices_of(sharing, num_ranks())
     hardware = None if is_given(knobs) else own_device(device)
     decision = agree(
         capacity or free_memory(device, replaced=model),
         lambda free: plan(
             model,
-            lambda _: _loss(model, given, loss_of),
+            lambda _: _loss(model, tensors, loss_of),
             hardware,
             knobs=knobs,
             capacity=free,
@@ -91,7 +91,7 @@ def offload(
             num_micro_batches=num_micro_batches,
             sizes=sizes,
             num_ranks=num_ranks(),
-            parts=parts,
+            parts=part_counts,
             is_trained=optimizer is not None,
         ),
     )
@@ -105,7 +105,7 @@ def offload(
         sizes=sizes,
     )
     offloaded.decision = decision
-    num_sequences = next(iter(given.values())).shape[0] * num_micro_batches * num_ranks()
+    num_sequences = next(iter(tensors.values())).shape[0] * num_micro_batches * num_ranks()
     _log(decision, None if optimizer is None else num_sequences)
     return offloaded
 
@@ -120,10 +120,10 @@ def _loss(
     model: nn.Module, batch: Mapping[str, Tensor], loss_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] | None
 ) -> Tensor:
     """Return the loss of a batch from ``loss_of`` or the model; raise ``ValueError`` if there is none."""
-    found = model(**batch).loss if loss_of is None else loss_of(model, batch)
-    if not isinstance(found, Tensor):
+    loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
+    if not isinstance(loss, Tensor):
         raise ValueError(f"{type(model).__name__} returns no loss for the batch: add labels to it, or pass loss_of")
-    return found
+    return loss
 
 
 def choices_of(sharing: str, num_ranks: int) -> tuple[int, ...]:
@@ -197,13 +197,13 @@ def free_memory(device: torch.device, *, replaced: nn.Module) -> Capacity:
     The ranks of a machine share its host's memory; on a CPU, half of that counts as the device's.
     """
     num_neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = int(SHARE_USED * (free_host_bytes() / num_neighbours + _own_bytes(replaced)))
+    host = int(SHARE_USED * (free_host_bytes() / num_neighbours + _weight_bytes(replaced)))
     if device.type == "cpu":
         return Capacity(device_bytes=host // 2, host_bytes=host // 2)
     return Capacity(device_bytes=int(SHARE_USED * torch.cuda.mem_get_info(device)[0]), host_bytes=host)
 
 
-def _own_bytes(model: nn.Module) -> int:
+def _weight_bytes(model: nn.Module) -> int:
     """Return the host bytes of the model's weights, without memory-mapped files, which count as free."""
     sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
     process = psutil.Process().memory_info()
@@ -222,7 +222,7 @@ class OffloadedAdamW:
         named = dict(offloaded.model.named_parameters()).items()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._updates = ChunkedUpdates(
-            offloaded, trained, config, report=lambda found: logger.info("offload: %s", found)
+            offloaded, trained, config, report=lambda message: logger.info("offload: %s", message)
         )
 
     def step(self, *, max_norm: float | None = None, learning_rate: float | None = None) -> float:
@@ -260,8 +260,9 @@ class OffloadedAdamW:
         self.zero_grad()
         tensors = StoredTensors(folder)
         stored, weights = tensors.shapes, {weight_key(name) for name in self._updates.names}
-        if other := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
+        if different := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
             raise ConfigError(
-                f"{folder} has other trained parameters than this model ({len(other)} differ, such as {other[0]})"
+                f"{folder} has other trained parameters than this model ({len(different)} differ, such as "
+                f"{different[0]})"
             )
         self._updates.load_state(stored, tensors.read)

@@ -98,16 +98,16 @@ class Decision:
     def describe(self) -> str:
         """Describe the decision in one line."""
         knobs, prediction = self.knobs, self.prediction
-        kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
+        num_kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
         if knobs.num_persistent == self.num_chunks:
-            where = f"all {self.num_chunks} chunks stay on the device{self._describe_sharing()}"
+            placement = f"all {self.num_chunks} chunks stay on the device{self._describe_sharing()}"
         else:
-            stay = f"{knobs.num_persistent} of {self.num_chunks} chunks stay{self.why_not_all}"
-            where = f"{stay}, {knobs.num_slots} slots{self._describe_sharing()}"
+            persistent = f"{knobs.num_persistent} of {self.num_chunks} chunks stay{self.why_not_all}"
+            placement = f"{persistent}, {knobs.num_slots} slots{self._describe_sharing()}"
         predicted = "as the config says" if prediction is None else _describe_prediction(prediction)
         return (
-            f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
-            f"{knobs.num_checkpointed} recompute, {knobs.num_swapped} swap; {predicted}"
+            f"{placement}; of {self.num_blocks} layers {num_kept} keep their activations, {knobs.num_offloaded} drop "
+            f"weights, {knobs.num_checkpointed} recompute, {knobs.num_swapped} swap; {predicted}"
         )
 
     def _describe_sharing(self) -> str:
@@ -125,14 +125,14 @@ class Decision:
         assert prediction is not None, "without a prediction there is nothing to compare"
         passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
         predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
-        took = (
+        text = (
             f"an update of {num_micro_batches} micro batches took {duration(seconds)}; {duration(predicted_s)} were "
             "predicted for full ones"
         )
         if device_bytes is not None:
-            took += f"; it used {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
+            text += f"; it used {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
         return (
-            f"{took}; it holds {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted; the process "
+            f"{text}; it holds {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted; the process "
             f"uses {gib(process_bytes)}, with code and libraries"
         )
 

@@ -87,9 +87,9 @@ def _fill(tensors: Sequence[TensorInfo], size: int) -> ChunkLayout:
     chunks: list[Chunk] = []
     open_chunks: dict[Kind, Chunk] = {}
     for unit in _units(tensors):
-        kind, whole = _kind(unit[0]), sum(aligned(tensor.num_bytes) for tensor in unit)
+        kind, unit_bytes = _kind(unit[0]), sum(aligned(tensor.num_bytes) for tensor in unit)
         chunk = open_chunks.get(kind)
-        if chunk is not None and whole <= size < chunk.num_bytes + whole:
+        if chunk is not None and unit_bytes <= size < chunk.num_bytes + unit_bytes:
             chunk = None
         for tensor in unit:
             if chunk is None or (chunk.spans and chunk.num_bytes + aligned(tensor.num_bytes) > size):

@@ -114,7 +114,7 @@ def take_inventory(
     Without ``trained``, no parameter is trained. Trained parameters in chunks are loaded to the device in
     ``compute_dtype``, if it is given, and updated in their own dtype.
     """
-    found = Inventory(units=units)
+    inventory = Inventory(units=units)
     adapted = is_adapted(model)
     users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
@@ -124,16 +124,16 @@ def take_inventory(
         is_trained = trained and parameter.requires_grad
         is_adapter = adapted and any(mark in name for mark in ADAPTER_MARKS)
         if id(parameter) not in users or is_adapter or (is_trained and (adapted or parameter.ndim < 2)):
-            found.resident[name] = parameter
+            inventory.resident[name] = parameter
             continue
         used_by = users[id(parameter)]
         first = min(used_by)
         block = first if units[first].is_block else None
         dtype = compute_dtype if is_trained else None
-        _add(found, Member.of_parameter(name, parameter, dtype), block, used_by, is_trained=is_trained)
+        _add(inventory, Member.of_parameter(name, parameter, dtype), block, used_by, is_trained=is_trained)
         for member in _scales(name, parameter):
-            _add(found, member, block, used_by, is_trained=False)
-    return found
+            _add(inventory, member, block, used_by, is_trained=False)
+    return inventory
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -141,8 +141,8 @@ def is_adapted(model: nn.Module) -> bool:
     return any(hasattr(module, "peft_config") for module in model.modules())
 
 
-def _add(found: Inventory, member: Member, block: int | None, uses: set[int], *, is_trained: bool) -> None:
-    found.tensors.append(
+def _add(inventory: Inventory, member: Member, block: int | None, uses: set[int], *, is_trained: bool) -> None:
+    inventory.tensors.append(
         TensorInfo(
             name=member.name,
             num_bytes=member.get().numel() * member.dtype.itemsize,
@@ -151,16 +151,16 @@ def _add(found: Inventory, member: Member, block: int | None, uses: set[int], *,
             dtype=f"{member.get().dtype} {member.dtype}" if is_trained else "",
         )
     )
-    found.members[member.name] = member
-    found.uses[member.name] = uses
+    inventory.members[member.name] = member
+    inventory.uses[member.name] = uses
 
 
 def _scales(name: str, parameter: nn.Parameter) -> Iterator[Member]:
     state: Any = getattr(parameter, "quant_state", None)
     for path in SCALES if state is not None else ():
         owner: Any = state
-        for part in path.split("."):
-            owner = getattr(owner, part, None)
+        for attribute in path.split("."):
+            owner = getattr(owner, attribute, None)
         if isinstance(owner, Tensor):
             yield Member.of_attribute(f"{name}.{path}", state, path)
 

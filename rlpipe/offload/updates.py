@@ -83,14 +83,14 @@ class ChunkedUpdates:
             torch.cuda.reset_peak_memory_stats(device)
         if self._num_updates != COMPARED_UPDATE or decision is None or decision.prediction is None:
             return
-        found = decision.compare(
+        comparison = decision.compare(
             seconds,
             num_micro_batches,
             device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
             host_bytes=self._offloaded.host_bytes,
             process_bytes=psutil.Process().memory_info().rss,
         )
-        self._report(found)
+        self._report(comparison)
 
     def drop(self) -> None:
         self._offloaded.end_update()
@@ -104,12 +104,12 @@ class ChunkedUpdates:
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's parameters and moments, without copies; wait for running updates."""
-        held = self._resident_state()
+        tensors = self._resident_state()
         for index, adam in self._chunks.adams.items():
             self._chunks.await_update(index)
             for local in adam.pieces:
-                held |= self._chunk_state(index, local, moments=adam.is_updated(local))
-        return held
+                tensors |= self._chunk_state(index, local, moments=adam.is_updated(local))
+        return tensors
 
     def load_state(self, stored: Collection[str], read: Read) -> None:
         """Load the state that is ``stored`` under these names, which must include all weights.
@@ -127,13 +127,13 @@ class ChunkedUpdates:
         for index, adam in self._chunks.adams.items():
             self._offloaded.drop_chunk(index)
             adam.forget()
-            own = [self._chunk_state(index, local, moments=True) for local in adam.pieces]
-            read({name: tensor for tensors in own for name, tensor in tensors.items() if name in stored})
+            states = [self._chunk_state(index, local, moments=True) for local in adam.pieces]
+            read({name: tensor for tensors in states for name, tensor in tensors.items() if name in stored})
             adam.memory.spread()
 
     def _resident_state(self) -> dict[str, Tensor]:
-        held = {weight_key(name): parameter.detach() for name, parameter in self._resident.items()}
-        return held | {
+        weights = {weight_key(name): parameter.detach() for name, parameter in self._resident.items()}
+        return weights | {
             moment_key(name, key): moment
             for name, parameter in self._resident.items()
             for key, moment in self._adam.state.get(parameter, {}).items()
@@ -146,9 +146,9 @@ class ChunkedUpdates:
         def cut(flat: Tensor) -> Tensor:
             return FlatPart(flat, begin=piece.in_tensor.start, shape=piece.shape)
 
-        held = {weight_key(name): cut(adam.memory.part(local))}
+        tensors = {weight_key(name): cut(adam.memory.part(local))}
         if moments:
             state = adam.state(local)
-            held |= {moment_key(name, key): cut(state[key]) for key in MOMENTS}
-            held[moment_key(name, STEPS)] = state[STEPS]
-        return held
+            tensors |= {moment_key(name, key): cut(state[key]) for key in MOMENTS}
+            tensors[moment_key(name, STEPS)] = state[STEPS]
+        return tensors

@@ -48,17 +48,17 @@ def engine_kind(config: Config, plan: EnginePlan) -> ActorKind:
 
 def rank_kind(config: Config, memory: LearnerMemory | None, budget: MemoryBudget, device: Device) -> ActorKind:
     """Return the learner's ranks; if ``memory`` is None (nothing fits), with all the memory that they may take."""
-    on_device = budget.device_bytes if memory is None else memory.device.total
-    on_host = budget.host_bytes if memory is None else memory.host.total
+    device_bytes = budget.device_bytes if memory is None else memory.device.total
+    host_bytes = budget.host_bytes if memory is None else memory.host.total
     if device.kind == "cpu" and memory is not None:  # loaded weights stay where they are, or move into chunks
-        held = replace(memory.host, loading=0).total + on_device
-        on_host = max(held, memory.host.process + memory.host.loading)
+        loaded_bytes = replace(memory.host, loading=0).total + device_bytes
+        host_bytes = max(loaded_bytes, memory.host.process + memory.host.loading)
     return ActorKind(
         name="learner rank",
         count=config.learner.num_ranks,
         num_gpus=config.learner.num_gpus,
-        gpu_bytes=0 if device.kind == "cpu" else on_device + CUDA_CONTEXT_BYTES,
-        host_bytes=on_host,
+        gpu_bytes=0 if device.kind == "cpu" else device_bytes + CUDA_CONTEXT_BYTES,
+        host_bytes=host_bytes,
     )
 
 
@@ -69,12 +69,12 @@ def fill(kinds: Iterable[ActorKind], num_gpus: float, size: Callable[[ActorKind]
     """
     counts: dict[int, int] = {}
     ordered = [*kinds]
-    for index in sorted(range(len(ordered)), key=lambda index: _rank(ordered[index], size)):
+    for index in sorted(range(len(ordered)), key=lambda index: _priority(ordered[index], size)):
         kind = ordered[index]
         counts[index] = min(kind.count, int(num_gpus / kind.num_gpus + 1e-9)) if kind.num_gpus else kind.count
         num_gpus -= counts[index] * kind.num_gpus
     return [(kind, counts[index]) for index, kind in enumerate(ordered) if counts[index]]
 
 
-def _rank(kind: ActorKind, size: Callable[[ActorKind], int]) -> float:
+def _priority(kind: ActorKind, size: Callable[[ActorKind], int]) -> float:
     return -size(kind) / kind.num_gpus if kind.num_gpus else -math.inf

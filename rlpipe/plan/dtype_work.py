@@ -22,8 +22,8 @@ def engine_products(config: Config) -> Products | None:
     algorithm, rollout = config.algorithm, config.rollout
     groups = -(-algorithm.groups_per_step // rollout.num_engines) * (1 + config.replay.max_staleness)
     limits = (rollout.engine_args.get(name) for name in ("max_num_seqs", "max_batch_size"))
-    most = next((limit for limit in limits if isinstance(limit, int)), default_sequences(rollout))
-    rows = min(groups * algorithm.completions_per_prompt, most)
+    max_sequences = next((limit for limit in limits if isinstance(limit, int)), default_sequences(rollout))
+    rows = min(groups * algorithm.completions_per_prompt, max_sequences)
     return products(rows=rows, widths=read_widths(config.model.path), num_threads=engine_threads(rollout))
 
 
@@ -47,8 +47,8 @@ def scorer_products(path: str, num_cpus: float) -> Products:
 def planned_dtype(config: Config, device: Device) -> str:
     """Return the dtype that ``model.dtype=auto`` stands for on such devices; may time this machine's CPU."""
     has_engines = config.algorithm.kind == "rl" and config.rollout.dtype is None
-    kinds = (engine_products(config) if has_engines else None, learner_products(config))
-    return dtype_on(device, [made for made in kinds if made is not None])
+    candidates = (engine_products(config) if has_engines else None, learner_products(config))
+    return dtype_on(device, [entry for entry in candidates if entry is not None])
 
 
 def dtype_on(device: Device, kinds: Sequence[Products], *, on_gpu: bool = True) -> str:
@@ -58,4 +58,4 @@ def dtype_on(device: Device, kinds: Sequence[Products], *, on_gpu: bool = True) 
     """
     if (device.kind, device.name, device.hardware) != ("cpu", own_name("cpu"), cpu_name()):
         return device.auto_dtype(on_gpu=on_gpu)
-    return NARROW if all(cpu_types(made).auto == NARROW for made in kinds) else WIDE
+    return NARROW if all(cpu_types(entry).auto == NARROW for entry in kinds) else WIDE

@@ -88,8 +88,8 @@ class EngineSetup:
     def prefill_tokens(self) -> float:
         """Tokens that an engine prefills in a step: a group's prompt once, and of later turns what is not cached."""
         work = self.groups_per_engine * self.group_size
-        later = self.observed_tokens if self.kind == "vllm" else (self.num_turns - 1) * self.mean_tokens
-        return self.groups_per_engine * self.prompt_tokens + work * later
+        later_tokens = self.observed_tokens if self.kind == "vllm" else (self.num_turns - 1) * self.mean_tokens
+        return self.groups_per_engine * self.prompt_tokens + work * later_tokens
 
     @property
     def groups_per_engine(self) -> int:
@@ -184,12 +184,12 @@ def _cpu_kv_bytes() -> int:
 
 def _quantization(config: Config, described: PreTrainedConfig) -> str | None:
     """Return the quantization of the weights, from the engine's arguments or the model's own config."""
-    own: Any = getattr(described, "quantization_config", None) or {}
-    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    settings: Any = getattr(described, "quantization_config", None) or {}
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     name = config.rollout.engine_args.get("quantization") or method
     if name is not None and str(name) not in QUANTIZED_BYTES:
-        known = ", ".join(QUANTIZED_BYTES)
-        raise ConfigError(f"a plan does not know the size of {name} weights; it supports {known}, and model.dtype")
+        supported = ", ".join(QUANTIZED_BYTES)
+        raise ConfigError(f"a plan does not know the size of {name} weights; it supports {supported}, and model.dtype")
     return None if name is None else str(name)
 
 
@@ -269,34 +269,34 @@ class KvCache:
 def read_kv_cache(described: PreTrainedConfig, *, element_bytes: float, num_devices: int = 1) -> KvCache:
     """Read the cache's layout from a model's config; unknown layers count as full attention, which keeps most."""
     text: Any = described.get_text_config()
-    kinds = Counter(_layer_kinds(text))
-    linear = kinds.pop("linear_attention", 0) if hasattr(text, "linear_num_value_heads") else 0
-    found = [
+    counts = Counter(_layer_types(text))
+    linear = counts.pop("linear_attention", 0) if hasattr(text, "linear_num_value_heads") else 0
+    layers = [
         AttentionLayers(
             count=count,
             token_bytes=_token_bytes(text, element_bytes, num_devices),
             query_width=-(-text.num_attention_heads * _head_size(text) // num_devices),
-            window=_window(text, kind),
+            window=_window(text, layer_type),
         )
-        for kind, count in kinds.items()
+        for layer_type, count in counts.items()
     ]
     state_bytes = linear * _state_bytes(text, element_bytes) // num_devices if linear else 0
-    return KvCache(layers=found, state_bytes=state_bytes)
+    return KvCache(layers=layers, state_bytes=state_bytes)
 
 
-def _layer_kinds(text: Any) -> list[str]:
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None:
-        return list(kinds)
+def _layer_types(text: Any) -> list[str]:
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is not None:
+        return list(layer_types)
     # Models without a list of kinds have one: Mistral's has a window, if any.
     windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
     return ["sliding_attention" if windowed else "full_attention"] * text.num_hidden_layers
 
 
-def _window(text: Any, kind: str) -> int | None:
-    if kind == "sliding_attention":
+def _window(text: Any, layer_type: str) -> int | None:
+    if layer_type == "sliding_attention":
         return getattr(text, "sliding_window", None)
-    if kind == "chunked_attention":
+    if layer_type == "chunked_attention":
         return getattr(text, "attention_chunk_size", None)
     return None
 
@@ -367,13 +367,13 @@ def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devi
     Weights and the peak of a trial pass are subtracted from ``gpu_memory_utilization`` of the device; the rest is for
     keys and values.
     """
-    share = setup.engines_per_device if setup.kind == "hf" else 1
-    budget = int(device.memory_bytes * setup.utilization / share)
+    num_sharing = setup.engines_per_device if setup.kind == "hf" else 1
+    budget = int(device.memory_bytes * setup.utilization / num_sharing)
     copies = 2 if setup.packs_weights else 1
     weights, adapter = copies * weights_bytes(setup, shape), adapter_bytes(setup, shape)
     reserve = reserve_bytes(setup, shape, device)
-    left = budget - weights - adapter - reserve
-    kv_bytes = left if setup.cpu_kv_bytes is None else min(left, setup.cpu_kv_bytes)
+    remaining = budget - weights - adapter - reserve
+    kv_bytes = remaining if setup.cpu_kv_bytes is None else min(remaining, setup.cpu_kv_bytes)
     host = HOST_BYTES[device.kind] + adapter + setup.bucket_bytes
     held_bytes = (
         min(kv_bytes, _batch(setup) * kv_cache.held_bytes(setup.num_tokens)) if setup.kind == "hf" else kv_bytes

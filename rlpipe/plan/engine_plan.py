@@ -55,14 +55,14 @@ class Pass:
 
     @property
     def bottleneck(self) -> str:
-        parts = {
+        seconds_by_cause = {
             "reading weights": self.weights_s,
             "reading the KV cache": self.kv_s,
             "arithmetic": self.compute_s if self.compute_s > self.weights_s + self.kv_s else 0.0,
             "exchange between GPUs": self.exchange_s,
             "overhead of each pass": self.overhead_s,
         }
-        return max(parts, key=lambda name: parts[name])
+        return max(seconds_by_cause, key=lambda name: seconds_by_cause[name])
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -179,15 +179,15 @@ class Sharing:
 
 def read_sharing(config: Config, setup: EngineSetup, device: Device) -> Sharing | None:
     """Return the sharing; None if engines have whole GPUs or none. Ray counts the parts of GPUs, not the memory."""
-    part = config.rollout.num_gpus
-    if not 0 < part < 1:
+    num_gpus = config.rollout.num_gpus
+    if not 0 < num_gpus < 1:
         return None
-    taken = setup.utilization * (setup.engines_per_device if setup.kind == "vllm" else 1)
+    used = setup.utilization * (setup.engines_per_device if setup.kind == "vllm" else 1)
     return Sharing(
-        num_gpus=part,
+        num_gpus=num_gpus,
         engines=setup.engines_per_device,
-        others=tuple(name for name, other in _gpu_users(config) if 0 < other <= 1 - part + 1e-9),
-        left_bytes=int(device.memory_bytes * (1 - taken)),
+        others=tuple(name for name, share in _gpu_users(config) if 0 < share <= 1 - num_gpus + 1e-9),
+        left_bytes=int(device.memory_bytes * (1 - used)),
     )
 
 
@@ -277,22 +277,22 @@ def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
 
 def _pairs(case: EngineCase) -> Iterator[Remedy]:
     """Yield for each two kinds the smallest change of one that fits with the smallest of the other."""
-    found: list[set[str]] = []
+    pairs: list[set[str]] = []
     for kind, changes in _KINDS.items():
         for first, halfway in changes(case):
-            for other, second, changed in _smaller(halfway):
-                if other != kind and {kind, other} not in found:
-                    found.append({kind, other})
+            for other_kind, second, changed in _smaller(halfway):
+                if other_kind != kind and {kind, other_kind} not in pairs:
+                    pairs.append({kind, other_kind})
                     yield _describe(f"{first} {second}", changed)
 
 
-def _more_of_the_gpu(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _higher_utilization(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
     setup = case.setup
     if setup.kind == "vllm" and setup.cpu_kv_bytes is None:
-        share = int(100 * MAX_UTILIZATION / setup.engines_per_device) / 100
+        utilization = int(100 * MAX_UTILIZATION / setup.engines_per_device) / 100
         yield (
-            f"rollout.engine_args.gpu_memory_utilization={share:g}",
-            replace(case, setup=replace(setup, utilization=share)),
+            f"rollout.engine_args.gpu_memory_utilization={utilization:g}",
+            replace(case, setup=replace(setup, utilization=utilization)),
         )
 
 
@@ -315,11 +315,11 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
     def cut(tokens: int) -> EngineCase:
         sampled = min(tokens, setup.completion_tokens)
-        own = replace(setup, completion_tokens=sampled, observed_tokens=tokens - sampled)
-        return replace(case, setup=replace(own, max_model_len=setup.prompt_tokens + tokens))
+        changed = replace(setup, completion_tokens=sampled, observed_tokens=tokens - sampled)
+        return replace(case, setup=replace(changed, max_model_len=setup.prompt_tokens + tokens))
 
-    most = setup.num_tokens - setup.prompt_tokens
-    longest = bisect_left(range(1, most), True, key=lambda tokens: cut(tokens).problem is not None)
+    max_new_tokens = setup.num_tokens - setup.prompt_tokens
+    longest = bisect_left(range(1, max_new_tokens), True, key=lambda tokens: cut(tokens).problem is not None)
     tokens = longest // COMPLETION_STEP * COMPLETION_STEP
     if tokens and setup.num_turns > 1:
         yield f"rollout.max_model_len={setup.prompt_tokens + tokens}", cut(tokens)
@@ -346,7 +346,7 @@ def _larger_device(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 
 _KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
-    "utilization": _more_of_the_gpu,
+    "utilization": _higher_utilization,
     "batch": _smaller_batch,
     "length": _shorter,
     "devices": _more_devices,
@@ -371,8 +371,8 @@ def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineC
         if changed.problem is None:
             yield f"rollout.engine_args.{name}={min(work, fitting)}", changed
     if setup.groups_per_step > setup.num_engines and setup.engines_per_device == 1:
-        more = replace(setup, num_engines=setup.num_engines + 1)
-        yield f"rollout.num_engines={setup.num_engines + 1}", replace(case, setup=more)
+        enlarged = replace(setup, num_engines=setup.num_engines + 1)
+        yield f"rollout.num_engines={setup.num_engines + 1}", replace(case, setup=enlarged)
     possible = ((text, changed) for text, changed in _more_devices(case) if changed.problem is None)
     yield from islice(possible, 1)
 

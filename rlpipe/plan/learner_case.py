@@ -68,10 +68,10 @@ def trace_policy(
         return workload.loss_of(module, row, config.learner.logprob_chunk_tokens)
 
     representative = _placeholders(policy)
-    kept = sorted({*representative.values()})
+    traced = sorted({*representative.values()})
     indices = {unit: index for index, unit in enumerate(representative)}
     try:
-        with _only_layers(module.causal_model, [indices[unit] for unit in kept]), traceable_experts(module):
+        with _only_layers(module.causal_model, [indices[unit] for unit in traced]), traceable_experts(module):
             trace = trace_on(device, module, policy.units, loss_of, compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
         raise ModelError(
@@ -97,26 +97,26 @@ def _placeholders(policy: MetaPolicy) -> dict[int, int]:
 
 
 @contextmanager
-def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
-    """Reduce the model and its config to the layers ``kept`` within the context."""
+def _only_layers(causal: PreTrainedModel, indices: Sequence[int]) -> Iterator[None]:
+    """Reduce the model and its config to the layers at ``indices`` within the context."""
     layers, text = find_layers(causal), causal.config.get_text_config()
-    whole, own = [*layers], {"num_hidden_layers": text.num_hidden_layers}
-    fewer: dict[str, Any] = {"num_hidden_layers": len(kept)}
-    if len(getattr(text, "layer_types", None) or ()) == len(whole):
-        own["layer_types"] = text.layer_types
-        fewer["layer_types"] = [text.layer_types[index] for index in kept]
+    all_layers, original = [*layers], {"num_hidden_layers": text.num_hidden_layers}
+    reduced: dict[str, Any] = {"num_hidden_layers": len(indices)}
+    if len(getattr(text, "layer_types", None) or ()) == len(all_layers):
+        original["layer_types"] = text.layer_types
+        reduced["layer_types"] = [text.layer_types[index] for index in indices]
 
-    def take(entries: Sequence[Any], options: dict[str, Any]) -> None:
+    def set_layers(entries: Sequence[Any], options: dict[str, Any]) -> None:
         del layers[:]
         layers.extend(entries)
         for name, value in options.items():
             setattr(text, name, value)
 
-    take([whole[index] for index in kept], fewer)
+    set_layers([all_layers[index] for index in indices], reduced)
     try:
         yield
     finally:
-        take(whole, own)
+        set_layers(all_layers, original)
 
 
 def _with_nf4(stage: Stage, sizes: Sequence[int], dtype: torch.dtype, device: Device) -> Stage:
@@ -223,9 +223,9 @@ class LearnerCase:
 
     @cached_property
     def _longest(self) -> tuple[Row, Trace]:
-        *others, last = full_rows(self.policy.module, self.config.learner.max_tokens_per_microbatch)
+        *rows_with_images, last = full_rows(self.policy.module, self.config.learner.max_tokens_per_microbatch)
         is_timed = self.config.learner.offload == "chunked"
-        for row in others:
+        for row in rows_with_images:
             with suppress(ModelError):
                 return row, self.drafts.trace(self.config, row, is_timed=is_timed)
         return last, self.drafts.trace(self.config, last, is_timed=is_timed)
@@ -292,10 +292,10 @@ class LearnerCase:
                 f"{gib(self.device.memory_bytes)} of its device{engines_use}"
             )
         if self.device.kind == "cuda" and host > budget.host_bytes:
-            share = f"{gib(budget.host_bytes)} of {gib(self.device.host_memory_bytes)}"
+            limit = f"{gib(budget.host_bytes)} of {gib(self.device.host_memory_bytes)}"
             if self.device.measured_at is None:
-                share += " (an assumption; set --host-memory-gib)"
-            return f"a rank needs {gib(host)} of the host's memory, and its share is {share}"
+                limit += " (an assumption; set --host-memory-gib)"
+            return f"a rank needs {gib(host)} of the host's memory, and its share is {limit}"
         return None
 
     @cached_property

@@ -71,18 +71,20 @@ def read_memory_budget(config: Config, device: Device, setup: EngineSetup | None
     check_device(config, device)
     learner, num_ranks = config.learner, config.learner.num_ranks
     engines = 0 if setup is None else engines_per_rank_gpu(config)
-    taken = 0 if setup is None else int(engines * _engine_share(setup) * device.memory_bytes)
+    engine_bytes = 0 if setup is None else int(engines * _engine_share(setup) * device.memory_bytes)
     host = int(SHARE_USED * device.host_memory_bytes) // min(num_ranks, DEVICES_PER_MACHINE)
     if device.kind == "cpu":
-        on_device = host = host // 2 if learner.offload != "none" else host
+        device_bytes = host = host // 2 if learner.offload != "none" else host
     else:
-        on_device = int(SHARE_USED * max(0, device.memory_bytes - taken - CUDA_CONTEXT_BYTES))
-    own = learner.chunked
+        device_bytes = int(SHARE_USED * max(0, device.memory_bytes - engine_bytes - CUDA_CONTEXT_BYTES))
+    limits = learner.chunked
     chunked = Capacity(
-        device_bytes=on_device if own.device_memory_gib is None else int(own.device_memory_gib * GIB),
-        host_bytes=max(0, host - HOST_BYTES) if own.host_memory_gib is None else int(own.host_memory_gib * GIB),
+        device_bytes=device_bytes if limits.device_memory_gib is None else int(limits.device_memory_gib * GIB),
+        host_bytes=max(0, host - HOST_BYTES) if limits.host_memory_gib is None else int(limits.host_memory_gib * GIB),
     )
-    return MemoryBudget(device_bytes=on_device, host_bytes=host, engines=engines, engine_bytes=taken, capacity=chunked)
+    return MemoryBudget(
+        device_bytes=device_bytes, host_bytes=host, engines=engines, engine_bytes=engine_bytes, capacity=chunked
+    )
 
 
 def check_device(config: Config, device: Device) -> None:
@@ -99,10 +101,10 @@ def check_device(config: Config, device: Device) -> None:
 
 def engines_per_rank_gpu(config: Config) -> int:
     """Return the number of engines that fit on a rank's GPU, if both ask for parts of GPUs."""
-    part, own = config.rollout.num_gpus, config.learner.num_gpus
-    if config.algorithm.kind != "rl" or not 0 < part < 1 or not 0 < own < 1:
+    engine_share, rank_share = config.rollout.num_gpus, config.learner.num_gpus
+    if config.algorithm.kind != "rl" or not 0 < engine_share < 1 or not 0 < rank_share < 1:
         return 0
-    return min(config.rollout.num_engines, int((1 - own) / part + 1e-9))
+    return min(config.rollout.num_engines, int((1 - rank_share) / engine_share + 1e-9))
 
 
 def _engine_share(setup: EngineSetup) -> float:
@@ -130,8 +132,8 @@ class MetaPolicy:
     def nf4_sizes(self) -> list[list[int]]:
         """Elements of the 4-bit parameters, by unit."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        inside = ([names[id(entry)] for entry in unit.module.parameters()] for unit in self.units)
-        return [[self.nf4[name] for name in own if name in self.nf4] for own in inside]
+        names_by_unit = ([names[id(entry)] for entry in unit.module.parameters()] for unit in self.units)
+        return [[self.nf4[name] for name in unit_names if name in self.nf4] for unit_names in names_by_unit]
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -166,17 +168,17 @@ def meta_policy(
     ``described`` is transformers' config of the model, ``head`` the head that is trained. Raises ``ModelError`` if the
     model or its adapter can't be described, ``ConfigError`` for a dtype that the model can't have.
     """
-    whole = model.adapter.kind == "none" and not frozen
+    is_full_training = model.adapter.kind == "none" and not frozen
     compute_dtype: torch.dtype = getattr(torch, model.dtype)
     causal = _meta_model(described, model, head)
-    cast(nn.Module, causal).to(torch.float32 if whole else compute_dtype)
+    cast(nn.Module, causal).to(torch.float32 if is_full_training else compute_dtype)
     layout = _set_attention(causal, model.attention)
     quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
     nf4 = [parameter for name, parameter in causal.named_parameters() if name in quantized]
     module = LogprobModel(causal, compute_dtype=compute_dtype, layout=layout)
     if frozen:
         module.requires_grad_(False)
-    elif not whole:
+    elif not is_full_training:
         module.model = _add_adapter(causal, model.adapter)
     module.train()
     ids = {id(parameter) for parameter in nf4}
@@ -238,11 +240,11 @@ def _lora_config(config: AdapterConfig, causal: PreTrainedModel) -> LoraConfig:
     folder = Path(config.path).expanduser() if config.path is not None else None
     if folder is None or not folder.exists():
         return lora_config(config, causal)
-    found = read_peft_config(str(folder), f"model.adapter.path={config.path}")
-    if not isinstance(found, LoraConfig):
+    saved = read_peft_config(str(folder), f"model.adapter.path={config.path}")
+    if not isinstance(saved, LoraConfig):
         raise ConfigError(f"model.adapter.path={config.path} holds no LoRA adapter; give another folder, or null")
-    found.inference_mode = False
-    return found
+    saved.inference_mode = False
+    return saved
 
 
 def _kinds(causal: PreTrainedModel, units: Sequence[Unit]) -> dict[int, Hashable]:
@@ -308,8 +310,8 @@ class HostBytes:
     @property
     def total(self) -> int:
         """Bytes at the peak: while the model is loaded, or later."""
-        held = self.weights + self.gradients + self.optimizer + self.activations + self.reference
-        return self.process + max(self.loading, held)
+        steady = self.weights + self.gradients + self.optimizer + self.activations + self.reference
+        return self.process + max(self.loading, steady)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -320,8 +322,8 @@ class LearnerMemory:
 
 def checkpoint_modes(stages: Sequence[StageProfile], config: Config) -> list[Mode]:
     """Return the mode of each stage's activations without offload: kept, or checkpointed."""
-    again = Mode.CHECKPOINT if config.model.gradient_checkpointing else Mode.KEEP
-    return [again if stage.is_block else Mode.KEEP for stage in stages]
+    block_mode = Mode.CHECKPOINT if config.model.gradient_checkpointing else Mode.KEEP
+    return [block_mode if stage.is_block else Mode.KEEP for stage in stages]
 
 
 def activation_bytes(stages: Sequence[StageProfile], shared_bytes: int, config: Config) -> int:
@@ -381,19 +383,19 @@ def _fsdp2(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> Lea
     """
     num_ranks, on_host = config.learner.num_ranks, config.learner.offload == "policy"
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
-    weights = _part(policy.stored_bytes(), num_ranks)
-    whole = policy.num_trained * torch.float32.itemsize
-    gradients = _part(whole, num_ranks)
-    moments = _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
+    weights = _per_rank(policy.stored_bytes(), num_ranks)
+    gradient_bytes = policy.num_trained * torch.float32.itemsize
+    gradients = _per_rank(gradient_bytes, num_ranks)
+    moments = _per_rank(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
     gathered = gathered_units(policy, config)
-    on_the_way = gathered.gradient_bytes if config.model.adapter.kind == "none" else whole
-    reference = _part(weight_bytes(copy), num_ranks)
+    in_flight = gathered.gradient_bytes if config.model.adapter.kind == "none" else gradient_bytes
+    reference = _per_rank(weight_bytes(copy), num_ranks)
     root = 0 if copy is None else gathered_root(copy, config)
     return LearnerMemory(
         device=DeviceBytes(
             weights=0 if on_host else weights,
             gathered=gathered.num_bytes,
-            gradients=on_the_way + (0 if on_host else gradients),
+            gradients=in_flight + (0 if on_host else gradients),
             optimizer=0 if on_host or is_paged else moments,
             reference=(0 if on_host else reference) + root,
         ),
@@ -408,28 +410,28 @@ def _fsdp2(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> Lea
 
 def _zero3(policy: MetaPolicy, config: Config, copy: LogprobModel | None) -> LearnerMemory:
     """Return the memory with ZeRO-3; trained weights are in the compute dtype and, for the optimizer, in float32."""
-    num_ranks, own = config.learner.num_ranks, config.learner.zero3
+    num_ranks, options = config.learner.num_ranks, config.learner.zero3
     dtype = torch.bfloat16 if policy.module.compute_dtype is torch.bfloat16 else torch.float32
-    weights = _part(policy.stored_bytes(trained_dtype=dtype), num_ranks)
-    gradients = _part(policy.num_trained * torch.float32.itemsize, num_ranks)
-    states = gradients + _part(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
+    weights = _per_rank(policy.stored_bytes(trained_dtype=dtype), num_ranks)
+    gradients = _per_rank(policy.num_trained * torch.float32.itemsize, num_ranks)
+    states = gradients + _per_rank(moment_bytes(policy.trained, config.learner.optimizer), num_ranks)
     elements = policy.num_parameters
     buffers = min(elements, ZERO3_LIVE) + min(elements, ZERO3_BUCKETS)
     copied = 0 if copy is None else sum(parameter.numel() for parameter in copy.parameters())
-    reference = _part(dtype.itemsize * copied, num_ranks)
+    reference = _per_rank(dtype.itemsize * copied, num_ranks)
     return LearnerMemory(
         device=DeviceBytes(
-            weights=0 if own.offload_parameters else weights,
+            weights=0 if options.offload_parameters else weights,
             gathered=dtype.itemsize * buffers,
-            gradients=0 if own.offload_optimizer else gradients,
-            optimizer=0 if own.offload_optimizer else states,
-            reference=0 if own.offload_parameters else reference,
+            gradients=0 if options.offload_optimizer else gradients,
+            optimizer=0 if options.offload_optimizer else states,
+            reference=0 if options.offload_parameters else reference,
         ),
         host=HostBytes(
-            weights=weights * own.offload_parameters,
-            gradients=gradients * own.offload_optimizer,
-            optimizer=states * own.offload_optimizer,
-            reference=reference * own.offload_parameters,
+            weights=weights * options.offload_parameters,
+            gradients=gradients * options.offload_optimizer,
+            optimizer=states * options.offload_optimizer,
+            reference=reference * options.offload_parameters,
         ),
     )
 
@@ -458,8 +460,8 @@ def gathered_root(copy: LogprobModel, config: Config) -> int:
 def gathered_units(policy: MetaPolicy, config: Config) -> Gathered:
     module = policy.module
     dtype = module.compute_dtype
-    found = find_fsdp_units(module, module.causal_model, config.learner.fsdp)
-    sizes = [policy.stored_bytes(unit, trained_dtype=dtype) for unit in found]
+    units = find_fsdp_units(module, module.causal_model, config.learner.fsdp)
+    sizes = [policy.stored_bytes(unit, trained_dtype=dtype) for unit in units]
     total, largest = policy.stored_bytes(trained_dtype=dtype), max(sizes, default=0)
     root = max(0, total - sum(sizes))
     reshards = config.learner.fsdp.reshard_after_forward
@@ -467,11 +469,11 @@ def gathered_units(policy: MetaPolicy, config: Config) -> Gathered:
     reduced = largest + largest // dtype.itemsize * torch.float32.itemsize
     return Gathered(
         root_bytes=root,
-        num_units=len(found),
+        num_units=len(units),
         num_bytes=min(total, root + UNITS_GATHERED * largest) if reshards else total + largest,
         gradient_bytes=head * dtype.itemsize + reduced,
     )
 
 
-def _part(num_bytes: int, num_ranks: int) -> int:
+def _per_rank(num_bytes: int, num_ranks: int) -> int:
     return -(-num_bytes // num_ranks)

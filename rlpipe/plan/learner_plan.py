@@ -44,8 +44,8 @@ def remedies(case: LearnerCase) -> list[Remedy]:
 
 
 def _alone(case: LearnerCase) -> list[Remedy]:
-    found = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
-    return [*found, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
+    changes = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
+    return [*changes, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
 
 
 def _pairs(case: LearnerCase) -> Iterator[Remedy]:
@@ -59,12 +59,12 @@ def _pairs(case: LearnerCase) -> Iterator[Remedy]:
     strongest = (offload or ranks)[-1:]
     for kind in (*kinds, *([ranks] if offload and ranks else [])):
         pairs: list[Options] = [
-            {**most, **options} for most in strongest for options in kind if not {*most} & {*options}
+            {**strong, **options} for strong in strongest for options in kind if not {*strong} & {*options}
         ]
         if (change := _first_that_fits(case, pairs)) is not None:
             yield change
-    for most in strongest:
-        yield from _with_hardware(case, most, _more_host_memory)
+    for strong in strongest:
+        yield from _with_hardware(case, strong, _more_host_memory)
     for kind in kinds:
         if kind != offload:  # chunks would be traced again for every device
             yield from _with_hardware(case, kind[-1], _larger_device)
@@ -75,8 +75,8 @@ def _with_hardware(
 ) -> Iterator[Remedy]:
     changed = _change(case, options)
     if changed is not None:
-        for found in larger(changed[1]):
-            yield replace(found, change=f"{changed[0]} {found.change}")
+        for remedy in larger(changed[1]):
+            yield replace(remedy, change=f"{changed[0]} {remedy.change}")
 
 
 def with_options(config: Config, options: Options) -> Config:
@@ -87,8 +87,8 @@ def with_options(config: Config, options: Options) -> Config:
 
 
 def _with_option(section: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    return replace(section, **{name: _with_option(getattr(section, name), rest, value) if rest else value})
+    name, *inner = path
+    return replace(section, **{name: _with_option(getattr(section, name), inner, value) if inner else value})
 
 
 def read_option(config: Config, name: str) -> Any:
@@ -98,10 +98,10 @@ def read_option(config: Config, name: str) -> Any:
 def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     """Yield the options of each kind of change, ordered from the smallest change."""
     config, learner = case.config, case.config.learner
-    is_whole = config.model.adapter.kind == "none"
+    is_full_training = config.model.adapter.kind == "none"
     if learner.offload == "chunked":
         yield _unlimited(config)
-        yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_whole else []
+        yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_full_training else []
     else:
         yield [{"model.gradient_checkpointing": True}]
         yield [{"learner.optimizer.name": "adamw_8bit"}]
@@ -112,7 +112,7 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     yield [{"learner.max_tokens_per_microbatch": tokens} for tokens in _shorter(config)]
     if config.model.adapter.kind == "lora":
         yield [{"model.adapter.kind": "qlora"}]
-    if is_whole:
+    if is_full_training:
         yield [{"model.adapter.kind": "lora"}]
 
 
@@ -121,15 +121,15 @@ def _chunked(config: Config) -> list[Options]:
     if config.learner.offload == "chunked":
         return []
     offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
-    is_whole = config.model.adapter.kind == "none"
-    return [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_whole else [])]
+    is_full_training = config.model.adapter.kind == "none"
+    return [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_full_training else [])]
 
 
 def _unlimited(config: Config) -> list[Options]:
     """Return options that remove the config's limits and knobs of chunks: each alone, then all of them."""
-    given = [f"learner.chunked.{name}" for name in (*LIMITS, *(entry.name for entry in fields(Knobs)))]
-    given = [name for name in given if read_option(config, name) is not None]
-    return [*({name: None} for name in given), dict.fromkeys(given)]
+    names = [f"learner.chunked.{name}" for name in (*LIMITS, *(entry.name for entry in fields(Knobs)))]
+    names = [name for name in names if read_option(config, name) is not None]
+    return [*({name: None} for name in names), dict.fromkeys(names)]
 
 
 def _more_ranks(case: LearnerCase) -> list[Options]:
@@ -161,11 +161,11 @@ def _more_host_memory(case: LearnerCase) -> Iterator[Remedy]:
 
 def _shorter(config: Config) -> Iterator[int]:
     """Yield halves of the micro batch, as long as a sequence of full length fits in."""
-    tokens, least = config.learner.max_tokens_per_microbatch, sequence_tokens(config)
+    tokens, min_tokens = config.learner.max_tokens_per_microbatch, sequence_tokens(config)
     if config.algorithm.kind != "rl":  # rows may be as long as a micro batch: shorter ones would be cut
         return
-    while tokens > least:
-        tokens = max(least, tokens // 2)
+    while tokens > min_tokens:
+        tokens = max(min_tokens, tokens // 2)
         yield tokens
 
 

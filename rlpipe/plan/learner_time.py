@@ -122,8 +122,8 @@ def _reference_passes(algorithm: AlgorithmConfig) -> float:
     if algorithm.kind != "rl":
         return 0
     in_reward = algorithm.learner_computes_advantages and algorithm.reward_kl.coef > 0
-    of_kl = 1 if algorithm.loss.beta > 0 else in_reward / algorithm.num_epochs_per_step
-    return of_kl + int(reads_features(algorithm))
+    kl_passes = 1 if algorithm.loss.beta > 0 else in_reward / algorithm.num_epochs_per_step
+    return kl_passes + int(reads_features(algorithm))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -199,8 +199,8 @@ def plain_time(
     rates = rates_of(device, num_ranks=config.learner.num_ranks)
     modes = checkpoint_modes(stages, config)
     forward_s = sum(stage.forward_s for stage in stages)
-    again_s = sum(stage.forward_s for stage, mode in zip(stages, modes, strict=True) if mode is Mode.CHECKPOINT)
-    backward_s = again_s + sum(stage.backward_s for stage in stages)
+    recompute_s = sum(stage.forward_s for stage, mode in zip(stages, modes, strict=True) if mode is Mode.CHECKPOINT)
+    backward_s = recompute_s + sum(stage.backward_s for stage in stages)
     if config.learner.strategy == "single":
         forward, backward = PassTime(compute_s=forward_s), PassTime(compute_s=backward_s)
         return add_up(forward, backward, Update(device_adam_s=policy.num_trained / rates.device_adam["float32"]), work)
@@ -211,12 +211,12 @@ def plain_time(
         transfer_s=moved.backward_in_s + moved.out_s * moved.sends_each_time,
         exchange_s=moved.backward_gather_s + moved.reduce_s * moved.sends_each_time,
     )
-    own = policy.num_trained / config.learner.num_ranks
+    num_updated = policy.num_trained / config.learner.num_ranks
     on_host = moved.updates_on_host
     update = Update(
         reduce_s=0.0 if moved.sends_each_time else moved.reduce_s + moved.out_s,
-        device_adam_s=0.0 if on_host else own / rates.device_adam["float32"],
-        host_adam_s=own / rates.host_adam["float32"] if on_host else 0.0,
+        device_adam_s=0.0 if on_host else num_updated / rates.device_adam["float32"],
+        host_adam_s=num_updated / rates.host_adam["float32"] if on_host else 0.0,
     )
     return add_up(forward, backward, update, work)
 
@@ -258,9 +258,9 @@ class _Moved:
 def _moved(policy: MetaPolicy, config: Config, rates: Rates) -> _Moved:
     learner, num_ranks = config.learner, config.learner.num_ranks
     is_fsdp, dtype = learner.strategy == "fsdp2", policy.module.compute_dtype
-    whole_bytes = policy.stored_bytes(trained_dtype=dtype)
+    total_bytes = policy.stored_bytes(trained_dtype=dtype)
     gathered = gathered_units(policy, config) if is_fsdp else None
-    in_units = 1.0 if gathered is None else 1 - gathered.root_bytes / whole_bytes
+    in_units = 1.0 if gathered is None else 1 - gathered.root_bytes / total_bytes
     num_units = 1 if gathered is None else max(1, gathered.num_units)
     is_gathered_again = gathered is None or learner.fsdp.reshard_after_forward
 
@@ -269,11 +269,13 @@ def _moved(policy: MetaPolicy, config: Config, rates: Rates) -> _Moved:
         received = num_bytes * (1 - 1 / num_ranks)
         return curve.time(received * (1 - in_units)), num_units * curve.time(received * in_units / num_units)
 
-    root_s, units_s = exchange_s(rates.link.all_gather, whole_bytes)
+    root_s, units_s = exchange_s(rates.link.all_gather, total_bytes)
     weights_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_parameters)
     updates_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_optimizer)
-    kept_as = torch.float32 if is_fsdp else dtype  # torch casts on the device, DeepSpeed holds both
-    in_s = policy.stored_bytes(trained_dtype=kept_as) / num_ranks / rates.host_to_device if weights_on_host else 0.0
+    stored_dtype = torch.float32 if is_fsdp else dtype  # torch casts on the device, DeepSpeed holds both
+    in_s = (
+        policy.stored_bytes(trained_dtype=stored_dtype) / num_ranks / rates.host_to_device if weights_on_host else 0.0
+    )
     gradient_bytes = policy.num_trained * torch.float32.itemsize
     return _Moved(
         forward_gather_s=root_s + units_s,
@@ -381,26 +383,26 @@ def chunked_memory(
     """Return the predicted memory by part, including the frozen copy of the initial model."""
     learner, knobs = chunks.config.learner, decision.knobs
     modes = arrange(profile, knobs, rates)
-    persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
+    persistent, host_chunks = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
     gradient = precision_of(learner.chunked, chunks.policy.module.compute_dtype).gradient.itemsize
     model = chunks.policy.module
     resident = resident_bytes(model, chunks.inventory)
-    small = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
+    trained_resident = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
     device_gradients, device_states = _states(persistent, gradient)
-    host_gradients, host_states = _states(others, gradient)
+    host_gradients, host_states = _states(host_chunks, gradient)
     return LearnerMemory(
         device=DeviceBytes(
-            weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * small,
-            gradients=device_gradients + small + profile.resident_bytes - resident,
-            optimizer=device_states + 2 * small,
+            weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * trained_resident,
+            gradients=device_gradients + trained_resident + profile.resident_bytes - resident,
+            optimizer=device_states + 2 * trained_resident,
             activations=working_bytes(profile, knobs, modes),
             slots=knobs.num_slots * profile.slot_bytes,
             reference=reference.device_bytes if reference is not None else 0,
         ),
         host=HostBytes(
-            weights=sum(chunk.num_bytes for chunk in others),
-            gradients=host_gradients + staging_bytes(others),
-            optimizer=host_states + update_bytes(others),
+            weights=sum(chunk.num_bytes for chunk in host_chunks),
+            gradients=host_gradients + staging_bytes(host_chunks),
+            optimizer=host_states + update_bytes(host_chunks),
             activations=sum(
                 stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
             ),
@@ -418,30 +420,34 @@ def _states(chunks: Sequence[ChunkProfile], gradient_itemsize: int) -> tuple[int
 
 def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, reference: Capacity | None) -> StepTime:
     """Return the time of a step; ``profile`` is that of ``work``'s row and micro batches."""
-    whole = predict(profile, knobs, rates)
-    still = replace(profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages])
+    prediction = predict(profile, knobs, rates)
+    without_compute = replace(
+        profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages]
+    )
     compute = predict(profile, knobs, FREE)
-    one_way = {name: getattr(rates, name) for name in ("host_to_device", "device_to_host", "both")}
-    transfer = predict(still, knobs, replace(FREE, **one_way))
-    exchange = predict(still, knobs, replace(FREE, link=rates.link))
-    adding = predict(still, knobs, replace(FREE, host_adding=rates.host_adding, host_bandwidth=rates.host_bandwidth))
+    bandwidths = {name: getattr(rates, name) for name in ("host_to_device", "device_to_host", "both")}
+    transfer = predict(without_compute, knobs, replace(FREE, **bandwidths))
+    exchange = predict(without_compute, knobs, replace(FREE, link=rates.link))
+    adding = predict(
+        without_compute, knobs, replace(FREE, host_adding=rates.host_adding, host_bandwidth=rates.host_bandwidth)
+    )
     updates, policy = work.num_updates, work.num_logprob_passes
     passes = updates * work.num_micro_batches * work.num_reference_passes
     frozen = _reference_pass(profile, reference, rates)
     if reference is None:  # the policy without its adapter
         policy, passes = policy + work.num_reference_passes, 0
     return StepTime(
-        logprob_s=updates * policy * whole.forward_s + passes * frozen.seconds,
-        forward_s=updates * whole.forward_s,
-        backward_s=updates * whole.backward_s,
-        optimizer_s=updates * (whole.device_adam_s + whole.exposed_adam_s),
+        logprob_s=updates * policy * prediction.forward_s + passes * frozen.seconds,
+        forward_s=updates * prediction.forward_s,
+        backward_s=updates * prediction.backward_s,
+        optimizer_s=updates * (prediction.device_adam_s + prediction.exposed_adam_s),
         compute_s=updates * ((1 + policy) * compute.forward_s + compute.backward_s) + passes * frozen.compute_s,
         transfer_s=float(updates * ((1 + policy) * transfer.forward_s + transfer.backward_s))
         + passes * frozen.transfer_s,
         exchange_s=updates * ((1 + policy) * exchange.forward_s + exchange.backward_s) + passes * frozen.exchange_s,
         adding_s=updates * adding.backward_s,
-        device_adam_s=updates * whole.device_adam_s,
-        host_adam_s=updates * whole.host_adam_s,
+        device_adam_s=updates * prediction.device_adam_s,
+        host_adam_s=updates * prediction.host_adam_s,
     )
 
 

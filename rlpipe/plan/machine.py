@@ -82,8 +82,8 @@ def plan_machine(
     """Plan the host memory of the actors of ``learner``'s config, including that of Ray and the driver."""
     ranks = rank_kind(learner.config, learner.memory, learner.budget, device)
     engines = [] if engine is None else [engine]
-    others = [scorer.actor for scorer in scorers]
-    kinds = [*engines, ranks, *others, *_reward_kinds(learner.config, scorers), _run_kind()]
+    scorer_actors = [scorer.actor for scorer in scorers]
+    kinds = [*engines, ranks, *scorer_actors, *_reward_kinds(learner.config, scorers), _run_kind()]
     case = MachineCase(kinds=kinds, device=device)
     return MachinePlan(
         num_machines=case.num_machines,
@@ -105,9 +105,9 @@ def _run_kind() -> ActorKind:
 
 def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[ActorKind]:
     """Yield processes of reward functions, and of rewards that are not planned separately."""
-    known = {scorer.name for scorer in planned}
+    planned_names = {scorer.name for scorer in planned}
     for pool in resolve_pools(config).values():
-        if pool.name not in known and not known & {*pool.members}:
+        if pool.name not in planned_names and not planned_names & {*pool.members}:
             yield ActorKind(
                 name="reward worker", count=pool.max_size, num_gpus=pool.num_gpus, gpu_bytes=0, host_bytes=REWARD_BYTES
             )
@@ -116,7 +116,7 @@ def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[Act
 def _remedies(case: MachineCase, learner: LearnerCase, ranks: ActorKind, engine: ActorKind | None) -> Iterator[str]:
     """Yield the changes with which the actors fit, each alone."""
     if engine is not None:
-        yield from _less_engines(case, engine)
+        yield from _fewer_engines(case, engine)
     if learner.config.learner.offload == "chunked":
         yield from _less_for_chunks(case, learner, ranks)
     else:
@@ -124,7 +124,7 @@ def _remedies(case: MachineCase, learner: LearnerCase, ranks: ActorKind, engine:
     yield from _more_machines(case)
 
 
-def _less_engines(case: MachineCase, engine: ActorKind) -> Iterator[str]:
+def _fewer_engines(case: MachineCase, engine: ActorKind) -> Iterator[str]:
     for count in range(engine.count - 1, 0, -1):
         if case.changed(engine, replace(engine, count=count)).fits:
             yield f"rollout.num_engines={count}"
@@ -137,8 +137,8 @@ def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) 
     memory = learner.memory
     if memory is None or not num_ranks:
         return
-    left = case.device.host_memory_bytes - case.num_bytes + num_ranks * ranks.host_bytes
-    gibs = (left // num_ranks - memory.host.process) // GIB
+    remaining = case.device.host_memory_bytes - case.num_bytes + num_ranks * ranks.host_bytes
+    gibs = (remaining // num_ranks - memory.host.process) // GIB
     if gibs <= 0:
         return
     limited = with_options(learner.config, {"learner.chunked.host_memory_gib": float(gibs)})
@@ -160,8 +160,8 @@ def _more_memory(case: MachineCase) -> Iterator[str]:
 
 def _more_machines(case: MachineCase) -> Iterator[str]:
     """Yield the largest number of GPUs per machine that fits, below the present one."""
-    most = min(DEVICES_PER_MACHINE, math.ceil(case.num_gpus)) - 1
-    for count in range(most, 0, -1):
+    max_gpus = min(DEVICES_PER_MACHINE, math.ceil(case.num_gpus)) - 1
+    for count in range(max_gpus, 0, -1):
         changed = replace(case, gpus_per_machine=count)
         if changed.fits:
             yield f"machines with {count} of these GPUs each"

@@ -54,18 +54,18 @@ def known_models() -> dict[str, dict[str, Any]]:
     return {name: entry["config"] for entry in content for name in entry["repositories"]}
 
 
-def _make_config(known: dict[str, Any]) -> PreTrainedConfig:
-    shape = dict(known)
+def _make_config(values: dict[str, Any]) -> PreTrainedConfig:
+    shape = dict(values)
     return AutoConfig.for_model(shape.pop("model_type"), **shape)
 
 
 def _cached_folder(path: str, config: ModelConfig, option: str) -> str | None:
     try:
-        found = try_to_load_from_cache(path, "config.json", revision=config.revision)
+        file = try_to_load_from_cache(path, "config.json", revision=config.revision)
     except HFValidationError:
         remedy = _remedy(config, option)
         raise ModelError(f"{option}: there is no folder {path!r}, and it is not a hub id: {remedy}") from None
-    return str(Path(found).parent) if isinstance(found, str) else None
+    return str(Path(file).parent) if isinstance(file, str) else None
 
 
 def _remedy(config: ModelConfig, option: str) -> str:

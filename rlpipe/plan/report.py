@@ -81,10 +81,10 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
         yield learner_section(plan_case(case), device)
         yield machine_section(plan_machine(case, None, [], device), device)
     else:
-        yield from _make_sections_of_rl(config, requested, described, device)
+        yield from _make_rl_sections(config, requested, described, device)
 
 
-def _make_sections_of_rl(
+def _make_rl_sections(
     config: Config, requested: Config, described: PreTrainedConfig, device: Device
 ) -> Iterator[Section]:
     """Yield the sections of an RL run; scorers get the dtypes as requested, because they settle ``auto`` themselves."""

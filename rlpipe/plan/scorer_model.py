@@ -61,8 +61,8 @@ class ScorerSetup:
     @property
     def batch(self) -> int:
         """Sequences per pass."""
-        most = self.groups_per_call * self.sequences_per_group
-        return min(most, max(1, self.batch_tokens // self.sequence_tokens))
+        max_sequences = self.groups_per_call * self.sequences_per_group
+        return min(max_sequences, max(1, self.batch_tokens // self.sequence_tokens))
 
     @property
     def num_passes(self) -> float:
@@ -82,8 +82,8 @@ def read_scorer_setups(config: Config, device: Device) -> Iterator[ScorerSetup]:
         if has_model(pool.members):
             setup = _read_setup(config, name, reward, pool.max_size, device)
             if device.kind == "cpu" and reward.num_gpus > 0:
-                asked = f"{setup.option}.num_gpus={reward.num_gpus:g}"
-                raise ConfigError(f"{asked}: {device.name} has no GPU; give the GPU's --device, or set 0")
+                setting = f"{setup.option}.num_gpus={reward.num_gpus:g}"
+                raise ConfigError(f"{setting}: {device.name} has no GPU; give the GPU's --device, or set 0")
             yield setup
 
 
@@ -91,8 +91,8 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, de
     is_features = reward.path == FEATURE_PATH
     option = "algorithm.ebft.features" if is_features else f"scoring.rewards.{name}"
     model = None if is_features else _make_reward(option, reward)
-    asked = config.model.dtype if model is None else model.dtype
-    made = scorer_products(config.model.path if model is None else model.source, reward.num_cpus)
+    requested_dtype = config.model.dtype if model is None else model.dtype
+    model_products = scorer_products(config.model.path if model is None else model.source, reward.num_cpus)
     groups, length = -(-config.algorithm.groups_per_step // copies), sequence_tokens(config)
     per_call = reward.serve.batch_groups if reward.is_served else MAX_GROUPS_PER_CALL
     return ScorerSetup(
@@ -100,7 +100,9 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, de
         option=option,
         batch_option=_batch_option(option, reward),
         reward=model,
-        dtype=dtype_on(device, [made], on_gpu=reward.num_gpus > 0) if asked == AUTO else asked,
+        dtype=dtype_on(device, [model_products], on_gpu=reward.num_gpus > 0)
+        if requested_dtype == AUTO
+        else requested_dtype,
         copies=copies,
         num_gpus=reward.num_gpus,
         batch_tokens=config.algorithm.ebft.features.micro_batch_tokens if model is None else model.batch_tokens,
@@ -112,12 +114,12 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, de
 
 
 def _make_reward(option: str, reward: RewardConfig) -> ClassifierReward:
-    kind = import_object(reward.path, what=f"{option}.path", error=ConfigError)
+    reward_class = import_object(reward.path, what=f"{option}.path", error=ConfigError)
     try:
-        made: ClassifierReward = kind(**reward.kwargs)
+        scorer: ClassifierReward = reward_class(**reward.kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{option}.kwargs: {error}") from None
-    return made
+    return scorer
 
 
 def _batch_option(option: str, reward: RewardConfig) -> str:
@@ -156,7 +158,7 @@ class ScorerModel:
         key = (num_sequences, num_tokens, device.name)
         if key not in self._costs:
             try:
-                found = trace_forward(
+                traced = trace_forward(
                     self.module,
                     lambda: self.run(num_sequences, num_tokens),
                     roofline(device),
@@ -167,8 +169,8 @@ class ScorerModel:
                     f"{self.path} can't be traced without real tensors ({describe_error(error)})"
                 ) from None
             self._costs[key] = ForwardCost(
-                seconds=found.seconds + self.unpacking_bytes / device.memory_bandwidth,
-                peak_bytes=found.peak_bytes + self.unpacked_bytes,
+                seconds=traced.seconds + self.unpacking_bytes / device.memory_bandwidth,
+                peak_bytes=traced.peak_bytes + self.unpacked_bytes,
             )
         return self._costs[key]
 

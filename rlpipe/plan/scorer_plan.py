@@ -93,16 +93,16 @@ class ScorerCase:
     @cached_property
     def neighbours(self) -> list[Placed]:
         """Actors that may share its GPU, chosen to leave the least memory."""
-        own = self.actor
-        kinds = [replace(own, count=own.count - 1), *self.others]
-        return fill([kind for kind in kinds if 0 < kind.num_gpus < 1], 1 - own.num_gpus, lambda kind: kind.gpu_bytes)
+        actor = self.actor
+        kinds = [replace(actor, count=actor.count - 1), *self.others]
+        return fill([kind for kind in kinds if 0 < kind.num_gpus < 1], 1 - actor.num_gpus, lambda kind: kind.gpu_bytes)
 
     @property
     def room_bytes(self) -> int:
         if not self.is_on_gpu:
             return int(SHARE_USED * self.device.host_memory_bytes)
-        taken = sum(count * kind.gpu_bytes for kind, count in self.neighbours)
-        return int(SHARE_USED * max(0, self.device.memory_bytes - taken))
+        used = sum(count * kind.gpu_bytes for kind, count in self.neighbours)
+        return int(SHARE_USED * max(0, self.device.memory_bytes - used))
 
     @property
     def problem(self) -> str | None:
@@ -134,25 +134,25 @@ def remedies(case: ScorerCase) -> list[Remedy]:
     """Return the single changes with which the scorer fits."""
     return [
         Remedy(change=text, seconds=changed.seconds, num_bytes=changed.memory.total)
-        for text, changed in (*_smaller_batch(case), *_own_gpu(case), *_larger_device(case))
+        for text, changed in (*_smaller_batch(case), *_whole_gpu(case), *_larger_device(case))
         if changed.problem is None
     ]
 
 
 def _smaller_batch(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
     """Yield the largest batch that fits, by halving, if a single sequence fits."""
-    tokens, least = case.setup.batch_tokens, case.setup.sequence_tokens
-    if replace(case, setup=replace(case.setup, batch_tokens=least)).problem is not None:
+    tokens, min_tokens = case.setup.batch_tokens, case.setup.sequence_tokens
+    if replace(case, setup=replace(case.setup, batch_tokens=min_tokens)).problem is not None:
         return
-    while tokens > least:
-        tokens = max(least, tokens // 2)
+    while tokens > min_tokens:
+        tokens = max(min_tokens, tokens // 2)
         changed = replace(case, setup=replace(case.setup, batch_tokens=tokens))
         if changed.problem is None:
             yield f"{case.setup.batch_option}={tokens}", changed
             return
 
 
-def _own_gpu(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
+def _whole_gpu(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
     if 0 < case.setup.num_gpus < 1:
         yield f"{case.setup.option}.num_gpus=1", replace(case, setup=replace(case.setup, num_gpus=1))
 
@@ -221,7 +221,7 @@ def plan_scorers(
     ``described`` is transformers' config of the policy, ``others`` are the actors that are no scorers. Raises
     ``ConfigError`` for scorers that do not run on such a device, or that can't be made.
     """
-    found: list[ScorerPlan | UnplannedScorer] = [*_unknown(config)]
+    plans: list[ScorerPlan | UnplannedScorer] = [*_unknown(config)]
     cases: list[ScorerCase] = []
     actors: list[ActorKind] = []
     for setup in read_scorer_setups(config, device):
@@ -230,13 +230,13 @@ def plan_scorers(
             case = ScorerCase(setup=setup, model=model, device=device, others=others)
             actors.append(case.actor)  # traces the model
         except ModelError as error:
-            found.append(UnplannedScorer(name=setup.name, reason=f"not planned: {error}"))
+            plans.append(UnplannedScorer(name=setup.name, reason=f"not planned: {error}"))
         else:
             cases.append(case)
     for index, case in enumerate(cases):
-        rest = [*others, *actors[:index], *actors[index + 1 :]]
-        found.append(_plan(replace(case, others=rest), sequence_tokens(config)))
-    return found
+        other_actors = [*others, *actors[:index], *actors[index + 1 :]]
+        plans.append(_plan(replace(case, others=other_actors), sequence_tokens(config)))
+    return plans
 
 
 def _plan(case: ScorerCase, full_tokens: int) -> ScorerPlan:
@@ -270,5 +270,5 @@ def _unknown(config: Config) -> Iterator[UnplannedScorer]:
 
 
 def _describe_unknown(pool: RewardPool, reward: RewardConfig) -> str:
-    asks = f"{pool.max_size} processes, each requesting" if pool.max_size > 1 else "1 process, requesting"
-    return f"{asks} {reward.num_gpus:g} of a GPU; the memory of {reward.path} is not known"
+    processes = f"{pool.max_size} processes, each requesting" if pool.max_size > 1 else "1 process, requesting"
+    return f"{processes} {reward.num_gpus:g} of a GPU; the memory of {reward.path} is not known"

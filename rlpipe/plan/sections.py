@@ -73,8 +73,8 @@ def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
         label = ""
     label = "gradient sums"
     for total in STATE_DTYPES:
-        parts = ", ".join(f"{giga(device.host_adding[adding(part, total)])} of {part}" for part in STATE_DTYPES)
-        yield label, f"billion elements/s on the host: {parts}, into {total}"
+        rates = ", ".join(f"{giga(device.host_adding[adding(source, total)])} of {source}" for source in STATE_DTYPES)
+        yield label, f"billion elements/s on the host: {rates}, into {total}"
         label = ""
 
 
@@ -119,8 +119,8 @@ def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
 
 def _engine_memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
     setup, memory = plan.setup, plan.memory
-    where = f"each of {setup.num_devices} devices" if setup.num_devices > 1 else "its device"
-    yield "memory", f"{gib(memory.budget_bytes)} of the {gib(device.memory_bytes)} of {where}"
+    devices = f"each of {setup.num_devices} devices" if setup.num_devices > 1 else "its device"
+    yield "memory", f"{gib(memory.budget_bytes)} of the {gib(device.memory_bytes)} of {devices}"
     yield "  weights", f"{gib(memory.weights_bytes)} in {setup.quantization or setup.dtype}"
     if setup.num_slots:
         slots = f"{setup.num_slots} slot{'s' if setup.num_slots > 1 else ''} of rank {setup.slot_rank}"
@@ -134,26 +134,29 @@ def _engine_memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str,
 
 def _describe_sharing(sharing: Sharing) -> str:
     engines = f"{sharing.engines} engines" if sharing.engines > 1 else "1 engine"
-    others = f"; one engine can share it with {' and '.join(sharing.others)}" if sharing.others else ""
-    return f"{engines} on a GPU, each requesting {sharing.num_gpus:g} of it{others}; {gib(sharing.left_bytes)} are left"
+    neighbours = f"; one engine can share it with {' and '.join(sharing.others)}" if sharing.others else ""
+    return (
+        f"{engines} on a GPU, each requesting {sharing.num_gpus:g} of it{neighbours}; "
+        f"{gib(sharing.left_bytes)} are left"
+    )
 
 
 def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str]]:
     setup, decode = plan.setup, speed.decode
     work = setup.groups_per_engine * setup.group_size
-    kind = f"episodes of up to {setup.num_turns} turns" if setup.num_turns > 1 else "sequences"
-    yield "work per step", f"{work:,} {kind} per engine, {speed.running:,} at a time (limit: {speed.limit})"
+    noun = f"episodes of up to {setup.num_turns} turns" if setup.num_turns > 1 else "sequences"
+    yield "work per step", f"{work:,} {noun} per engine, {speed.running:,} at a time (limit: {speed.limit})"
     total = speed.decode_tokens_per_s * setup.num_engines
     in_all = f", {total:,.0f} on all {setup.num_engines}" if setup.num_engines > 1 else ""
     yield "decode", f"{speed.decode_tokens_per_s:,.0f} tokens/s{in_all}; bottleneck: {decode.bottleneck}"
-    parts = {
+    components = {
         "weights": decode.weights_s,
         "KV cache": decode.kv_s,
         "arithmetic": decode.compute_s,
         "communication": decode.exchange_s,
         "overhead": decode.overhead_s,
     }
-    shown = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in parts.items() if seconds)
+    shown = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in components.items() if seconds)
     yield "  per pass", f"{1e3 * decode.seconds:.2f} ms: {shown}"
     yield "prefill", f"{speed.prefill_tokens_per_s:,.0f} tokens/s"
     yield "time", f"{speed.seconds:.1f} s per step: prefill {speed.prefill_s:.1f}, decode {speed.decode_s:.1f}"
@@ -182,18 +185,18 @@ def unplanned_section(kind: str) -> Section:
 
 def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
     work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
-    found = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
-    found |= {
-        "room": asdict(found.pop("budget")),  # scripts read this key
+    data = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
+    data |= {
+        "room": asdict(data.pop("budget")),  # scripts read this key
         "changes": [remedy.as_json("device_bytes") for remedy in plan.changes],
     }
     if plan.memory is not None:
-        found["memory"] = asdict(plan.memory)
-        for name, part in (("device", plan.memory.device), ("host", plan.memory.host)):
-            found["memory"][name]["total"] = part.total
+        data["memory"] = asdict(plan.memory)
+        for name, memory in (("device", plan.memory.device), ("host", plan.memory.host)):
+            data["memory"][name]["total"] = memory.total
     if plan.time is not None:
-        found["time"] = {**asdict(plan.time), "seconds": plan.time.seconds, "bottleneck": plan.time.bottleneck}
-    return found
+        data["time"] = {**asdict(plan.time), "seconds": plan.time.seconds, "bottleneck": plan.time.bottleneck}
+    return data
 
 
 def vars_of(entry: Any) -> dict[str, Any]:
@@ -223,18 +226,20 @@ def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]
 
 
 def _learner_memory_rows(
-    plan: LearnerPlan, on_device: DeviceBytes, on_host: HostBytes, device: Device
+    plan: LearnerPlan, device_bytes: DeviceBytes, host_bytes: HostBytes, device: Device
 ) -> Iterator[tuple[str, str]]:
     budget = plan.budget
     engines = "engine uses" if budget.engines == 1 else "engines use"
     engines_use = f"; {budget.engines} {engines} {gib(budget.engine_bytes)}" if budget.engines else ""
-    yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{engines_use}"
-    for name, size in asdict(on_device).items():
+    yield "memory", f"{gib(device_bytes.total)} of the {gib(device.memory_bytes)} of its device{engines_use}"
+    for name, size in asdict(device_bytes).items():
         if size:
             yield f"  {'chunk slots' if name == 'slots' else name}", gib(size)
-    held = ", ".join(f"{name} {gib(size)}" for name, size in asdict(on_host).items() if size and name != "loading")
-    loading = f"; {gib(on_host.loading)} while loading" if on_host.loading else ""
-    yield "host memory", f"{gib(on_host.total)} per rank: {held}{loading}"
+    components = ", ".join(
+        f"{name} {gib(size)}" for name, size in asdict(host_bytes).items() if size and name != "loading"
+    )
+    loading = f"; {gib(host_bytes.loading)} while loading" if host_bytes.loading else ""
+    yield "host memory", f"{gib(host_bytes.total)} per rank: {components}{loading}"
 
 
 def _time_rows(plan: LearnerPlan, time: StepTime) -> Iterator[tuple[str, str]]:
@@ -288,13 +293,13 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
         return
     setup, memory = plan.setup, plan.memory
     copies = f"{setup.copies} processes, each" if setup.copies > 1 else "1 process,"
-    where = f"on {setup.num_gpus:g} GPU" if setup.num_gpus else "on the CPU"
-    yield plan.name, f"{plan.kind} {plan.model}: {copies} {where}"
+    location = f"on {setup.num_gpus:g} GPU" if setup.num_gpus else "on the CPU"
+    yield plan.name, f"{plan.kind} {plan.model}: {copies} {location}"
     yield "  fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
-    rest = f", CUDA {gib(memory.beside)}" if memory.beside else ""
-    of = f"of the {gib(device.memory_bytes)} of its device" if setup.num_gpus else "of host memory"
-    parts = f"weights {gib(memory.weights)} in {plan.dtype}, activations {gib(memory.activations)}{rest}"
-    yield "  memory", f"{gib(memory.total)} {of}: {parts}"
+    cuda = f", CUDA {gib(memory.beside)}" if memory.beside else ""
+    budget = f"of the {gib(device.memory_bytes)} of its device" if setup.num_gpus else "of host memory"
+    components = f"weights {gib(memory.weights)} in {plan.dtype}, activations {gib(memory.activations)}{cuda}"
+    yield "  memory", f"{gib(memory.total)} {budget}: {components}"
     if plan.neighbours:
         yield "  its GPU", f"{gib(plan.room_bytes)} are left{describe_neighbours(plan.neighbours)}"
     loading = f"; {gib(memory.loading)} of it while loading" if memory.loading else ""
@@ -335,11 +340,11 @@ def _machine_data(plan: MachinePlan, device: Device) -> dict[str, Any]:
 
 def _machine_rows(plan: MachinePlan, device: Device) -> Iterator[tuple[str, str]]:
     yield "fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
-    where = f" on the fullest of {plan.num_machines} machines" if plan.num_machines > 1 else ""
-    yield "host memory", f"{gib(plan.num_bytes)} of {gib(device.host_memory_bytes)}{where}"
+    location = f" on the fullest of {plan.num_machines} machines" if plan.num_machines > 1 else ""
+    yield "host memory", f"{gib(plan.num_bytes)} of {gib(device.host_memory_bytes)}{location}"
     for kind, num in plan.placed:
-        each = f", {gib(kind.host_bytes)} each" if num > 1 else ""
-        yield "", f"{gib(num * kind.host_bytes)}: {kind.describe(num)}{each}"
+        per_actor = f", {gib(kind.host_bytes)} each" if num > 1 else ""
+        yield "", f"{gib(num * kind.host_bytes)}: {kind.describe(num)}{per_actor}"
     nothing = "no known change is enough; use a smaller model, or fewer actors"
     yield from _change_rows(plan.fits, plan.changes, nothing)
 
@@ -360,21 +365,21 @@ class Loop:
     @property
     def generating_s(self) -> float:
         """Seconds of sampling and scoring."""
-        both = (self.sampling_s, self.scoring_s)
-        return sum(both) if self.scores_after else max(both)
+        phases = (self.sampling_s, self.scoring_s)
+        return sum(phases) if self.scores_after else max(phases)
 
     @property
     def seconds(self) -> float:
         """Seconds of a step in the steady state."""
-        both = (self.generating_s, self.training_s)
-        return sum(both) if self.takes_turns else max(both)
+        phases = (self.generating_s, self.training_s)
+        return sum(phases) if self.takes_turns else max(phases)
 
     @property
     def bottleneck(self) -> str:
-        parts = {"training": self.training_s, "scoring": self.scoring_s, "sampling": self.sampling_s}
+        phases = {"training": self.training_s, "scoring": self.scoring_s, "sampling": self.sampling_s}
         if not self.takes_turns and self.training_s < self.generating_s:
-            del parts["training"]
-        return max(parts, key=lambda name: parts[name])
+            del phases["training"]
+        return max(phases, key=lambda name: phases[name])
 
 
 def read_loop(
@@ -384,10 +389,10 @@ def read_loop(
     if engine.speed is None or learner.time is None or not all(scorer.fits for scorer in scorers):
         return None
     in_turns = [scorer.seconds or 0.0 for scorer in scorers if scorer.may_share]
-    apart = [scorer.seconds or 0.0 for scorer in scorers if not scorer.may_share]
+    concurrent = [scorer.seconds or 0.0 for scorer in scorers if not scorer.may_share]
     return Loop(
         sampling_s=engine.speed.seconds,
-        scoring_s=max(sum(in_turns), *apart, 0.0),
+        scoring_s=max(sum(in_turns), *concurrent, 0.0),
         training_s=learner.time.seconds,
         tokens=learner.work.step_tokens,
         takes_turns=config.replay.max_staleness == 0 or learner.budget.engines > 0,
@@ -397,8 +402,8 @@ def read_loop(
 
 def _shares_gpu_with_engines(config: Config, scorer: ScorerPlan) -> bool:
     """Return whether engine and scorer may share a GPU, or are both on the CPU."""
-    parts = (config.rollout.num_gpus, scorer.setup.num_gpus)
-    return parts == (0, 0) or (all(0 < part < 1 for part in parts) and sum(parts) <= 1 + 1e-9)
+    gpu_shares = (config.rollout.num_gpus, scorer.setup.num_gpus)
+    return gpu_shares == (0, 0) or (all(0 < share < 1 for share in gpu_shares) and sum(gpu_shares) <= 1 + 1e-9)
 
 
 def loop_section(loop: Loop) -> Section:
@@ -413,9 +418,9 @@ def loop_section(loop: Loop) -> Section:
 
 
 def _loop_rows(loop: Loop) -> Iterator[tuple[str, str]]:
-    how = "one after another" if loop.takes_turns else "at the same time"
+    order = "one after another" if loop.takes_turns else "at the same time"
     generating = f"sampling {loop.sampling_s:.1f}"
     if loop.scoring_s:
         generating += f" {'and then' if loop.scores_after else 'alongside'} scoring {loop.scoring_s:.1f}"
-    yield "time", f"{loop.seconds:.1f} s: {generating}, training {loop.training_s:.1f}, {how}"
+    yield "time", f"{loop.seconds:.1f} s: {generating}, training {loop.training_s:.1f}, {order}"
     yield "speed", f"{loop.tokens / loop.seconds:,.0f} tokens/s; bottleneck: {loop.bottleneck}"

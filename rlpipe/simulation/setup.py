@@ -71,14 +71,14 @@ class Draws:
 
 def parse_distribution(text: str, option: str) -> Distribution:
     """Return the distribution that ``option`` was given as ``text``; raise ``InputError`` if it is none."""
-    kind, _, rest = text.partition(":")
-    if kind == "empirical" and rest:
-        return empirical(_read_seconds(Path(rest)), text)
-    numbers = _numbers(rest)
-    made = _from_numbers(kind, numbers) if numbers is not None else None
-    if made is None:
+    kind, _, arguments = text.partition(":")
+    if kind == "empirical" and arguments:
+        return empirical(_read_seconds(Path(arguments)), text)
+    numbers = _numbers(arguments)
+    parsed = _from_numbers(kind, numbers) if numbers is not None else None
+    if parsed is None:
         raise InputError(f"{option}: {text!r} is not a distribution of seconds; write {FORMS}")
-    sample, mean = made
+    sample, mean = parsed
     return Distribution(text=text, sample=sample, mean=mean)
 
 
@@ -106,7 +106,7 @@ def _from_numbers(kind: str, numbers: Sequence[float]) -> tuple[Sampler, float] 
 def _numbers(text: str) -> list[float] | None:
     """Return the comma-separated finite numbers of at least 0; None if there is anything else."""
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(field) for field in text.split(",")]
     except ValueError:
         return None
     return numbers if all(0 <= number < math.inf for number in numbers) else None
@@ -264,9 +264,9 @@ def read_run_config(run: Path) -> Config | None:
 def work_seconds(spans: Spans, *, groups_at_once: int, slowdown: float) -> list[float]:
     """Return the seconds that groups of one engine would have taken alone: without waiting, and without the others."""
     sampled = _without_wait(spans, groups_at_once)
-    begun, ended = np.sort(sampled[:, 0]), np.sort(sampled[:, 1])
+    starts, ends = np.sort(sampled[:, 0]), np.sort(sampled[:, 1])
     edges = np.unique(sampled)
-    running = np.searchsorted(begun, edges, "right") - np.searchsorted(ended, edges, "right")
+    running = np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "right")
     stretch = 1 + (slowdown - 1) * np.maximum(running - 1, 0) / max(groups_at_once - 1, 1)
     work = np.concatenate([[0.0], np.cumsum(np.diff(edges) / stretch[:-1])])
     seconds = np.interp(sampled[:, 1], edges, work) - np.interp(sampled[:, 0], edges, work)
@@ -285,8 +285,8 @@ def _without_wait(spans: Spans, groups_at_once: int) -> Spans:
 
 
 def _column(steps: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
-    found = (step.get(metric) for step in steps)
-    return [value for value in found if isinstance(value, int | float) and 0 <= value < math.inf]
+    values = (step.get(metric) for step in steps)
+    return [value for value in values if isinstance(value, int | float) and 0 <= value < math.inf]
 
 
 NOTHING = "constant:0"
@@ -322,11 +322,11 @@ def _measured_times(config: Config, given: GivenTimes, run: Path, slowdown: floa
             f"--from {run}: its engines held their groups while they waited for weights, so its sync times include "
             "that wait; set --sync to the seconds of the transfer and the load alone"
         )
-    at_once = groups_at_once(source.rollout, source.algorithm.completions_per_prompt)
+    slots = groups_at_once(source.rollout, source.algorithm.completions_per_prompt)
     generate = [
         seconds
         for spans in measured.on_engines
-        for seconds in work_seconds(spans, groups_at_once=at_once, slowdown=slowdown)
+        for seconds in work_seconds(spans, groups_at_once=slots, slowdown=slowdown)
     ]
     return Times(
         generate=_choose(given.generate, "--generate", generate, text),
@@ -375,10 +375,10 @@ def _measured_scores(
 
 
 def _choose(
-    given: str | None, option: str, measured: Sequence[float], text: str, *, factor: float = 1.0
+    explicit: str | None, option: str, measured: Sequence[float], text: str, *, factor: float = 1.0
 ) -> Distribution:
-    if given is not None:
-        return parse_distribution(given, option)
+    if explicit is not None:
+        return parse_distribution(explicit, option)
     if not measured:
         raise DataError(f"{option}: nothing is {text} yet; set {option}")
     return empirical(measured, text).scaled(factor)

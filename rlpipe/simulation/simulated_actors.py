@@ -20,18 +20,18 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._calls: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._numbers = count()
         self._stopped = False
 
     def call_at(self, when: float, call: Callable[[Any], None], argument: Any) -> None:
-        heappush(self._due, (when, next(self._numbers), call, argument))
+        heappush(self._calls, (when, next(self._numbers), call, argument))
 
     def run(self, until: float) -> None:
         """Make the calls that are due up to ``until``, until none is left or ``stop`` is called."""
-        due = self._due
-        while due and due[0][0] <= until and not self._stopped:
-            self.now, _, call, argument = heappop(due)
+        calls = self._calls
+        while calls and calls[0][0] <= until and not self._stopped:
+            self.now, _, call, argument = heappop(calls)
             call(argument)
 
     def stop(self) -> None:
@@ -159,15 +159,15 @@ class SimulatedEngine:
         if plan is not self._next_finish:  # another plan has replaced it
             return
         self._work_s, self._since, self._next_finish = plan[0], self._clock.now, None
-        done: list[SimulatedGroup] = []
+        finished_groups: list[SimulatedGroup] = []
         while self._running and self._running[0][0] <= self._work_s:
-            done.append(heappop(self._running)[2])
-            done[-1].generated_at = self._clock.now
-        self._levels.running.change(-len(done))
+            finished_groups.append(heappop(self._running)[2])
+            finished_groups[-1].generated_at = self._clock.now
+        self._levels.running.change(-len(finished_groups))
         if not self._running:
             self._levels.busy.change(-1)
         self._start_groups()
-        self._finished(done)
+        self._finished(finished_groups)
         if self._on_drained is not None and not self._running:
             self._on_drained()
 

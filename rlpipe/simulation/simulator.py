@@ -97,9 +97,9 @@ class Simulation:
             self._clock, Draws(times.sync, sync), list(self._engines.values()), holds=setup.holds, served=self._served
         )
         self._next_group_id = 0
-        self._wanted: int | None = None
+        self._requested_step: int | None = None
         self._unpublished: int | None = None
-        self._wanted_since = 0.0
+        self._requested_at = 0.0
         self._buffered = Level(self._clock)
         self._learner = dict.fromkeys((TRAIN, *WAITS), 0.0)
         self._staleness = self._max_staleness = 0
@@ -110,11 +110,11 @@ class Simulation:
         self._last_step = num_steps - 1
         self._publish(0)
         self._clock.run(limit_s)
-        done = len(self._marks) > num_steps
+        is_complete = len(self._marks) > num_steps
         return History(
             setup=self._setup,
             marks=self._marks,
-            ended_s=self._clock.now if done else limit_s,
+            ended_s=self._clock.now if is_complete else limit_s,
             max_staleness=self._max_staleness,
             max_buffered=self._buffered.highest,
         )
@@ -139,7 +139,7 @@ class Simulation:
         self._next_group_id += capacity
         self._admission.admit(capacity)
         self._buffer.admit([GroupTicket(group_id=i, version=version, epoch=0, position=i, prompt_id=i) for i in ids])
-        for name, share in self._router.assign([self._request(i, version) for i in ids]).items():
+        for name, requests in self._router.assign([self._request(i, version) for i in ids]).items():
             self._engines[name].submit(
                 [
                     SimulatedGroup(
@@ -149,7 +149,7 @@ class Simulation:
                         work_s=self._work[request.group_id],
                         admitted_at=now,
                     )
-                    for request in share
+                    for request in requests
                 ]
             )
 
@@ -180,31 +180,31 @@ class Simulation:
 
     # Learner ------------------------------------------------------------------------------------------------------
 
-    def _want(self, step: int) -> None:
-        self._wanted, self._wanted_since = step, self._clock.now
+    def _request_step(self, step: int) -> None:
+        self._requested_step, self._requested_at = step, self._clock.now
         self._fill(None)
 
     def _fill(self, newest: SimulatedGroup | None) -> None:
         """Train the wanted step if the buffer can fill it; ``newest`` is the group just added to the buffer."""
-        step = self._wanted
-        if step is None or (taken := self._buffer.take(step)) is None:
+        step = self._requested_step
+        if step is None or (groups := self._buffer.take(step)) is None:
             return
-        self._wanted = None
+        self._requested_step = None
         if newest is not None:
             self._count_wait(newest)
-        self._buffered.change(-len(taken))
-        staleness = [step - group.version for group in cast(list[SimulatedGroup], taken)]
+        self._buffered.change(-len(groups))
+        staleness = [step - group.version for group in cast(list[SimulatedGroup], groups)]
         self._staleness += sum(staleness)
         self._max_staleness = max(self._max_staleness, *staleness)
         self._clock.call_at(self._clock.now + self._train[step], self._end_step, step)
 
     def _count_wait(self, group: SimulatedGroup) -> None:
         """Split the learner's wait among the stages that the group that ended the wait went through meanwhile."""
-        since = self._wanted_since
-        until = (group.admitted_at, group.started_at, group.generated_at, self._clock.now)
-        for phase, end in zip(WAITS, until, strict=True):
-            self._learner[phase] += max(end - since, 0.0)
-            since = max(since, end)
+        start = self._requested_at
+        ends = (group.admitted_at, group.started_at, group.generated_at, self._clock.now)
+        for phase, end in zip(WAITS, ends, strict=True):
+            self._learner[phase] += max(end - start, 0.0)
+            start = max(start, end)
 
     def _end_step(self, step: int) -> None:
         self._learner[TRAIN] += self._train[step]
@@ -222,17 +222,17 @@ class Simulation:
         if step == self._last_step:
             self._clock.stop()
         elif (step + 1) % self._setup.publish_every:
-            self._want(step + 1)
+            self._request_step(step + 1)
         else:
             self._publish(step + 1)
 
     def _publish(self, version: int) -> None:
         """Publish a version once the engines serve the one before, and go on to the next step."""
         if self._weights.is_loading:
-            self._unpublished, self._wanted_since = version, self._clock.now
+            self._unpublished, self._requested_at = version, self._clock.now
         else:
             self._weights.publish(version)
-            self._want(version)
+            self._request_step(version)
 
     # Weights ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +240,6 @@ class Simulation:
         self._admission.publish(version)
         self._start_groups()
         if self._unpublished is not None:
-            self._learner[WEIGHTS] += self._clock.now - self._wanted_since
+            self._learner[WEIGHTS] += self._clock.now - self._requested_at
             unpublished, self._unpublished = self._unpublished, None
             self._publish(unpublished)

@@ -105,26 +105,26 @@ def advise(base: History, *, seed: int, add: int = 1) -> list[Advice]:
     fill = base.setup.max_staleness + 2
     last = min(base.num_steps, max(2 * fill, MAX_GROUPS // base.setup.groups_per_step))
     first = min(fill, last // 2)
-    before = throughput(base, first, last)
-    found = []
+    base_rate = throughput(base, first, last)
+    results = []
     for change, setup in changes(base.setup, add):
-        after = throughput(simulate(setup, seed=seed, limit_s=math.inf, max_steps=last), first, last)
-        found.append(Advice(change=change, steps_per_second=after, gain=after / before - 1))
-    return sorted(found, key=lambda advice: -advice.gain)
+        changed_rate = throughput(simulate(setup, seed=seed, limit_s=math.inf, max_steps=last), first, last)
+        results.append(Advice(change=change, steps_per_second=changed_rate, gain=changed_rate / base_rate - 1))
+    return sorted(results, key=lambda advice: -advice.gain)
 
 
 def changes(setup: Setup, add: int) -> Iterator[tuple[str, Setup]]:
     """Yield each change in words, with the changed set-up."""
-    more = "one more" if add == 1 else f"{add} more"
+    added = "one more" if add == 1 else f"{add} more"
     end = "" if add == 1 else "s"
     times = setup.times
-    yield f"{more} engine{end}", replace(setup, num_engines=setup.num_engines + add)
+    yield f"{added} engine{end}", replace(setup, num_engines=setup.num_engines + add)
     for pool, size in setup.pools.items():
         processes = f"process{'' if add == 1 else 'es'}"
-        yield f"{more} {processes} of {pool}", replace(setup, pools={**setup.pools, pool: size + add})
+        yield f"{added} {processes} of {pool}", replace(setup, pools={**setup.pools, pool: size + add})
     faster = times.train.scaled(setup.num_ranks / (setup.num_ranks + add))
     yield (
-        f"{more} learner rank{end}",
+        f"{added} learner rank{end}",
         replace(setup, num_ranks=setup.num_ranks + add, times=replace(times, train=faster)),
     )
     yield "one more version of staleness", replace(setup, max_staleness=setup.max_staleness + 1)
@@ -189,8 +189,8 @@ def describe_setup(setup: Setup) -> Iterator[tuple[str, str]]:
 
 def describe_figures(setup: Setup, figures: Figures) -> Iterator[tuple[str, str]]:
     f = figures
-    whole = " (the whole run)" if f.num_steps == setup.num_steps else ""
-    yield "seconds", f"{f.simulated_s:.6g}{whole}"
+    suffix = " (the whole run)" if f.num_steps == setup.num_steps else ""
+    yield "seconds", f"{f.simulated_s:.6g}{suffix}"
     yield "steps", f"{f.num_steps:,}, of which the last {f.counted_steps:,} count"
     yield "steps/s", f"{f.steps_per_second:.4g} (± {f.relative_error:.1%}), {1 / f.steps_per_second:.4g} s per step"
     yield "groups/s", f"{f.groups_per_second:,.4g}"
@@ -198,7 +198,7 @@ def describe_figures(setup: Setup, figures: Figures) -> Iterator[tuple[str, str]
     yield "engines", f"busy {f.engines_busy:.1%}, slots in use {f.slots_in_use:.1%}"
     for pool, busy in f.scorers_busy.items():
         yield pool, f"busy {busy:.1%}"
-    waits = ", ".join(f"{what} {f.learner[part]:.1%}" for part, what in WAITED_FOR.items())
+    waits = ", ".join(f"{label} {f.learner[phase]:.1%}" for phase, label in WAITED_FOR.items())
     yield "learner", f"trains {f.learner[TRAIN]:.1%}, waits for {waits}"
     groups = f"{f.num_steps * setup.groups_per_step:,} groups"
     yield "staleness", f"mean {f.staleness_mean:.2f}, at most {f.staleness_max} in {groups}; {bound(setup, figures)}"
@@ -206,8 +206,8 @@ def describe_figures(setup: Setup, figures: Figures) -> Iterator[tuple[str, str]
 
 
 def bound(setup: Setup, figures: Figures) -> str:
-    kept = "never exceeded" if figures.staleness_max <= setup.max_staleness else "EXCEEDED"
-    return f"the bound {setup.max_staleness} was {kept}"
+    verdict = "never exceeded" if figures.staleness_max <= setup.max_staleness else "EXCEEDED"
+    return f"the bound {setup.max_staleness} was {verdict}"
 
 
 def describe_advice(advice: Sequence[Advice], figures: Figures) -> Iterator[str]:

@@ -33,7 +33,7 @@ class CompletionTable:
         cells = [
             [
                 step,
-                _text_of(row["prompt"]),
+                _prompt_text(row["prompt"]),
                 row["completion"],
                 row["reward"],
                 *((row["rewards"] or {}).get(name) for name in rewards),
@@ -51,8 +51,8 @@ class CompletionTable:
 
     def to_markdown(self) -> str:
         """Return a table of Markdown, in which texts can't become markup, whatever a model wrote."""
-        lines = [[_plain(name) for name in self.columns], ["---"] * len(self.columns)]
-        lines += [[_plain(_show(value)) for value in row] for row in self.rows]
+        lines = [[_escape(name) for name in self.columns], ["---"] * len(self.columns)]
+        lines += [[_escape(_show(value)) for value in row] for row in self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -67,7 +67,7 @@ def _reward_columns(names: Sequence[str]) -> list[str]:
     return columns
 
 
-def _text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt as one text; the messages of a conversation have their roles before them."""
     if isinstance(prompt, str):
         return prompt
@@ -78,7 +78,7 @@ def _show(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text as entities of HTML, which Markdown and HTML both show as they are."""
     shown = text if len(text) <= MAX_CELL_CHARS else f"{text[:MAX_CELL_CHARS]}…"
     escaped = html.escape(shown).replace("\n", "<br>")

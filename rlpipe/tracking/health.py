@@ -56,7 +56,9 @@ class HealthWatch:
     def tripped(self) -> list[tuple[str, str]]:
         """Rules, and reward functions, that are tripped now, without those that no longer apply to a solved task."""
         values = ((rule.name, rule.values(self._history)) for rule in self._rules)
-        applying = [(name, subject) for name, found in values for subject, value in found.items() if value is not None]
+        applying = [
+            (name, subject) for name, subjects in values for subject, value in subjects.items() if value is not None
+        ]
         return [key for key in applying if self._states[key].is_tripped]
 
     def update(self, metrics: Mapping[str, Any]) -> list[HealthFinding]:
@@ -76,7 +78,7 @@ class HealthWatch:
         finding = partial(HealthFinding, rule=rule.name, subject=subject)
         limits, warn = self._config.health.get(rule.name), rule.limit(self._config)
         if value is None:
-            if _is_over(state):
+            if _count_good_step(state):
                 yield finding(message=f"{name} no longer applies")
         elif limits is not None and limits.stop is not None and rule.is_beyond(value, limits.stop) and not state.stops:
             state.is_tripped = state.stops = True
@@ -87,11 +89,11 @@ class HealthWatch:
             if not state.is_tripped:
                 state.is_tripped = True
                 yield finding(message=f"warning ({rule.name}): {rule.describe(value, subject)}")
-        elif _is_over(state):
+        elif _count_good_step(state):
             yield finding(message=f"{name} has recovered: {value:.3g} (warns from {warn:.3g})")
 
 
-def _is_over(state: _State) -> bool:
+def _count_good_step(state: _State) -> bool:
     """Count a step at which a rule is well; return whether it was tripped, and is over with this step."""
     state.num_ok = state.num_ok + 1 if state.is_tripped else 0
     if state.num_ok < RECOVERY_STEPS:

@@ -72,10 +72,10 @@ class RunHistory:
 
     def share(self, part: str, whole: str, steps: int) -> float | None:
         """Return the median of the quotient of two metrics over the latest steps."""
-        parts, wholes = self.last(part, steps), self.last(whole, steps)
-        if parts is None or wholes is None:
+        numerators, denominators = self.last(part, steps), self.last(whole, steps)
+        if numerators is None or denominators is None:
             return None
-        return median(a / b if b else 0.0 for a, b in zip(parts, wholes, strict=True))
+        return median(a / b if b else 0.0 for a, b in zip(numerators, denominators, strict=True))
 
     def growth(self, name: str, *, floor: float) -> float | None:
         """Return by which factor a metric is above that of the first steps, or above ``floor`` if that was higher."""
@@ -143,7 +143,7 @@ def low_rewards(run: RunHistory) -> dict[str, float]:
     Functions without a positive weight are left out, and those with values below 0 or above 1, or with no value but 0,
     which may be penalties.
     """
-    names = [found[1] for metric in [*run.latest] if (found := REWARD_MEAN.fullmatch(metric))]
+    names = [match[1] for metric in [*run.latest] if (match := REWARD_MEAN.fullmatch(metric))]
     return {name: share for name in names if (share := _share_from_start(run, name)) is not None}
 
 
@@ -154,8 +154,12 @@ def _share_from_start(run: RunHistory, name: str) -> float | None:
     config = run.config.scoring.rewards.get(name)
     if means is None or stds is None or len(early) < LONG or (config is not None and config.weight <= 0):
         return None
-    then, now = _rewarded_share(run.start(mean), run.start(std)), _rewarded_share(means, stds)
-    return None if then is None or not now or _correlation(range(LONG), early) > 0.2 else max(then, now)
+    early_share, late_share = _rewarded_share(run.start(mean), run.start(std)), _rewarded_share(means, stds)
+    return (
+        None
+        if early_share is None or not late_share or _correlation(range(LONG), early) > 0.2
+        else max(early_share, late_share)
+    )
 
 
 def _rewarded_share(means: Sequence[float], stds: Sequence[float]) -> float | None:
@@ -188,8 +192,8 @@ def length_drift(run: RunHistory) -> float | None:
     growth = run.growth("completions/mean_length", floor=1.0)
     if lengths is None or rewards is None or growth is None:
         return None
-    goes_along = _correlation(lengths, rewards) > 0.7
-    return growth if goes_along and fmean(rewards[-RECENT:]) > fmean(run.start("reward")) else 1.0
+    is_correlated = _correlation(lengths, rewards) > 0.7
+    return growth if is_correlated and fmean(rewards[-RECENT:]) > fmean(run.start("reward")) else 1.0
 
 
 def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
@@ -202,23 +206,27 @@ def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
 def held_out_falls(run: RunHistory) -> float | None:
     """Return how far the last two evaluations together are below the best two, if training rewards have not fallen."""
     name = "eval/accuracy" if run.latest["eval/accuracy"] else "eval/reward"
-    known = [(values[name], progress) for values, progress in run.evaluations if name in values]
-    pairs = [((a + b) / 2, progress) for (a, _), (b, progress) in pairwise(known)]
+    evaluated = [(values[name], progress) for values, progress in run.evaluations if name in values]
+    pairs = [((a + b) / 2, progress) for (a, _), (b, progress) in pairwise(evaluated)]
     if len(pairs) < 2:
         return None
-    best, then = max(pairs[:-1], key=lambda pair: pair[0])
-    last, now = pairs[-1]
-    return best - last if then is not None and now is not None and now >= then else 0.0
+    best, best_progress = max(pairs[:-1], key=lambda pair: pair[0])
+    last, last_progress = pairs[-1]
+    return (
+        best - last
+        if best_progress is not None and last_progress is not None and last_progress >= best_progress
+        else 0.0
+    )
 
 
 def overfitting(run: RunHistory) -> float | None:
     """Return by which share the held-out loss is above its lowest, if the training loss has not risen."""
-    known = [(values["eval/loss"], progress) for values, progress in run.evaluations if "eval/loss" in values]
-    if len(known) < 2:
+    evaluated = [(values["eval/loss"], progress) for values, progress in run.evaluations if "eval/loss" in values]
+    if len(evaluated) < 2:
         return None
-    lowest, then = min(known[:-1], key=lambda entry: entry[0])
-    last, now = known[-1]
-    fell = then is None or (now is not None and now >= then)
+    lowest, best_progress = min(evaluated[:-1], key=lambda entry: entry[0])
+    last, last_progress = evaluated[-1]
+    fell = best_progress is None or (last_progress is not None and last_progress >= best_progress)
     return (last - lowest) / abs(lowest) if fell and lowest else 0.0
 
 

@@ -37,9 +37,9 @@ class HealthRule:
 
     def limit(self, config: Config) -> float:
         """Return the value from which on the rule warns in a run with this config."""
-        own = config.health.get(self.name)
-        if own is not None and own.warn is not None:
-            return own.warn
+        override = config.health.get(self.name)
+        if override is not None and override.warn is not None:
+            return override.warn
         return self.warn(config) if callable(self.warn) else self.warn
 
     def is_beyond(self, value: float, limit: float) -> bool:

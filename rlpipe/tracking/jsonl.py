@@ -64,8 +64,8 @@ def _forget_steps(path: Path, first_step: int) -> None:
             return
         lines.seek(0)
         temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as kept:
-            kept.writelines(line for line in lines if _is_before(line, first_step))
+        with temporary.open("wb") as target:
+            target.writelines(line for line in lines if _is_before(line, first_step))
     temporary.replace(path)
 
 

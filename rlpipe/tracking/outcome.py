@@ -42,8 +42,8 @@ class RunOutcome:
 @contextmanager
 def recorded_outcome(output: Path) -> Iterator[None]:
     """Record that a command runs, and how it ends; what can't be written, on a full disk for example, is not."""
-    before = read_outcome(output)
-    earlier = [] if before is None else [*before.earlier, replace(before, earlier=[])][-MAX_EARLIER:]
+    previous = read_outcome(output)
+    earlier = [] if previous is None else [*previous.earlier, replace(previous, earlier=[])][-MAX_EARLIER:]
     running = RunOutcome(
         state=RUNNING, host=socket.gethostname(), pid=os.getpid(), began_at=time.time(), earlier=earlier
     )
@@ -66,7 +66,7 @@ def _write(output: Path, outcome: RunOutcome) -> None:
 def read_outcome(output: Path) -> RunOutcome | None:
     """Return how the latest command of a run ended; None if nothing, or nothing readable, was recorded."""
     try:
-        found = json.loads((output / OUTCOME_FILE).read_bytes())
-        return RunOutcome(**{**found, "earlier": [RunOutcome(**one) for one in found.get("earlier", ())]})
+        record = json.loads((output / OUTCOME_FILE).read_bytes())
+        return RunOutcome(**{**record, "earlier": [RunOutcome(**entry) for entry in record.get("earlier", ())]})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None

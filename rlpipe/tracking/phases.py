@@ -51,7 +51,7 @@ class Phases:
         self._start: Start | None = None
         self._is_pending = False
         """Whether ``show`` was called for a run that has not begun yet."""
-        self._say: Callable[[str], None] | None = None
+        self._print: Callable[[str], None] | None = None
         self._stream: TextIO | None = None
         self._reminded = 0.0
 
@@ -62,7 +62,7 @@ class Phases:
             self._start, self._is_pending = Start(self._clock() if began is None else began), True
             if tracking.progress == "none":
                 return
-            self._say = lambda text: print(text, file=stream, flush=True)
+            self._print = lambda text: print(text, file=stream, flush=True)
             is_live = tracking.progress == "live" or (tracking.progress == "auto" and stream.isatty())
             self._stream = stream if is_live else None
             self._reminded = self._clock()
@@ -72,7 +72,7 @@ class Phases:
         """Undo ``show``: another run of this process may be shown elsewhere, or not at all."""
         with self._lock:
             self._clear()
-            self._say = self._stream = None
+            self._print = self._stream = None
             if self._is_pending:
                 self._start, self._is_pending = None, False
 
@@ -81,8 +81,8 @@ class Phases:
         with self._lock:
             self._clear()
             self._stream = None
-            if self._say is not None:
-                self._say = say
+            if self._print is not None:
+                self._print = say
 
     @contextmanager
     def run(self) -> Iterator[Start]:
@@ -121,11 +121,11 @@ class Phases:
             if name not in self._active:
                 return
             began, start = self._active.pop(name)
-            took = self._clock() - began
+            duration = self._clock() - began
             if start is not None:
-                start.seconds[name] = start.seconds.get(name, 0.0) + took
-            if took >= WORTH_A_LINE_S or self._stream is not None:
-                self._line(f"{name}: took {took:.1f} s")
+                start.seconds[name] = start.seconds.get(name, 0.0) + duration
+            if duration >= WORTH_A_LINE_S or self._stream is not None:
+                self._line(f"{name}: took {duration:.1f} s")
 
     def end_all(self) -> None:
         """End the phases of the current run; those of a run that contains it go on."""
@@ -148,10 +148,10 @@ class Phases:
             return {name: now - began for name, (began, _) in self._active.items()}
 
     def _line(self, text: str) -> None:
-        if self._say is not None and self._start is not None:
+        if self._print is not None and self._start is not None:
             self._clear()
             self._reminded = self._clock()
-            self._say(f"{self._clock() - self._start.began:6.1f} s  {text}")
+            self._print(f"{self._clock() - self._start.began:6.1f} s  {text}")
 
     def _clear(self) -> None:
         if self._stream is not None:
@@ -162,7 +162,7 @@ class Phases:
         while True:
             time.sleep(TICK_S)
             with self._lock:
-                if self._say is None:
+                if self._print is None:
                     return
                 if self._stream is not None:
                     self._stream.write(f"{CLEAR_LINE}  {self.describe()}"[:200])

@@ -97,10 +97,10 @@ class PlainProgress:
 
     def _line(self) -> str:
         view = self._view
-        parts = [f"step {view.step}/{view.total}", *(f"{name} {value}" for name, value in view.figures())]
+        columns = [f"step {view.step}/{view.total}", *(f"{name} {value}" for name, value in view.figures())]
         if view.phases():
-            parts.append("time " + ", ".join(f"{name} {seconds}" for name, seconds in view.phases()))
-        return "  ".join([*parts, f"ETA {format_duration(view.eta_s)}"])
+            columns.append("time " + ", ".join(f"{name} {seconds}" for name, seconds in view.phases()))
+        return "  ".join([*columns, f"ETA {format_duration(view.eta_s)}"])
 
     def message(self, text: str) -> None:
         print(printable(text), file=self._stream, flush=True)
@@ -227,8 +227,8 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None) -> N
     if "tokens_per_second" in summary:
         lines.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
     if "staleness_mean" in summary:
-        most = f", at most {summary['staleness_max']:.0f}" if "staleness_max" in summary else ""
-        lines.append(("staleness", f"{summary['staleness_mean']:.2f} versions{most}"))
+        maximum = f", at most {summary['staleness_max']:.0f}" if "staleness_max" in summary else ""
+        lines.append(("staleness", f"{summary['staleness_mean']:.2f} versions{maximum}"))
     if summary.get("time"):
         lines.append(("time", ", ".join(f"{name} {format_duration(s)}" for name, s in summary["time"].items())))
     lines += [(name, str(path)) for name, path in summary.get("files", {}).items()]

@@ -31,7 +31,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=project,
             name=run_name,
-            id=_kept_id(output / WANDB_ID_FILE, lambda: uuid4().hex[:8]),
+            id=_stored_id(output / WANDB_ID_FILE, lambda: uuid4().hex[:8]),
             resume="allow",
             mode=cast(Literal["online", "offline"], mode),
             dir=str(output),
@@ -67,23 +67,23 @@ class MlflowTracker:
         from rlpipe.configs.options import leaves  # not above: readers of logs do without OmegaConf
 
         output.mkdir(parents=True, exist_ok=True)
-        where = os.environ.get("MLFLOW_TRACKING_URI")
-        if not where:
-            where = (output.absolute() / "mlruns").as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = (output.absolute() / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
-        self._client = MlflowClient(tracking_uri=where)
+        self._client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
 
         def create() -> str:
-            made: str = self._client.create_run(experiment, run_name=run_name).info.run_id
+            run_id: str = self._client.create_run(experiment, run_name=run_name).info.run_id
             values = [Param(key, str(value)[:MAX_PARAMETER_CHARS]) for key, value in leaves(config)]
             for start in range(0, len(values), PARAMETERS_AT_ONCE):
-                self._client.log_batch(made, params=values[start : start + PARAMETERS_AT_ONCE])
-            return made
+                self._client.log_batch(run_id, params=values[start : start + PARAMETERS_AT_ONCE])
+            return run_id
 
-        self._id = _kept_id(output / MLFLOW_ID_FILE, create)
+        self._id = _stored_id(output / MLFLOW_ID_FILE, create)
         self._client.update_run(self._id, status="RUNNING")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -112,7 +112,7 @@ class TrackioTracker:
         from rlpipe.configs.options import leaves
 
         output.mkdir(parents=True, exist_ok=True)
-        name = _kept_id(output / TRACKIO_NAME_FILE, lambda: f"{run_name}-{uuid4().hex[:8]}")
+        name = _stored_id(output / TRACKIO_NAME_FILE, lambda: f"{run_name}-{uuid4().hex[:8]}")
         self._run = trackio.init(project=project, name=name, config=dict(leaves(config)), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -128,7 +128,7 @@ class TrackioTracker:
         self._run.finish()
 
 
-def _kept_id(path: Path, create: Callable[[], str]) -> str:
+def _stored_id(path: Path, create: Callable[[], str]) -> str:
     if not path.exists():
         path.write_text(create())
     return path.read_text().strip()

@@ -74,12 +74,12 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._put(lambda tracker: tracker.log(step, metrics))
+        self._enqueue(lambda tracker: tracker.log(step, metrics))
 
     def log_completions(self, table: CompletionTable) -> None:
-        self._put(lambda tracker: tracker.log_completions(table))
+        self._enqueue(lambda tracker: tracker.log_completions(table))
 
-    def _put(self, action: Callable[[Tracker], None]) -> None:
+    def _enqueue(self, action: Callable[[Tracker], None]) -> None:
         if self._thread.is_alive():
             self._waiting.put(action)
 
@@ -140,8 +140,8 @@ def open_trackers(
         "Trackio": (config.trackio, open_service(TrackioTracker)),
         "Ray metrics": (config.ray_metrics, partial(RayMetricsTracker, run_name)),
     }
-    wanted = [BackgroundTracker(name, opener) for name, (is_on, opener) in optional.items() if is_on]
-    return Trackers([jsonl, *wanted])
+    enabled = [BackgroundTracker(name, opener) for name, (is_on, opener) in optional.items() if is_on]
+    return Trackers([jsonl, *enabled])
 
 
 def without_secrets(tree: Any, name: str = "") -> Any:

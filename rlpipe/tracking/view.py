@@ -41,9 +41,9 @@ def format_duration(seconds: float | None) -> str:
     """Format seconds as ``1:02:03`` or ``2:03``, or as ``-:--`` while unknown."""
     if seconds is None:
         return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -98,9 +98,9 @@ class RunView:
         num_steps = len(self._ends) - 1
         if num_steps < 1:
             return None
-        few = max(1, num_steps // 4)
+        span = max(1, num_steps // 4)
         ends = list(self._ends)
-        return median((end - begin) / few for begin, end in zip(ends, ends[few:], strict=False))
+        return median((end - begin) / span for begin, end in zip(ends, ends[span:], strict=False))
 
     @property
     def eta_s(self) -> float | None:

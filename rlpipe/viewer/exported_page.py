@@ -39,16 +39,16 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     """Write the page; return its size in bytes, and what was left out, which the page says, too."""
     trees: list[dict[str, Any]] = []
     left_out = ["this is a copy: it does not follow a run that goes on"]
-    left = MAX_BYTES
+    remaining_bytes = MAX_BYTES
     for run in runs:
         run.refresh()
         tree, used, lines = _describe_run(
-            run, left // max(len(runs) - len(trees), 1), _compared(runs, run, held_out=False)
+            run, remaining_bytes // max(len(runs) - len(trees), 1), _compared(runs, run, held_out=False)
         )
         held_out = _compared(runs, run, held_out=True)
-        used += _add_groups(tree, run, held_out, max(left - used, 0))
+        used += _add_groups(tree, run, held_out, max(remaining_bytes - used, 0))
         tree["held_out"] = [*held_out.values()]
-        left -= used
+        remaining_bytes -= used
         trees.append(tree)
         left_out += [f"{run.name}: {line}" for line in lines]
     title = f"exported {time.strftime('%Y-%m-%d %H:%M')}; parts of the runs were left out"
@@ -63,18 +63,18 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
 
 def _compared(runs: Sequence[ViewedRun], run: ViewedRun, *, held_out: bool) -> dict[int, dict[str, Any]]:
     """Return the groups of a run, by id, that answer prompts which other runs, or versions, have answered, too."""
-    found: dict[int, dict[str, Any]] = {}
-    for other in runs:
-        left, right = (Side(run=one, held_out=held_out) for one in (run, other))
+    groups_by_id: dict[int, dict[str, Any]] = {}
+    for other_run in runs:
+        left, right = (Side(run=side_run, held_out=held_out) for side_run in (run, other_run))
         with suppress(DataError):
             for prompt in shared_prompts(left, right)[:NUM_COMPARED]:
                 groups = groups_of_prompt(left, int(prompt["key"]))
                 shown = {"key": prompt["key"], "prompt": prompt["prompt"]}
-                found |= {group["group_id"]: {**group, **shown} for group in [*groups[:1], *groups[-1:]]}
-    return found
+                groups_by_id |= {group["group_id"]: {**group, **shown} for group in [*groups[:1], *groups[-1:]]}
+    return groups_by_id
 
 
-def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> tuple[dict[str, Any], int, list[str]]:
+def _describe_run(run: ViewedRun, max_bytes: int, compared: Iterable[int]) -> tuple[dict[str, Any], int, list[str]]:
     """Return what the page holds of a run, the bytes of its groups, and what was left out."""
     series = run.series.get(run.series.names, most_points=MAX_POINTS)
     summary = run.summary()
@@ -82,7 +82,7 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
     tree: dict[str, Any] = {"summary": summary, "series": series, "groups": {}, "images": {}}
     tree |= {"diagnosis": run.diagnosis(), "parts": run.parts()}
     lines = []
-    if any(found["stands_for"] > 1 for found in series.values()):
+    if any(curve["stands_for"] > 1 for curve in series.values()):
         lines.append(f"curves have at most {MAX_POINTS} points, means of several steps")
     if run.index is None:
         with suppress(DataError):
@@ -92,11 +92,11 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
     newest = run.groups(GroupQuery(), NUM_NEWEST)
     pages = [run.groups(query, NUM_EXTREME)["rows"] for query in extremes]
     rows = {row["group_id"]: row for page in [newest["rows"], *pages] for row in page}
-    wanted = [*(row["group_id"] for row in newest["rows"][:NUM_READ]), *compared]
-    wanted += [row["group_id"] for page in pages for row in page[:NUM_EXTREME_READ]]
-    missing = [group_id for group_id in dict.fromkeys(wanted) if group_id not in rows]
+    group_ids = [*(row["group_id"] for row in newest["rows"][:NUM_READ]), *compared]
+    group_ids += [row["group_id"] for page in pages for row in page[:NUM_EXTREME_READ]]
+    missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in rows]
     rows |= {row["group_id"]: row for row in run.rows_of(missing)}
-    used = _add_groups(tree, run, [group_id for group_id in dict.fromkeys(wanted) if group_id in rows], most_bytes)
+    used = _add_groups(tree, run, [group_id for group_id in dict.fromkeys(group_ids) if group_id in rows], max_bytes)
     events = run.events(limit=MAX_EVENTS)
     tree |= {
         "rows": sorted(rows.values(), key=lambda row: -row["group_id"]),
@@ -112,7 +112,7 @@ def _describe_run(run: ViewedRun, most_bytes: int, compared: Iterable[int]) -> t
     return tree, used, lines
 
 
-def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], most_bytes: int) -> int:
+def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], max_bytes: int) -> int:
     """Add groups in full, with their images, as long as there is room; return the bytes that they take."""
     used = 0
     for group_id in group_ids:
@@ -122,7 +122,7 @@ def _add_groups(tree: dict[str, Any], run: ViewedRun, group_ids: Iterable[int], 
             continue
         images = [run.image(group_id, number) for number in range(group.get("num_images", 0))]
         size = len(to_json(group)) + sum(len(image) * 4 // 3 for image in images)
-        if used + size > most_bytes:
+        if used + size > max_bytes:
             continue
         used += size
         tree["groups"][str(group_id)] = group
@@ -168,7 +168,7 @@ def join_modules(files: dict[str, str], first: str) -> str:
         for _, needed in MODULE_IMPORT.findall(files[name]):
             if needed not in joined:
                 add(needed)
-        body = MODULE_IMPORT.sub(lambda found: f"const {found[1]} = {_module(found[2])};\n", files[name])
+        body = MODULE_IMPORT.sub(lambda match: f"const {match[1]} = {_module(match[2])};\n", files[name])
         names = ", ".join(MODULE_EXPORT.findall(body))
         body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
         is_first = name == first

@@ -37,17 +37,19 @@ def describe_group(
     tree = {**to_tree(row), "messages": messages_of(row.prompt)}
     if group is None:
         return tree
-    own = [sequence for rollout in group.sampled for sequence in rollout.sequences]
-    if differences is None or len(differences) != sum(sequence.num_loss_tokens for sequence in own):
-        own, differences = [], np.zeros(0, np.float32)
-    ends = np.cumsum([sequence.num_loss_tokens for sequence in own], dtype=int)
-    parts = {id(sequence): part for sequence, part in zip(own, np.split(differences, ends[:-1]), strict=False)}
+    sequences = [sequence for rollout in group.sampled for sequence in rollout.sequences]
+    if differences is None or len(differences) != sum(sequence.num_loss_tokens for sequence in sequences):
+        sequences, differences = [], np.zeros(0, np.float32)
+    ends = np.cumsum([sequence.num_loss_tokens for sequence in sequences], dtype=int)
+    by_sequence = {
+        id(sequence): values for sequence, values in zip(sequences, np.split(differences, ends[:-1]), strict=False)
+    }
     return {
         **tree,
         "logged": group.logged,
         "num_images": len(group.prompt.images),
         "differences": _summary(differences),
-        "rollouts": [_describe_rollout(rollout, tokenizer, parts, most_tokens) for rollout in group],
+        "rollouts": [_describe_rollout(rollout, tokenizer, by_sequence, most_tokens) for rollout in group],
     }
 
 
@@ -89,11 +91,11 @@ def _describe_call(call: Any) -> dict[str, Any]:
     function = named if named.get("function") is None else named["function"]
     if not (isinstance(function, Mapping) and {"name", "arguments"} & function.keys()):
         function = {"arguments": call}
-    others = {key: value for key, value in function.items() if key not in ("id", "type", "name", "function")}
+    remaining = {key: value for key, value in function.items() if key not in ("id", "type", "name", "function")}
     return {
         "id": str(named.get("id") or ""),
         "name": str(function.get("name") or ""),
-        "arguments": others.get("arguments", others.get("parameters", others or None)),
+        "arguments": remaining.get("arguments", remaining.get("parameters", remaining or None)),
     }
 
 
@@ -134,12 +136,12 @@ def _describe_sequence(
     sampled = np.flatnonzero(rollout.loss_mask)
     first = int(sampled[0]) if len(sampled) else len(rollout.token_ids)
     last = min(first + most_tokens, len(rollout.token_ids))
-    part = slice(first, last)
+    span = slice(first, last)
     if tokenizer is None:
-        pieces = [(1, str(number)) for number in rollout.token_ids[part].tolist()]
+        pieces = [(1, str(number)) for number in rollout.token_ids[span].tolist()]
     else:
         images = tuple(image.moved(-first) for image in rollout.images if first <= image.start < last)
-        split = split_row(rollout.token_ids[part], rollout.loss_mask[part], tokenizer, images)
+        split = split_row(rollout.token_ids[span], rollout.loss_mask[span], tokenizer, images)
         pieces = [(_length(piece), _text(piece)) for piece in split]
     indices = first + np.cumsum([0, *(length for length, _ in pieces[:-1])], dtype=int)[: len(pieces)]
     by_token = np.full(len(rollout.token_ids), np.nan)

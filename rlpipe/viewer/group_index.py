@@ -59,8 +59,8 @@ OPEN = "('ADMITTED', 'GENERATED', 'SCORED')"
 
 def prompt_text(prompt: str | Sequence[dict[str, Any]]) -> str:
     """Return a prompt as one text, in which it is searched for."""
-    parts = [prompt] if isinstance(prompt, str) else [content_text(message.get("content")) for message in prompt]
-    return "\n".join(parts).encode(errors="backslashreplace").decode()  # SQLite stores no lone surrogates
+    texts = [prompt] if isinstance(prompt, str) else [content_text(message.get("content")) for message in prompt]
+    return "\n".join(texts).encode(errors="backslashreplace").decode()  # SQLite stores no lone surrogates
 
 
 def _group_of(row: dict[str, Any]) -> Any:
@@ -183,7 +183,7 @@ class _IndexUpdate:
     def update(self, identity: str) -> None:
         """Copy the columns of all groups first, then read their records, then the logs of texts."""
         if self._get("identity") != identity:
-            self._begin(identity)
+            self._reset(identity)
         self._functions = {name: number for number, name in self._connection.execute("SELECT * FROM functions")}
         self._reasons = {text: reason for reason, text in self._connection.execute("SELECT * FROM reasons")}
         self._index.num_groups = self._ledger.next_group_id()
@@ -193,8 +193,8 @@ class _IndexUpdate:
         self._read_completions()
 
     def _get(self, key: str, default: Any = None) -> Any:
-        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return found[0] if found else default
+        row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else default
 
     def _set(self, **values: Any) -> None:
         self._connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
@@ -205,7 +205,7 @@ class _IndexUpdate:
         with self._connection:
             yield
 
-    def _begin(self, identity: str) -> None:
+    def _reset(self, identity: str) -> None:
         """Forget the groups of another ledger, or of one that a copy has replaced, and its reward functions."""
         with self._transaction():
             for table in ("entries", "prompts", "reasons", "held_out", "meta"):
@@ -219,14 +219,14 @@ class _IndexUpdate:
         """Copy the columns of groups that are new, or could have changed since the last look."""
         checkpoint, last = self._ledger.checkpoint_step, self._ledger.rows("SELECT max(step) FROM groups")[0][0]
         first_open = self._ledger.rows(f"SELECT min(group_id) FROM groups WHERE state IN {OPEN}")[0][0]
-        known_step = self._get("last_step")
+        indexed_step = self._get("last_step")
         incarnation = self._ledger.get("incarnation")
         start = (
             int(self._get("first_open", 0)) if self._get("incarnation") == incarnation else 0
         )  # a resumed run may release groups
-        if known_step is not None:  # groups of the last step change once more, when the run ends
+        if indexed_step is not None:  # groups of the last step change once more, when the run ends
             query = "SELECT min(group_id) FROM groups WHERE step >= ?"
-            start = min(start, self._ledger.rows(query, known_step)[0][0] or start)
+            start = min(start, self._ledger.rows(query, indexed_step)[0][0] or start)
         while not self._stopped():
             rows = self._ledger.rows(SOURCE, start)
             with self._transaction():
@@ -329,9 +329,9 @@ class _IndexUpdate:
             is_first = offset == 0
             rows, following = rows_after(path, offset, BATCH)
             is_last = len(rows) < BATCH
-            whole = len(rows) if is_last else sum(_group_of(row) != _group_of(rows[-1]) for row in rows)
-            if 0 < whole < len(rows):  # the next batch begins with the group that this one does not have whole
-                rows, following = rows_after(path, offset, whole)
+            num_complete = len(rows) if is_last else sum(_group_of(row) != _group_of(rows[-1]) for row in rows)
+            if 0 < num_complete < len(rows):  # the next batch begins with the group that this one does not have whole
+                rows, following = rows_after(path, offset, num_complete)
             offset = following
             with self._transaction():
                 if is_first and table is not None:
@@ -354,12 +354,12 @@ class _IndexUpdate:
         """Return the number of a prompt; numbers count on, so that looking up those of many groups is fast."""
         text = prompt_text(prompt)
         key = prompt_key(text)
-        found = self._connection.execute("SELECT prompt FROM prompts WHERE key = ?", (key,)).fetchone()
-        if found is None:
+        existing = self._connection.execute("SELECT prompt FROM prompts WHERE key = ?", (key,)).fetchone()
+        if existing is None:
             row = (text.lower(), shown_start(prompt), key)
             added = self._connection.execute("INSERT INTO prompts (lower, start, key) VALUES (?, ?, ?)", row)
             return int(added.lastrowid or 0)
-        return int(found[0])
+        return int(existing[0])
 
     def _means(self, rollouts: Iterable[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each reward function, by the column that it has in the index."""
@@ -377,13 +377,13 @@ class _IndexUpdate:
     def _function(self, name: str) -> int | None:
         """Return the column's number of a reward function, which is added if the index has room for it."""
         if name not in self._functions:
-            found = self._connection.execute("SELECT number FROM functions WHERE name = ?", (name,)).fetchone()
-            if found is None:
+            row = self._connection.execute("SELECT number FROM functions WHERE name = ?", (name,)).fetchone()
+            if row is None:
                 number = self._connection.execute("SELECT count(*) FROM functions").fetchone()[0]
                 if number >= MAX_FUNCTIONS:
                     return None
                 self._connection.execute("INSERT INTO functions VALUES (?, ?)", (number, name))
                 self._connection.execute(f"ALTER TABLE entries ADD COLUMN function_{number} REAL")
-                found = (number,)
-            self._functions[name] = found[0]
+                row = (number,)
+            self._functions[name] = row[0]
         return self._functions[name]

@@ -100,17 +100,19 @@ def _column(connection: sqlite3.Connection, name: str) -> str:
     if name in SORTS:
         return SORTS[name]
     if name.startswith(FUNCTION):
-        found = connection.execute("SELECT number FROM functions WHERE name = ?", (name.removeprefix(FUNCTION),))
-        if (row := found.fetchone()) is not None:
+        cursor = connection.execute("SELECT number FROM functions WHERE name = ?", (name.removeprefix(FUNCTION),))
+        if (row := cursor.fetchone()) is not None:
             return f"function_{row[0]}"
     raise InputError(f"there is no property {name!r}; it is one of {', '.join(SORTS)}, or {FUNCTION}NAME of a reward")
 
 
 def _conditions(index: GroupIndex, connection: sqlite3.Connection, query: GroupQuery) -> tuple[list[str], list[Any]]:
     tests: list[tuple[str, Any]] = []
-    for name, least, most in query.bounds:
+    for name, minimum, maximum in query.bounds:
         column = _column(connection, name)
-        tests += [(f"{column} {sign} ?", value) for sign, value in ((">=", least), ("<=", most)) if value is not None]
+        tests += [
+            (f"{column} {sign} ?", value) for sign, value in ((">=", minimum), ("<=", maximum)) if value is not None
+        ]
     if query.state:
         tests.append(("state = ?", query.state))
     if query.status:
@@ -137,5 +139,5 @@ def find_choices(index: GroupIndex) -> dict[str, list[str]]:
             "SELECT text FROM reasons JOIN (SELECT reason, count(*) AS number FROM entries WHERE reason IS NOT NULL"
             f" GROUP BY reason) USING (reason) ORDER BY number DESC LIMIT {MAX_CHOICES}"
         ).fetchall()
-    found = {"functions": functions, "states": states, "reasons": reasons}
-    return {name: [row[0] for row in rows] for name, rows in found.items()} | {"statuses": [*STATUS_BITS]}
+    choices = {"functions": functions, "states": states, "reasons": reasons}
+    return {name: [row[0] for row in rows] for name, rows in choices.items()} | {"statuses": [*STATUS_BITS]}

@@ -106,9 +106,9 @@ def _thinned(series: _Series, most_points: int) -> dict[str, Any]:
         return {"steps": [*series.steps], "values": [*map(_finite, series.values)], "stands_for": size}
     steps, values = [], []
     for start in range(0, len(series.steps), size):
-        part = [x for x in series.values[start : start + size] if math.isfinite(x)]
+        window = [x for x in series.values[start : start + size] if math.isfinite(x)]
         steps.append(series.steps[min(start + size, len(series.steps)) - 1])
-        values.append(sum(part) / len(part) if part else None)
+        values.append(sum(window) / len(window) if window else None)
     return {"steps": steps, "values": values, "stands_for": size}
 
 

@@ -74,8 +74,8 @@ def ledger_marks(ledger: Ledger) -> list[dict[str, Any]]:
 
 def logged_marks(log: Path) -> list[dict[str, Any]]:
     """Return what ``ledger_marks`` does for a run without a ledger, from its log of events."""
-    found = [row for kind in ("", "death") for row in logged_events(log, None, kind, MAX_MARKS)["events"]]
-    return [*{row["id"]: row for row in found}.values()]
+    events = [row for kind in ("", "death") for row in logged_events(log, None, kind, MAX_MARKS)["events"]]
+    return [*{row["id"]: row for row in events}.values()]
 
 
 def _discards(ledger: Ledger) -> Iterator[dict[str, Any]]:
@@ -101,18 +101,18 @@ def command_events(outcome: RunOutcome | None, state: str, changed_at: float) ->
     if outcome is None:
         return []
     commands = [*outcome.earlier, outcome]
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for number, command in enumerate(commands):
         if number:
-            found.append(_command_event(number, RESUME, command.began_at, "a command went on with the run"))
+            events.append(_command_event(number, RESUME, command.began_at, "a command went on with the run"))
         is_last = number == len(commands) - 1
         ending = state if is_last else command.state if command.state != RUNNING else "killed"
         if ending != RUNNING:
             error = "" if command.message is None else f", {command.error}: {command.message}"
             fallback = changed_at if is_last else commands[number + 1].began_at
             end = _command_event(number, END, command.ended_at or fallback, f"{ending}{error}")
-            found.append(end | {"state": ending})
-    return found[::-1]
+            events.append(end | {"state": ending})
+    return events[::-1]
 
 
 def _command_event(number: int, kind: str, moment: float, message: str) -> dict[str, Any]:

@@ -26,18 +26,18 @@ UNUSED_DAYS = 14
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the folders of runs at these paths or below them; raise ``DataError`` if there is none."""
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for path in paths:
         try:
             if not path.exists():
                 raise DataError(f"{path} does not exist: give the output folder of a run, or a folder of them")
-            below = [path] if path.is_file() or _is_run(path) else sorted(_runs_below(path, DEPTH))
+            runs = [path] if path.is_file() or _is_run(path) else sorted(_runs_below(path, DEPTH))
         except OSError as error:
             raise DataError(f"{path} can't be read: {error.strerror}") from None
-        if not below:
+        if not runs:
             raise DataError(f"{path} holds no run: no folder in it has a {', '.join(MARKS[:2])} or {MARKS[2]}")
-        found |= dict.fromkeys(below)
-    return list(found)
+        folders |= dict.fromkeys(runs)
+    return list(folders)
 
 
 def _is_run(folder: Path) -> bool:
@@ -58,7 +58,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Return the ends of the paths that are just long enough to tell them apart."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(own[-length:]) for own in parts]
+        names = ["/".join(path_parts[-length:]) for path_parts in parts]
         if len({*names}) == len(names):
             break
     return names

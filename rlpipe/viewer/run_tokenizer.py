@@ -36,12 +36,12 @@ def open_tokenizer(model: ModelConfig, run: Path, *, trusted: bool) -> Any:
     A tokenizer's own code is executed only if it is ``trusted``, and the run's config allows it.
     """
     folders = [Path(model.tokenizer or model.path).expanduser(), run / "policy"]
-    own_code = model.trust_remote_code and trusted
+    runs_custom_code = model.trust_remote_code and trusted
     with reading_files("its tokens can't be decoded", "fix the run's config or the tokenizer", error=ModelError):
         from rlpipe.data.render.processor import check_ids, load_tokenizer
 
         for folder in folders:
-            if (folder / TOKENIZER_FILE).is_file() and not own_code:
+            if (folder / TOKENIZER_FILE).is_file() and not runs_custom_code:
                 check_ids(folder)
                 return FastTokenizer(folder / TOKENIZER_FILE)
-        return load_tokenizer(replace(model, trust_remote_code=own_code))
+        return load_tokenizer(replace(model, trust_remote_code=runs_custom_code))

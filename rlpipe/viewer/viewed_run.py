@@ -61,16 +61,16 @@ class ViewedRun:
         self.index: GroupIndex | None = None
         self.why_no_ledger = ""
         self._ledger_path: Path | None = None
-        self._seen: tuple[Any, ...] = ()
+        self._indexed_states: tuple[Any, ...] = ()
         """State of the files whose content is known."""
-        self._read: tuple[Any, ...] = ()
+        self._read_states: tuple[Any, ...] = ()
         """State of the files whose metrics are known; groups may be unread, or unreadable."""
         self.revision = 0
         """Number that grows whenever a file of the run has changed."""
         self.problem = ""
         """Why the run could not be read at the last look."""
         self._changed_at = 0.0
-        self._known_algorithm: Mapping[str, Any] | None = None
+        self._cached_algorithm: Mapping[str, Any] | None = None
         self._tokenizer: tuple[Any, str, float] = (None, "", 0.0)
         """Tokenizer or None, why it can't be loaded, and when that was tried last; 0 if never."""
         self._diagnosing = threading.Lock()
@@ -95,17 +95,17 @@ class ViewedRun:
         """Read what is new in the files other than the ledger, which takes no time."""
         if self._ledger_path is None:
             self._find_ledger()
-        seen = tuple(map(_state, self._files()))
-        if seen != self._read:
+        file_states = tuple(map(_state, self._files()))
+        if file_states != self._read_states:
             self.series.update()
-            self._known_algorithm = None  # a run may be made longer when it is resumed
-            self._changed_at = _last_change(seen)
+            self._cached_algorithm = None  # a run may be made longer when it is resumed
+            self._changed_at = _last_change(file_states)
             self.revision += 1  # the curves are new, also if no index can be written
-            self._read = seen
+            self._read_states = file_states
 
     def _index_new(self, stopped: Callable[[], bool]) -> bool:
-        seen = tuple(map(_state, self._files()))
-        if seen == self._seen:
+        file_states = tuple(map(_state, self._files()))
+        if file_states == self._indexed_states:
             return True
         if self._ledger_path is not None and self.index is not None:
             file = self._ledger_path.stat()
@@ -113,9 +113,9 @@ class ViewedRun:
                 # A file that takes the place of a removed one may get its number.
                 self.index.update(ledger, (file.st_dev, file.st_ino, ledger.get("run_id")), stopped)
         if stopped():  # pages show how far it is
-            self._seen = ()
+            self._indexed_states = ()
             return False
-        self._seen = seen
+        self._indexed_states = file_states
         self.revision += 1
         return True
 
@@ -186,15 +186,15 @@ class ViewedRun:
     @property
     def _algorithm(self) -> Mapping[str, Any]:
         """The run's section ``algorithm``, from its ledger or else its config; empty if neither can be read."""
-        known = self._known_algorithm
-        if known is None:
+        section = self._cached_algorithm
+        if section is None:
             with suppress(DataError, LookupError, TypeError), self.ledger() as ledger:
-                known = ledger.get("config")["algorithm"]
-        if known is None:  # a run on rows has no ledger
+                section = ledger.get("config")["algorithm"]
+        if section is None:  # a run on rows has no ledger
             with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-                known = yaml.safe_load((self.folder / CONFIG_FILE).read_text())["algorithm"]
-        self._known_algorithm = known
-        return known if isinstance(known, Mapping) else {}
+                section = yaml.safe_load((self.folder / CONFIG_FILE).read_text())["algorithm"]
+        self._cached_algorithm = section
+        return section if isinstance(section, Mapping) else {}
 
     @property
     def _num_steps(self) -> int | None:
@@ -203,29 +203,29 @@ class ViewedRun:
 
     def diagnosis(self) -> list[dict[str, str]]:
         """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
-        known, made_at, _ = self._diagnosis
-        seen = (self.revision, self._state(read_outcome(self.folder)))
-        is_due = seen != known and (seen[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S)
+        last_key, made_at, _ = self._diagnosis
+        key = (self.revision, self._state(read_outcome(self.folder)))
+        is_due = key != last_key and (key[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S)
         if is_due and self._diagnosing.acquire(blocking=not made_at):  # later, a second page gets the known lines
             try:
-                if self._diagnosis[0] != seen:
-                    self._diagnosis = (seen, time.monotonic(), self._diagnose())
+                if self._diagnosis[0] != key:
+                    self._diagnosis = (key, time.monotonic(), self._diagnose())
             finally:
                 self._diagnosing.release()
         return self._diagnosis[2]
 
     def _diagnose(self) -> list[dict[str, str]]:
         try:
-            return [{**asdict(found), "status": found.status.value} for found in diagnose(self.folder)]
+            return [{**asdict(finding), "status": finding.status.value} for finding in diagnose(self.folder)]
         except InputError as error:
             return [{"subject": "run", "status": "skipped", "text": str(error), "fix": ""}]
 
     def parts(self) -> dict[str, Any]:
         """Return the parts' states, and when they were seen last, the groups by state, and the work of each engine."""
         seen_at, parts = read_parts(self.folder) or (None, [])
-        found: dict[str, Any] = {"time": seen_at, "now": time.time(), "parts": [asdict(part) for part in parts]}
+        content: dict[str, Any] = {"time": seen_at, "now": time.time(), "parts": [asdict(part) for part in parts]}
         if self.index is None:
-            return found
+            return content
         with self.ledger() as ledger:
             engines = ledger.rows(
                 "SELECT engine, count(*), max(oldest_version), avg(generate_s), max(generated_at) FROM groups"
@@ -233,31 +233,31 @@ class ViewedRun:
             )
             states = ledger.counts()
         names = ("engine", "groups", "version", "seconds", "last")
-        return found | {"states": states, "engines": [dict(zip(names, row, strict=True)) for row in engines]}
+        return content | {"states": states, "engines": [dict(zip(names, row, strict=True)) for row in engines]}
 
     def events(self, *, before: int | None = None, kind: str = "", limit: int = 200) -> dict[str, Any]:
         """Return the newest events before one, the kinds of events, why groups were discarded, and the commands."""
-        if (log := self._log_of_events) is not None:
-            found = run_events.logged_events(log, before, kind, limit)
+        if (log := self._events_log) is not None:
+            content = run_events.logged_events(log, before, kind, limit)
         else:
             with self.ledger() as ledger:
-                found = run_events.ledger_events(ledger, before, kind, limit)
+                content = run_events.ledger_events(ledger, before, kind, limit)
         commands = self._commands()
-        kinds = found["kinds"] | Counter(event["kind"] for event in commands)
-        parts = {name: self._with_steps(found[name]) for name in ("events", "discarded")}
-        return found | parts | {"kinds": kinds, "commands": commands}
+        kinds = content["kinds"] | Counter(event["kind"] for event in commands)
+        with_steps = {name: self._with_steps(content[name]) for name in ("events", "discarded")}
+        return content | with_steps | {"kinds": kinds, "commands": commands}
 
     def marks(self) -> list[dict[str, Any]]:
         """Return the events for the marks above curves."""
-        if (log := self._log_of_events) is not None:
-            found = run_events.logged_marks(log)
+        if (log := self._events_log) is not None:
+            marks = run_events.logged_marks(log)
         else:
             with self.ledger() as ledger:
-                found = run_events.ledger_marks(ledger)
-        return [*self._with_steps(found), *self._commands()]
+                marks = run_events.ledger_marks(ledger)
+        return [*self._with_steps(marks), *self._commands()]
 
     @property
-    def _log_of_events(self) -> Path | None:
+    def _events_log(self) -> Path | None:
         """The file with the events of a run without a ledger."""
         log = self.folder / EVENTS_FILE
         is_on_rows = self._algorithm.get("kind", "rl") != "rl"  # one without any event has no file of them
@@ -294,8 +294,8 @@ class ViewedRun:
     def rows_of(self, group_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return what the table shows of groups, in the order of their ids here."""
         with self.ledger() as ledger:
-            found = LoggedTexts(self.folder).with_prompts(read_groups(ledger, group_ids))
-        rows, means = {row.group_id: row for row in found}, self.needed_index().means(group_ids)
+            groups = LoggedTexts(self.folder).with_prompts(read_groups(ledger, group_ids))
+        rows, means = {row.group_id: row for row in groups}, self.needed_index().means(group_ids)
         return [_short(rows[number], means.get(number, {})) for number in group_ids if number in rows]
 
     def needed_index(self) -> GroupIndex:
@@ -316,11 +316,11 @@ class ViewedRun:
         if group_id < 0:
             return self._held_out(-group_id)
         with self.ledger() as ledger:
-            found = read_groups(ledger, [group_id])
-            if not found:
+            rows = read_groups(ledger, [group_id])
+            if not rows:
                 raise NotInRun(f"{self.name} has no group {group_id}")
             group, differences = next(iter(ledger.load([group_id])), None), ledger.differences(group_id)
-        row = found[0]
+        row = rows[0]
         if group is None:
             logged = LoggedTexts(self.folder).rollouts(row)
             tree = describe_logged(row, logged) if logged else describe_group(row, None, None)
@@ -335,13 +335,11 @@ class ViewedRun:
     def _held_out(self, number: int) -> dict[str, Any]:
         """Return an answer to a held-out prompt as a group of one completion."""
         with self.needed_index().reading() as connection:
-            found = connection.execute(
-                "SELECT version, reward, row FROM held_out WHERE number = ?", (number,)
-            ).fetchone()
-        if found is None:
+            row = connection.execute("SELECT version, reward, row FROM held_out WHERE number = ?", (number,)).fetchone()
+        if row is None:
             raise NotInRun(f"{self.name} has no answer {number} to a held-out prompt")
-        values = {"group_id": -number, "state": HELD_OUT, "version": found[0], "reward": found[1], "why_no_tokens": ""}
-        return {**values, **describe_texts([json.loads(found[2])])}
+        values = {"group_id": -number, "state": HELD_OUT, "version": row[0], "reward": row[1], "why_no_tokens": ""}
+        return {**values, **describe_texts([json.loads(row[2])])}
 
     def _find_tokenizer(self) -> tuple[Any, str]:
         """Return the tokenizer, or None and why it can't be loaded, which is tried again after ``TOKENIZER_S``."""
@@ -433,7 +431,7 @@ class ViewedRuns(list[ViewedRun]):
                 self._add(find_runs([path]))
 
     def _add(self, paths: Sequence[Path]) -> None:
-        known = {run.path for run in self}
-        self += [ViewedRun(path, path.name, trusted=self._trusted) for path in paths if path not in known]
+        viewed_paths = {run.path for run in self}
+        self += [ViewedRun(path, path.name, trusted=self._trusted) for path in paths if path not in viewed_paths]
         for run, name in zip(self, distinct_names([run.path for run in self]), strict=True):
             run.name = name

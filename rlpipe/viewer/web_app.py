@@ -110,8 +110,8 @@ def _finite(value: Any) -> Any:
 def static_files() -> dict[str, bytes]:
     """Return the content of the page's files by their paths; nothing else of the machine is ever sent as a file."""
     root = Path(__file__).with_name("static")
-    kept = (path for path in root.rglob("*") if path.is_file() and path.name.rpartition(".")[2] in KINDS)
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in kept}
+    files = (path for path in root.rglob("*") if path.is_file() and path.name.rpartition(".")[2] in KINDS)
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 class Pages:
@@ -279,8 +279,8 @@ class Refresher(threading.Thread):
 
     def _refresh(self, run: ViewedRun) -> bool:
         """Read a run's files and index its groups for a moment, so that the other runs' curves go on."""
-        until = time.monotonic() + INDEX_S
-        return run.refresh(lambda: self._ended.is_set() or time.monotonic() > until)
+        deadline = time.monotonic() + INDEX_S
+        return run.refresh(lambda: self._ended.is_set() or time.monotonic() > deadline)
 
     def _read(self, read: Callable[[ViewedRun], bool | None], *, is_all: bool = True) -> bool:
         """Read all runs, or if not ``is_all`` only a part of each; return whether nothing is left."""

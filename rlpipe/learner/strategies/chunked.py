@@ -70,13 +70,13 @@ def _with_images(module: LogprobModel, micro_batch: MicroBatch) -> list[Row]:
     if image_token is None:
         return []
     try:
-        each = blank_images(model.config, 1, most_tokens=num_tokens - 1).tokens_per_image
-        images = blank_images(model.config, num_tokens // (each + 1), most_tokens=num_tokens - 1)
-        starts = [1 + index * (each + 1) for index in range(images.num_images)]
+        image_tokens = blank_images(model.config, 1, most_tokens=num_tokens - 1).tokens_per_image
+        images = blank_images(model.config, num_tokens // (image_tokens + 1), most_tokens=num_tokens - 1)
+        starts = [1 + index * (image_tokens + 1) for index in range(images.num_images)]
         token_ids = np.full(num_tokens, 0 if image_token else 1)
         for start in starts:
-            token_ids[start : start + each] = image_token
-        placed = tuple(PlacedImage(start=start, num_tokens=each, content=b"") for start in starts)
+            token_ids[start : start + image_tokens] = image_token
+        placed = tuple(PlacedImage(start=start, num_tokens=image_tokens, content=b"") for start in starts)
         filled = replace(micro_batch, token_ids=token_ids, images=placed)
         return [Vision(model, _Blank(images)).plan(filled, module.layout, CPU)] if starts else []
     except (LookupError, AttributeError, TypeError, ValueError):  # a tower that takes its images in another form
@@ -114,17 +114,17 @@ def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
 
 def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
     """Return the knobs that the config sets, which are not searched."""
-    given = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
-    return {name: value for name, value in given.items() if value is not None}
+    knobs = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
+    return {name: value for name, value in knobs.items() if value is not None}
 
 
 def capacity(config: ChunkedConfig, device: torch.device, *, replaced: nn.Module) -> Capacity:
     """Return a rank's memory limits: as configured, or a share of what is free once chunks replace the model."""
     free = free_memory(device, replaced=replaced)
-    on_device, on_host = config.device_memory_gib, config.host_memory_gib
+    device_gib, host_gib = config.device_memory_gib, config.host_memory_gib
     return Capacity(
-        device_bytes=free.device_bytes if on_device is None else int(on_device * GIB),
-        host_bytes=free.host_bytes if on_host is None else int(on_host * GIB),
+        device_bytes=free.device_bytes if device_gib is None else int(device_gib * GIB),
+        host_bytes=free.host_bytes if host_gib is None else int(host_gib * GIB),
     )
 
 
@@ -174,17 +174,17 @@ class Chunked:
         if self._copy is not None:
             free = free.less(least_memory(self._copy, sizes=chunk_sizes(self._config)))
 
-        def decide(least: Capacity) -> Decision:
+        def decide(limits: Capacity) -> Decision:
             try:
-                return self._search(module, precision, hardware, least)
+                return self._search(module, precision, hardware, limits)
             except ValueError as error:
                 raise ModelError(f"learner.offload=chunked: {error}") from error
 
         return agree(free, decide)
 
     def _search(self, module: LogprobModel, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
-        *others, last = full_rows(module, self._learner.max_tokens_per_microbatch)
-        for row in others:
+        *rows_with_images, last = full_rows(module, self._learner.max_tokens_per_microbatch)
+        for row in rows_with_images:
             with suppress(CannotBeTraced):
                 return self._plan(module, row, precision, hardware, free)
         if misses_tower(module, last):
@@ -215,31 +215,31 @@ class Chunked:
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
-        def report(found: str) -> None:
-            self.notes.append(f"learner.offload=chunked: {found}")
+        def report(message: str) -> None:
+            self.notes.append(f"learner.offload=chunked: {message}")
 
         return ChunkedUpdates(self._offloaded[0], parameters, config, report=report, resets_peak=True)
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             values, begin = self._owner(parameter).part(parameter)
-            held[name] = FlatPart(values, begin=begin, shape=parameter.shape)
-        return held
+            tensors[name] = FlatPart(values, begin=begin, shape=parameter.shape)
+        return tensors
 
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         for name, parameter in parameters.items():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-            read({name: whole})
-            self._owner(parameter).assign(parameter, whole)
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            read({name: values})
+            self._owner(parameter).assign(parameter, values)
 
     def end_inference(self, module: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
         owner, goal = self._owner(parameter), self._owner(towards).values(towards)
-        own = owner.values(parameter)
-        owner.assign(parameter, own.lerp(goal.to(own.device, own.dtype), by))
+        current = owner.values(parameter)
+        owner.assign(parameter, current.lerp(goal.to(current.device, current.dtype), by))
 
     def shape(self, tensor: Tensor) -> torch.Size:
         return tensor.shape

@@ -35,29 +35,29 @@ def find_fsdp_units(module: nn.Module, model: PreTrainedModel, config: FsdpConfi
     same. Raises ``ModelError`` if the model lacks a class that the config names.
     """
     fused = [child for child in module.modules() if isinstance(child, FusedLora)]
-    never_called = {id(part) for layer in fused for part in layer.modules() if part is not layer}
+    never_called = {id(submodule) for layer in fused for submodule in layer.modules() if submodule is not layer}
     modules = [child for name, child in module.named_modules() if name and id(child) not in never_called]
     head = {id(parameter) for parameter in output_head(model).parameters()}
     if config.wrap == "none":
-        found = []
+        units = []
     elif config.wrap == "size":
         chosen = _BySize(module, config.min_num_params, head).chosen
-        found = [module for module in modules if id(module) in chosen]
+        units = [module for module in modules if id(module) in chosen]
     elif config.wrap == "blocks":
-        found = _find_blocks(modules, model)
+        units = _find_blocks(modules, model)
     else:
-        found = _find_classes(modules, [config.wrap] if isinstance(config.wrap, str) else config.wrap)
-    return [module for module in reversed(found) if head.isdisjoint(map(id, module.parameters()))]
+        units = _find_classes(modules, [config.wrap] if isinstance(config.wrap, str) else config.wrap)
+    return [module for module in reversed(units) if head.isdisjoint(map(id, module.parameters()))]
 
 
 def _find_blocks(modules: Collection[nn.Module], model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules or ())
-    found = [module for module in modules if type(module).__name__ in names]
-    if not found:
+    blocks = [module for module in modules if type(module).__name__ in names]
+    if not blocks:
         raise ModelError(
             f"{type(model).__name__} does not name its layers: set learner.fsdp.wrap=size, or their classes"
         )
-    return found
+    return blocks
 
 
 def _find_classes(modules: Collection[nn.Module], names: Collection[str]) -> list[nn.Module]:
@@ -71,9 +71,9 @@ def _find_classes(modules: Collection[nn.Module], names: Collection[str]) -> lis
 
 def share_of_root(module: nn.Module, units: Iterable[nn.Module]) -> float:
     """Return the share of all parameters that are in none of the units."""
-    sizes = {id(own): own.numel() for own in module.parameters()}
-    held = {id(own) for unit in units for own in unit.parameters()}
-    return sum(size for own, size in sizes.items() if own not in held) / max(sum(sizes.values()), 1)
+    sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
+    in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
+    return sum(size for key, size in sizes.items() if key not in in_units) / max(sum(sizes.values()), 1)
 
 
 class _BySize:
@@ -83,9 +83,9 @@ class _BySize:
     what is around it, which often has the head's tied weight, can be one.
     """
 
-    def __init__(self, model: nn.Module, min_num_params: int, never: AbstractSet[int]) -> None:
-        """Choose units in ``model``; ``never`` has the ids of parameters that no unit may hold."""
-        self._least, self._never = min_num_params, never
+    def __init__(self, model: nn.Module, min_num_params: int, excluded: AbstractSet[int]) -> None:
+        """Choose units in ``model``; ``excluded`` has the ids of parameters that no unit may hold."""
+        self._min_num_params, self._excluded = min_num_params, excluded
         self._counted: set[int] = set()
         self.chosen: set[int] = set()
         """Ids of the units."""
@@ -93,28 +93,28 @@ class _BySize:
             self._visit(child)
 
     def _visit(self, module: nn.Module) -> int:
-        """Choose the units of a module, and return the number of parameters that are left."""
+        """Choose the units of a module, and return the number of its parameters that are in no unit."""
         is_leaf = isinstance(module, FusedLora)
-        left = self._count(module.parameters(recurse=is_leaf))
-        left += sum(self._visit(child) for child in (() if is_leaf else module.children()))
-        if left < self._least:
-            return left
+        num_remaining = self._count(module.parameters(recurse=is_leaf))
+        num_remaining += sum(self._visit(child) for child in (() if is_leaf else module.children()))
+        if num_remaining < self._min_num_params:
+            return num_remaining
         if not isinstance(module, CONTAINERS):
-            return 0 if self._choose(module) else left
+            return 0 if self._choose(module) else num_remaining
         items = list(module.values() if isinstance(module, nn.ModuleDict) else module)
         chosen = [self._choose(item) for item in items]
-        return 0 if all(chosen) else left
+        return 0 if all(chosen) else num_remaining
 
     def _choose(self, module: nn.Module) -> bool:
-        if not self._never.isdisjoint(map(id, module.parameters())):
+        if not self._excluded.isdisjoint(map(id, module.parameters())):
             return False
         self.chosen.add(id(module))
         return True
 
     def _count(self, parameters: Iterable[nn.Parameter]) -> int:
-        new = {id(own): own.numel() for own in parameters if id(own) not in self._counted}
-        self._counted |= new.keys()
-        return sum(new.values())
+        sizes = {id(parameter): parameter.numel() for parameter in parameters if id(parameter) not in self._counted}
+        self._counted |= sizes.keys()
+        return sum(sizes.values())
 
 
 class Fsdp2(RankGroup):

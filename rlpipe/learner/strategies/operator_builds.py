@@ -45,12 +45,12 @@ def _free(lock: Path, build_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def _is_open(wanted: os.stat_result) -> bool:
+def _is_open(file_status: os.stat_result) -> bool:
     """Return whether a process of this machine has a file open, as far as this user can see."""
     for process in psutil.pids():
         with suppress(OSError):  # it has ended, or is another user's
             for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(FileNotFoundError):  # it has just been closed
-                    if os.path.samestat(descriptor.stat(), wanted):
+                    if os.path.samestat(descriptor.stat(), file_status):
                         return True
     return False

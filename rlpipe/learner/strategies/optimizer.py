@@ -22,10 +22,10 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     """Make an AdamW optimizer; only matrices decay, because decay has no meaning for norms and biases."""
     trained = list(parameters)
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
-    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    undecayed = [parameter for parameter in trained if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     options: dict[str, Any] = {"lr": config.peak_lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     filled = [group for group in groups if group["params"]]
@@ -33,8 +33,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         return torch.optim.AdamW(filled, **options, fused=True)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    made: torch.optim.Optimizer = (AdamW8bit if config.name == "adamw_8bit" else PagedAdamW8bit)(filled, **options)
-    return made
+    optimizer: torch.optim.Optimizer = (AdamW8bit if config.name == "adamw_8bit" else PagedAdamW8bit)(filled, **options)
+    return optimizer
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
@@ -177,11 +177,15 @@ class TorchUpdates:
                 empty = {key: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for key in keys}
                 moments[name] = empty | {STEPS: torch.zeros(())}
         weights = {weight_key(name): parameter.detach() for name, parameter in self._parameters.items()}
-        read(weights | {moment_key(name, key): m for name, own in moments.items() for key, m in own.items()})
-        for name, own in moments.items():
+        read(weights | {moment_key(name, key): m for name, by_key in moments.items() for key, m in by_key.items()})
+        for name, parameter_moments in moments.items():
             updated = self._updated[name]
-            plain = updated is not self._parameters[name]
-            write_moments(self.optimizer, updated, {k: self._local(m) for k, m in own.items()} if plain else own)
+            is_plain = updated is not self._parameters[name]
+            write_moments(
+                self.optimizer,
+                updated,
+                {k: self._local(m) for k, m in parameter_moments.items()} if is_plain else parameter_moments,
+            )
 
     def _spread(self, moment: Tensor, name: str) -> Tensor:
         """Return the moment as a DTensor like its parameter, if the optimizer has only the local shard."""

@@ -94,26 +94,26 @@ class Zero3(RankGroup):
         }
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        held = {}
+        tensors = {}
         for index, (name, parameter) in enumerate(parameters.items()):
-            whole = self.full(parameter)
+            tensor = self.full(parameter)
             if index % self.num_ranks == self.rank:
-                held[name] = whole.cpu()
-        return held
+                tensors[name] = tensor.cpu()
+        return tensors
 
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
         for name, parameter in parameters.items():
-            whole = torch.empty(_shape(parameter), dtype=parameter.dtype)
-            read({name: whole})
-            self.local(parameter).copy_(_part(whole, parameter, self.rank, self.num_ranks))
+            tensor = torch.empty(_shape(parameter), dtype=parameter.dtype)
+            read({name: tensor})
+            self.local(parameter).copy_(_shard_of(tensor, parameter, self.rank, self.num_ranks))
 
     def end_inference(self, module: LogprobModel) -> None:
         pass
 
     def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
-        own = self.local(parameter)
+        current = self.local(parameter)
         policy = safe_get_local_fp32_param(towards) if towards.requires_grad else self.local(towards)
-        own.lerp_(policy.to(own), by)
+        current.lerp_(policy.to(current), by)
 
     def shape(self, tensor: Tensor) -> torch.Size:
         return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
@@ -165,44 +165,51 @@ class Zero3Updates:
 
     def state(self) -> dict[str, Tensor]:
         """Return whole tensors, those of each parameter on one rank, the ranks taking turns."""
-        held = {}
+        tensors = {}
         moments = {group: read_moments(state) for group, state in self._flat_states().items()}
         for index, (name, parameter) in enumerate(self._parameters.items()):
             group, offset, size = self._position(parameter)
-            own = moments.get(group, {})
-            parts = {weight_key(name): safe_get_local_fp32_param(parameter)}
-            parts |= {moment_key(name, key): own[key].narrow(0, offset, size) for key in MOMENTS if key in own}
-            mine = index % self._num_ranks == self._rank
-            for key, part in parts.items():
-                whole = self._gather(part, parameter)
-                if mine:
-                    held[key] = whole.cpu()
-            if mine and own:
-                held[moment_key(name, STEPS)] = own[STEPS]
-        return held
+            flat_moments = moments.get(group, {})
+            shards = {weight_key(name): safe_get_local_fp32_param(parameter)}
+            shards |= {
+                moment_key(name, key): flat_moments[key].narrow(0, offset, size)
+                for key in MOMENTS
+                if key in flat_moments
+            }
+            is_owner = index % self._num_ranks == self._rank
+            for key, shard in shards.items():
+                tensor = self._gather(shard, parameter)
+                if is_owner:
+                    tensors[key] = tensor.cpu()
+            if is_owner and flat_moments:
+                tensors[moment_key(name, STEPS)] = flat_moments[STEPS]
+        return tensors
 
     def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
         optimizer = self._engine.optimizer
         optimizer.state.clear()
-        if kept := optimizer.persistent_parameters:
-            kept[0].partition(kept)  # small ones stay gathered between steps; the next use gathers the loaded values
+        if persistent := optimizer.persistent_parameters:
+            # They stay gathered between steps; the next use gathers the loaded values.
+            persistent[0].partition(persistent)
         moments: dict[int, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
             weight, steps = weight_key(name), moment_key(name, STEPS)
             keys = {key: moment_key(name, key) for key in MOMENTS if moment_key(name, key) in stored}
             tensors = {key: torch.zeros(stored[key]) for key in (weight, *keys.values(), *([steps] if keys else []))}
             read(tensors)
-            part = _part(tensors[weight], parameter, self._rank, self._num_ranks)
-            safe_set_local_fp32_param(parameter, part)
-            cast(Any, parameter).ds_tensor.data.copy_(part)
+            shard = _shard_of(tensors[weight], parameter, self._rank, self._num_ranks)
+            safe_set_local_fp32_param(parameter, shard)
+            cast(Any, parameter).ds_tensor.data.copy_(shard)
             group, offset, size = self._position(parameter)
             flat = optimizer.fp32_partitioned_groups_flat[group]
             for key, moment in keys.items():
-                own = moments.setdefault(group, {STEPS: tensors[steps]})
-                whole = own.setdefault(key, torch.zeros_like(flat, requires_grad=False))
-                whole.narrow(0, offset, size).copy_(_part(tensors[moment], parameter, self._rank, self._num_ranks))
-        for group, own in moments.items():
-            write_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[group], own)
+                group_moments = moments.setdefault(group, {STEPS: tensors[steps]})
+                flat_moment = group_moments.setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                flat_moment.narrow(0, offset, size).copy_(
+                    _shard_of(tensors[moment], parameter, self._rank, self._num_ranks)
+                )
+        for group, group_moments in moments.items():
+            write_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[group], group_moments)
 
     def _flat_states(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state of each flat tensor that has one, by index."""
@@ -211,23 +218,23 @@ class Zero3Updates:
         return {group: optimizer.state[flat] for group, flat in flats if flat in optimizer.state}
 
     def _position(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """Return the index of the flat tensor with this rank's part of a parameter, its offset there, and its size."""
+        """Return the index of the flat tensor with this rank's shard of a parameter, its offset there, and its size."""
         optimizer = self._engine.optimizer
         return cast(tuple[int, int, int], optimizer.grad_position[optimizer.get_param_id(parameter)])
 
-    def _gather(self, part: Tensor, parameter: Any) -> Tensor:
-        part = part.detach().to(self._device)  # offloaded parts are on the CPU, which NCCL does not support
-        whole = part.new_empty(self._num_ranks * part.numel())
-        dist.all_gather_into_tensor(whole, part.contiguous())
-        return whole[: parameter.ds_numel].view(_shape(parameter))
+    def _gather(self, shard: Tensor, parameter: Any) -> Tensor:
+        shard = shard.detach().to(self._device)  # offloaded shards are on the CPU, which NCCL does not support
+        gathered = shard.new_empty(self._num_ranks * shard.numel())
+        dist.all_gather_into_tensor(gathered, shard.contiguous())
+        return gathered[: parameter.ds_numel].view(_shape(parameter))
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(parameter.ds_shape)
 
 
-def _part(whole: Tensor, parameter: Any, rank: int, num_ranks: int) -> Tensor:
-    """Return a rank's part of the flattened tensor, which is padded at the end for parts of equal size."""
+def _shard_of(tensor: Tensor, parameter: Any, rank: int, num_ranks: int) -> Tensor:
+    """Return a rank's shard of the flattened tensor, which is padded at the end for shards of equal size."""
     size: int = parameter.ds_tensor.numel()
-    filled = nn.functional.pad(whole.flatten(), (0, size * num_ranks - whole.numel()))
+    filled = nn.functional.pad(tensor.flatten(), (0, size * num_ranks - tensor.numel()))
     return filled[rank * size : (rank + 1) * size]

@@ -147,8 +147,8 @@ class Profile:
         uses: Counter[int] = Counter()
         for chunk in self.chunks[num_persistent:]:
             uses.update(dict.fromkeys(chunk.stages, chunk.slots))
-        left = sum(chunk.slots for chunk in self.chunks[num_persistent:])
-        return min(left, max(uses.values(), default=0) + 1)
+        max_slots = sum(chunk.slots for chunk in self.chunks[num_persistent:])
+        return min(max_slots, max(uses.values(), default=0) + 1)
 
 
 def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
@@ -167,12 +167,12 @@ def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
 
 def interleave(num_swaps: int, num_checkpoints: int, per_swap: int) -> list[Mode]:
     """Return modes with up to ``per_swap`` checkpoints after each swap, and all that remain after the last one."""
-    found: list[Mode] = []
+    modes: list[Mode] = []
     for _ in range(num_swaps):
         count = min(per_swap, num_checkpoints)
-        found += [Mode.SWAP, *[Mode.CHECKPOINT] * count]
+        modes += [Mode.SWAP, *[Mode.CHECKPOINT] * count]
         num_checkpoints -= count
-    return found + [Mode.CHECKPOINT] * num_checkpoints
+    return modes + [Mode.CHECKPOINT] * num_checkpoints
 
 
 def checkpoints_per_swap(profile: Profile, rates: Rates) -> int:
@@ -190,10 +190,12 @@ def why_impossible(profile: Profile, knobs: Knobs, rates: Rates) -> str | None:
     count, blocks = len(profile.chunks), len(profile.blocks)
     if not 0 <= knobs.num_persistent <= count:
         return f"num_persistent={knobs.num_persistent}: the model has {count} chunks"
-    left = sum(chunk.slots for chunk in profile.chunks[knobs.num_persistent :])
-    least = profile.least_slots(knobs.num_persistent)
-    if not least <= knobs.num_slots <= left:
-        return f"num_slots={knobs.num_slots}: the chunks that are loaded on demand use between {least} and {left}"
+    max_slots = sum(chunk.slots for chunk in profile.chunks[knobs.num_persistent :])
+    min_slots = profile.least_slots(knobs.num_persistent)
+    if not min_slots <= knobs.num_slots <= max_slots:
+        return (
+            f"num_slots={knobs.num_slots}: the chunks that are loaded on demand use between {min_slots} and {max_slots}"
+        )
     if min(knobs.num_swapped, knobs.num_checkpointed, knobs.num_offloaded) < 0:
         return "a number of blocks is negative"
     if knobs.num_swapped + knobs.num_checkpointed + knobs.num_offloaded > blocks:
@@ -229,7 +231,7 @@ def first_cold(profile: Profile, num_persistent: int, num_slots: int) -> int:
 def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
     """Predict the cost of knobs for which ``why_impossible`` returns None."""
     modes, first, passes = arrange(profile, knobs, rates), knobs.num_persistent, profile.num_micro_batches
-    persistent, others = profile.chunks[:first], profile.chunks[first:]
+    persistent, host_chunks = profile.chunks[:first], profile.chunks[first:]
     times = chunk_times(profile, rates, encode(modes))
     cold, cached = first_cold(profile, first, knobs.num_slots), first_cached(profile, knobs.num_slots)
     forward_s = [times.forward_stays[:, :first], times.forward_kept[:, first:cold], times.forward_loads[:, cold:]]
@@ -243,14 +245,14 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
         + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
         + knobs.num_slots * profile.slot_bytes
         + working_bytes(profile, knobs, modes),
-        host_bytes=sum(chunk.num_bytes + chunk.state_bytes for chunk in others)
-        + staging_bytes(others)
-        + update_bytes(others)
+        host_bytes=sum(chunk.num_bytes + chunk.state_bytes for chunk in host_chunks)
+        + staging_bytes(host_chunks)
+        + update_bytes(host_chunks)
         + sum(stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
         forward_s=passes * sum(float(seconds.sum()) for seconds in forward_s),
         backward_s=passes * sum(float(seconds.sum()) for seconds in backward_s),
         device_adam_s=sum(device_update_s(rates, chunk) for chunk in persistent),
-        host_adam_s=sum(host_update_s(rates, chunk) for chunk in others),
+        host_adam_s=sum(host_update_s(rates, chunk) for chunk in host_chunks),
         num_micro_batches=passes,
     )
 
@@ -281,29 +283,29 @@ def activation_peaks(stages: Sequence[StageProfile], codes: Codes) -> Floats:
     """Return the most bytes that activations take at one time, ``[K]``, for modes as ``codes`` ``[K, S]``."""
     saved, swapped_bytes = column(stages, "saved_bytes"), column(stages, "swapped_bytes")
     checkpoints, swaps = codes == CODES[Mode.CHECKPOINT], codes == CODES[Mode.SWAP]
-    kept = np.where(checkpoints, column(stages, "input_bytes"), np.where(swaps, 0, saved))
-    live = np.cumsum(kept, 1) - kept
-    again = column(stages, "forward_peak") + np.where(checkpoints, column(stages, "entering_bytes"), 0)
-    transient = np.maximum(again, column(stages, "backward_peak"))
-    own = np.where(swaps, np.maximum(saved, swapped_bytes), saved)
-    return np.asarray((live + _on_the_way(stages, codes) + own + transient).max(1, initial=0.0))
+    kept_bytes = np.where(checkpoints, column(stages, "input_bytes"), np.where(swaps, 0, saved))
+    live = np.cumsum(kept_bytes, 1) - kept_bytes
+    recompute_peak = column(stages, "forward_peak") + np.where(checkpoints, column(stages, "entering_bytes"), 0)
+    transient = np.maximum(recompute_peak, column(stages, "backward_peak"))
+    stage_bytes = np.where(swaps, np.maximum(saved, swapped_bytes), saved)
+    return np.asarray((live + _in_flight_bytes(stages, codes) + stage_bytes + transient).max(1, initial=0.0))
 
 
-def _on_the_way(stages: Sequence[StageProfile], codes: Codes) -> Floats:
+def _in_flight_bytes(stages: Sequence[StageProfile], codes: Codes) -> Floats:
     """Return the bytes of swapped activations that are in flight during each stage, ``[K, S]``.
 
     They leave while later stages run, and come back before the backward pass of those is over.
     """
     last_block = max((index for index, stage in enumerate(stages) if stage.is_block), default=0)
-    found: dict[bytes, Floats] = {}
+    by_modes: dict[bytes, Floats] = {}
     keys = [row.tobytes() for row in codes == CODES[Mode.SWAP]]
     for key, row in zip(keys, codes, strict=True):
-        if key not in found:
-            here = found[key] = np.zeros(len(stages))
+        if key not in by_modes:
+            in_flight = by_modes[key] = np.zeros(len(stages))
             modes = [Mode.SWAP if code == CODES[Mode.SWAP] else Mode.KEEP for code in row]
-            for swapped, until in swap_spans(modes, last_block):
-                here[swapped + 1 : until + 1] += stages[swapped].swapped_bytes
-    return np.stack([found[key] for key in keys])
+            for swapped, last in swap_spans(modes, last_block):
+                in_flight[swapped + 1 : last + 1] += stages[swapped].swapped_bytes
+    return np.stack([by_modes[key] for key in keys])
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -326,10 +328,10 @@ def chunk_times(profile: Profile, rates: Rates, codes: Codes) -> ChunkTimes:
     stages, chunks, shares = profile.stages, profile.chunks, stage_shares(profile)
     forward = column(stages, "forward_s")
     forward_s = (forward @ shares)[None]  # [1, C]
-    again = (codes == CODES[Mode.CHECKPOINT]) * forward
-    backward_s = (column(stages, "backward_s") @ shares)[None] + again @ shares  # [K, C]
+    recompute_s = (codes == CODES[Mode.CHECKPOINT]) * forward
+    backward_s = (column(stages, "backward_s") @ shares)[None] + recompute_s @ shares  # [K, C]
     swapped = ((codes == CODES[Mode.SWAP]) * column(stages, "swapped_bytes")) @ shares  # [K, C]
-    own, gradient = column(chunks, "num_bytes"), column(chunks, "gradient_bytes")
+    chunk_bytes, gradient = column(chunks, "num_bytes"), column(chunks, "gradient_bytes")
     gathering_s = np.array([gather_s(rates, chunk) for chunk in chunks])
     reducing_s = np.array([reduce_s(rates, chunk) for chunk in chunks])
     adding_s = np.array([host_adding_s(rates, chunk) for chunk in chunks])
@@ -340,11 +342,11 @@ def chunk_times(profile: Profile, rates: Rates, codes: Codes) -> ChunkTimes:
 
     return ChunkTimes(
         forward_stays=longest(forward_s, 0, swapped),
-        forward_kept=longest(forward_s, own * changes, swapped, gathering_s * changes),
-        forward_loads=longest(forward_s, own, swapped, gathering_s),
+        forward_kept=longest(forward_s, chunk_bytes * changes, swapped, gathering_s * changes),
+        forward_loads=longest(forward_s, chunk_bytes, swapped, gathering_s),
         backward_stays=longest(backward_s, swapped, 0, reducing_s),
         backward_cached=longest(backward_s, swapped, gradient, reducing_s, adding_s),
-        backward_loads=longest(backward_s, own + swapped, gradient, gathering_s + reducing_s, adding_s),
+        backward_loads=longest(backward_s, chunk_bytes + swapped, gradient, gathering_s + reducing_s, adding_s),
     )
 
 

@@ -31,8 +31,8 @@ def attention_flops(
 ) -> int:
     """Return attention's FLOP for queries ``[b, h, q, d]``, keys ``[b, h, k, d]`` and values ``[b, h, k, e]``."""
     (batch, heads, queries, channels), keys = query, key[2]
-    whole = 2 * batch * heads * queries * keys * (channels + value[3])
-    return whole // 2 if is_causal else whole
+    full = 2 * batch * heads * queries * keys * (channels + value[3])
+    return full // 2 if is_causal else full
 
 
 def attention_backward_flops(
@@ -48,9 +48,9 @@ def attention_backward_flops(
     **__: Any,
 ) -> int:
     """Return attention's backward FLOP: the scores again, and two gradients per product (arXiv:2307.08691)."""
-    channels, others = query[3], value[3]
+    channels, value_channels = query[3], value[3]
     forward = attention_flops(query, key, value, dropout, is_causal)
-    return forward * (3 * channels + 2 * others) // (channels + others)
+    return forward * (3 * channels + 2 * value_channels) // (channels + value_channels)
 
 
 def added_flops(total: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
@@ -100,12 +100,12 @@ class RealUnlessWeighted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_known = not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
-        if is_known and func._overloadpacket not in WITHOUT_VALUES:
+        has_values = not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        if has_values and func._overloadpacket not in WITHOUT_VALUES:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is torch.ops.aten.index.Tensor:
-            args = (args[0], _by_numbers(args[1]))
+            args = (args[0], _masks_to_indices(args[1]))
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             # torch's fake kernel supports only bfloat16, as the kernel on GPUs does.
             narrow = [arg.to(torch.bfloat16) for arg in args[:2]]
@@ -113,16 +113,16 @@ class RealUnlessWeighted(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _by_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _masks_to_indices(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Replace masks whose values are known by the indices of the elements that they select."""
-    found: list[Tensor | None] = []
+    converted: list[Tensor | None] = []
     for index in indices:
         if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():
-                found += index.nonzero(as_tuple=True)
+                converted += index.nonzero(as_tuple=True)
         else:
-            found.append(index)
-    return found
+            converted.append(index)
+    return converted
 
 
 class _UnitCall(nn.Module):
@@ -193,16 +193,16 @@ def traceable_experts(model: nn.Module) -> Iterator[None]:
     The eager implementation loops over the experts that have tokens, which depends on values. Models whose code has no
     other implementation keep it.
     """
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    own = {} if found is None else found.get_experts_implementation()
-    if found is None or "eager" not in own.values():
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    implementations = {} if pretrained is None else pretrained.get_experts_implementation()
+    if pretrained is None or "eager" not in implementations.values():
         yield
         return
-    found.config._experts_implementation = TRACEABLE_EXPERTS  # also sets that of its sub-configs
+    pretrained.config._experts_implementation = TRACEABLE_EXPERTS  # also sets that of its sub-configs
     try:
         yield
     finally:
-        found.config._experts_implementation = own
+        pretrained.config._experts_implementation = implementations
 
 
 def _fakes(module: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -63,16 +63,16 @@ def decide(
 
     Raises ``DoesNotFit``, and ``ValueError`` if no plan has the ``fixed`` knobs.
     """
-    found: dict[int, Choice] = {}
+    choices: dict[int, Choice] = {}
     failures: list[DoesNotFit] = []
     for num_parts, profile in profiles.items():
         try:
-            found[num_parts] = search(profile, rates, capacity, fixed)
+            choices[num_parts] = search(profile, rates, capacity, fixed)
         except DoesNotFit as failure:
             failures.append(failure)
-    if not found:
+    if not choices:
         raise failures[-1]
-    num_parts, choice = min(found.items(), key=lambda entry: entry[1].prediction.seconds)
+    num_parts, choice = min(choices.items(), key=lambda entry: entry[1].prediction.seconds)
     profile = profiles[num_parts]
     modes = [Mode.KEEP] * num_units
     for stage, mode in zip(trace.stages, arrange(profile, choice.knobs, rates), strict=True):
@@ -88,22 +88,22 @@ def decide(
         num_chunks=len(profile.chunks),
         num_blocks=len(profile.blocks),
         why_not_all=_why_not_all(profile, rates, capacity),
-        why_shared=_why_shared({parts: found.get(parts) for parts in profiles if parts != num_parts}),
+        why_shared=_why_shared({count: choices.get(count) for count in profiles if count != num_parts}),
     )
 
 
 def _why_not_all(profile: Profile, rates: Rates, capacity: Capacity) -> str:
-    least = Knobs(num_persistent=len(profile.chunks), num_slots=0, num_checkpointed=len(profile.blocks))
-    needed, there = predict(profile, least, rates).device_bytes, capacity.device_bytes
-    return f" (all would need {gib(needed)} of {gib(there)})" if needed > there else ""
+    all_persistent = Knobs(num_persistent=len(profile.chunks), num_slots=0, num_checkpointed=len(profile.blocks))
+    needed, available = predict(profile, all_persistent, rates).device_bytes, capacity.device_bytes
+    return f" (all would need {gib(needed)} of {gib(available)})" if needed > available else ""
 
 
-def _why_shared(others: Mapping[int, Choice | None]) -> str:
-    """Describe ``others``, the best choices for other numbers of parts; None if no plan fits."""
+def _why_shared(choices: Mapping[int, Choice | None]) -> str:
+    """Describe ``choices``, the best ones for other numbers of parts; None if no plan fits."""
     described = [
-        f"{'shared' if parts > 1 else 'replicated'}: "
+        f"{'shared' if num_parts > 1 else 'replicated'}: "
         + ("does not fit" if choice is None else duration(choice.prediction.seconds))
-        for parts, choice in others.items()
+        for num_parts, choice in choices.items()
     ]
     return f" ({'; '.join(described)})" if described else ""
 
@@ -121,9 +121,10 @@ def agree(free: Capacity, decide: Callable[[Capacity], Decision]) -> Decision:
     All ranks must call it. What ``decide`` raises is raised on all of them, as in ``on_rank0``.
     """
     if num_ranks() > 1:
-        every: list[Capacity] = [free] * num_ranks()
-        dist.all_gather_object(every, free)
+        all_free: list[Capacity] = [free] * num_ranks()
+        dist.all_gather_object(all_free, free)
         free = Capacity(
-            device_bytes=min(one.device_bytes for one in every), host_bytes=min(one.host_bytes for one in every)
+            device_bytes=min(rank_free.device_bytes for rank_free in all_free),
+            host_bytes=min(rank_free.host_bytes for rank_free in all_free),
         )
     return on_rank0(lambda: decide(free))

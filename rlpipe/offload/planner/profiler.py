@@ -32,15 +32,15 @@ def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
         device_to_host=device.device_to_host,
         both=device.both,
         device_adam=device.device_adam,
-        host_adam=_share(device.host_adam, neighbours),
-        host_adding=_share(device.host_adding, neighbours),
+        host_adam=_divide(device.host_adam, neighbours),
+        host_adding=_divide(device.host_adding, neighbours),
         device_bandwidth=device.memory_bandwidth,
         host_bandwidth=device.host_bandwidth / neighbours,
         link=device.exchange if num_ranks > 1 else FREE_LINK,
     )
 
 
-def _share(rates: Mapping[str, float], count: int) -> dict[str, float]:
+def _divide(rates: Mapping[str, float], count: int) -> dict[str, float]:
     return {name: rate / count for name, rate in rates.items()}
 
 
@@ -58,11 +58,11 @@ def start_seconds(device: Device) -> float:
 def roofline(device: Device) -> Seconds:
     """Return a function for an operator's seconds: the time of its arithmetic or of its memory, whichever is longer."""
     slowest = min(device.matmul_flops.values())
-    share = GPU_COPY_SHARE if device.kind == "cuda" else 1.0
+    bandwidth_share = GPU_COPY_SHARE if device.kind == "cuda" else 1.0
 
     def seconds(operator: Operator) -> float:
         flops = device.matmul_flops.get(str(operator.dtype).removeprefix("torch."), slowest)
-        bandwidth = device.memory_bandwidth * (1.0 if operator.flops else share)
+        bandwidth = device.memory_bandwidth * (1.0 if operator.flops else bandwidth_share)
         return max(operator.flops / flops, operator.num_bytes / bandwidth)
 
     return seconds
@@ -101,14 +101,14 @@ def make_profile(
         _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_ranks, num_parts)
         for chunk in layout.chunks
     ]
-    on_the_way = _gradient_bytes(layout, stages, trace.stages) + _gather_bytes(layout, num_parts)
+    in_flight_bytes = _gradient_bytes(layout, stages, trace.stages) + _gather_bytes(layout, num_parts)
     if num_ranks > 1:
-        on_the_way += _sum_bytes(layout, inventory, num_parts)
+        in_flight_bytes += _sum_bytes(layout, inventory, num_parts)
     return Profile(
         stages=trace.profiles(),
         chunks=chunks,
         slot_bytes=layout.slot_bytes,
-        resident_bytes=resident_bytes(model, inventory) + on_the_way,
+        resident_bytes=resident_bytes(model, inventory) + in_flight_bytes,
         shared_bytes=trace.shared_bytes,
         num_micro_batches=num_micro_batches,
     )
@@ -124,25 +124,25 @@ def stages_of_chunks(stages: Sequence[Stage], layout: ChunkLayout, inventory: In
         for span in chunk.spans:
             for unit in inventory.uses[span.name]:
                 used[unit][chunk.index] += span.num_bytes
-    found: list[dict[int, float]] = [{} for _ in layout.chunks]
+    by_chunk: list[dict[int, float]] = [{} for _ in layout.chunks]
     last = 0
     for index, stage in enumerate(stages):
         weights: Counter[int] = sum((used[unit] for unit in stage.reads), Counter())
         total = sum(weights.values())
         for chunk_index, num_bytes in weights.items():
-            found[chunk_index][index] = num_bytes / total
+            by_chunk[chunk_index][index] = num_bytes / total
             last = chunk_index
         if not total:
-            found[last][index] = 1.0
-    return found
+            by_chunk[last][index] = 1.0
+    return by_chunk
 
 
 def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
     """Return the device bytes outside of chunks: trained parameters with gradient and moments, others, and buffers."""
     parameters = inventory.resident.values()
     copies = 2 + NUM_MOMENTS
-    held = sum(parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
-    return held + sum(buffer.nbytes for buffer in model.buffers())
+    parameter_bytes = sum(parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
+    return parameter_bytes + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _profile_chunk(
@@ -212,11 +212,11 @@ def _gradient_bytes(layout: ChunkLayout, uses: Sequence[dict[int, float]], stage
             by_size[layout.slots_of(chunk) * layout.slot_bytes].append(chunk)
     total = 0
     for size, chunks in by_size.items():
-        at_once: Counter[int] = Counter()
+        num_open: Counter[int] = Counter()
         for used in filter(None, (uses[chunk.index] for chunk in chunks)):
             first = min(used)
-            at_once.update(range(first if stages[first].is_left else 0, max(used) + 1))
-        total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * size
+            num_open.update(range(first if stages[first].is_left else 0, max(used) + 1))
+        total += min(len(chunks), max(num_open.values(), default=0) + NUM_STAGED - 1) * size
     return total
 
 

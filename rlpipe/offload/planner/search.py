@@ -69,7 +69,7 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
             f"no plan has {_describe(fixed)}: the model has {len(profile.chunks)} chunks and "
             f"{len(profile.blocks)} layers; set less, or leave it out"
         )
-    found: list[_Candidate] = []
+    candidates: list[_Candidate] = []
     fastest = np.inf
     for begin in range(0, len(divisions), ROWS):
         space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
@@ -77,11 +77,13 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
             break  # all later divisions have at least as much to compute
         candidate = space.best(capacity)
         if candidate is not None:
-            found.append(candidate)
+            candidates.append(candidate)
             fastest = min(fastest, candidate.seconds)
-    if not found:
+    if not candidates:
         raise _describe_failure(profile, rates, fixed, divisions, capacity)
-    knobs = min((one for one in found if one.seconds <= fastest * TIE), key=lambda one: one.preference).knobs
+    knobs = min(
+        (entry for entry in candidates if entry.seconds <= fastest * TIE), key=lambda entry: entry.preference
+    ).knobs
     problem = why_impossible(profile, knobs, rates)
     assert problem is None, problem
     return Choice(knobs=knobs, prediction=predict(profile, knobs, rates))
@@ -90,39 +92,41 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
 def _divisions(profile: Profile, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
     """Return all divisions of the blocks (swapped, checkpointed, offloaded), those with the least computation first."""
     blocks = len(profile.blocks)
-    wanted = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
+    fixed_counts = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
     return [
         (swapped, checkpointed, offloaded)
-        for checkpointed in _choices(wanted[1], blocks)
-        for swapped in _choices(wanted[0], blocks - checkpointed)
-        for offloaded in _choices(wanted[2], blocks - swapped - checkpointed)
+        for checkpointed in _choices(fixed_counts[1], blocks)
+        for swapped in _choices(fixed_counts[0], blocks - checkpointed)
+        for offloaded in _choices(fixed_counts[2], blocks - swapped - checkpointed)
     ]
 
 
 def _describe_failure(
     profile: Profile, rates: Rates, fixed: Mapping[str, int], divisions: list[tuple[int, int, int]], capacity: Capacity
 ) -> ValueError:
-    least = device = host = np.inf
-    most = -np.inf
+    min_slots = device = host = np.inf
+    max_slots = -np.inf
     for begin in range(0, len(divisions), ROWS):
         space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
         slots, bounds = space.slot_bounds, space.smallest()
-        least, most = min(least, slots[0].min()), max(most, slots[1].max())
+        min_slots, max_slots = min(min_slots, slots[0].min()), max(max_slots, slots[1].max())
         device, host = min(device, bounds[0]), min(host, bounds[1])
-    wanted = fixed.get("num_slots")
-    if wanted is not None and wanted < least:
+    num_slots = fixed.get("num_slots")
+    if num_slots is not None and num_slots < min_slots:
         return ValueError(
-            f"num_slots={wanted}: the chunks used at one time need at least {least}; set that or more, or leave it out"
+            f"num_slots={num_slots}: the chunks used at one time need at least {min_slots}; set that or more, or "
+            "leave it out"
         )
-    if wanted is not None and wanted > most:
+    if num_slots is not None and num_slots > max_slots:
         return ValueError(
-            f"num_slots={wanted}: the chunks that are loaded on demand fill only {most}; set less, or leave it out"
+            f"num_slots={num_slots}: the chunks that are loaded on demand fill only {max_slots}; set less, or leave it "
+            "out"
         )
-    is_both = device <= capacity.device_bytes and host <= capacity.host_bytes
+    fits_separately = device <= capacity.device_bytes and host <= capacity.host_bytes
     return DoesNotFit(
         f"no offload plan fits: the smallest on the device needs {gib(device)} of "
         f"{gib(capacity.device_bytes)} there, the smallest on the host {gib(host)} of "
-        f"{gib(capacity.host_bytes)}{', but no plan is within both' if is_both else ''}; use "
+        f"{gib(capacity.host_bytes)}{', but no plan is within both' if fits_separately else ''}; use "
         "shorter micro batches (learner.max_tokens_per_microbatch), an adapter, more ranks, or a smaller model"
     )
 
@@ -153,10 +157,10 @@ class _Space:
         """Return a lower bound: the computation, with as many of the cheapest checkpoints as the first division has."""
         profile = self._profile
         forward = column(self._profile.stages, "forward_s")
-        again = np.sort(forward[profile.blocks])[: self.divisions[0][1]].sum()
-        once = forward.sum() + column(self._profile.stages, "backward_s").sum() + again
+        recompute_s = np.sort(forward[profile.blocks])[: self.divisions[0][1]].sum()
+        pass_s = forward.sum() + column(self._profile.stages, "backward_s").sum() + recompute_s
         used = np.minimum(stage_shares(self._profile).sum(1), 1)  # a stage that no chunk carries is not counted
-        return float(profile.num_micro_batches * once) if (used > 1 - 1e-9).all() else 0.0
+        return float(profile.num_micro_batches * pass_s) if (used > 1 - 1e-9).all() else 0.0
 
     def best(self, capacity: Capacity) -> _Candidate | None:
         """Return the fastest plan that fits, or None."""
@@ -175,9 +179,9 @@ class _Space:
 
     def smallest(self) -> tuple[float, float]:
         """Return the least bytes on the device and the least on the host that any plan takes."""
-        least, most = self.slot_bounds
-        possible = least <= most
-        device = self._base_bytes() + least * self._profile.slot_bytes
+        min_slots, max_slots = self.slot_bounds
+        possible = min_slots <= max_slots
+        device = self._base_bytes() + min_slots * self._profile.slot_bytes
         return (
             float(np.where(possible, device, np.inf).min()),
             float(np.where(possible, self._host_bytes(), np.inf).min()),
@@ -202,15 +206,15 @@ class _Space:
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
         """Return seconds (infinite where a plan does not fit), bytes on the device, and slots, each ``[K, P]``."""
         profile = self._profile
-        least, most = self.slot_bounds
+        min_slots, max_slots = self.slot_bounds
         base = self._base_bytes()
         slot_bytes = max(profile.slot_bytes, 1)
         slots = np.floor((capacity.device_bytes - base) / slot_bytes)
-        slots = np.clip(slots, -1, most).astype(np.int64)
+        slots = np.clip(slots, -1, max_slots).astype(np.int64)
         if "num_slots" in self._fixed:
             slots = np.where(slots >= self._fixed["num_slots"], self._fixed["num_slots"], -1)
-        fits = (slots >= least) & (self._host_bytes() <= capacity.host_bytes)
-        slots = np.where(fits, slots, np.minimum(least, most))
+        fits = (slots >= min_slots) & (self._host_bytes() <= capacity.host_bytes)
+        slots = np.where(fits, slots, np.minimum(min_slots, max_slots))
         seconds = np.full(slots.shape, np.inf)
         rows = np.flatnonzero(fits.any(1))
         if len(rows):
@@ -233,25 +237,25 @@ class _Space:
     def _is(self, mode: Mode) -> NDArray[np.bool_]:
         return np.asarray(self._modes == CODES[mode])
 
-    def _held(self, weights: str) -> Floats:
+    def _prefix_bytes(self, weights: str) -> Floats:
         """Return the bytes of the first n chunks with their states, for every n ``[C + 1]``."""
         return _prefix(column(self._profile.chunks, weights) + column(self._profile.chunks, "state_bytes"))
 
     def _base_bytes(self) -> Floats:
         """Return the bytes on the device without slots ``[K, P]``."""
-        held = self._held("gathered_bytes")
+        chunk_bytes = self._prefix_bytes("gathered_bytes")
         checkpointed = np.array([division[1] > 0 for division in self.divisions])
         activations = activation_peaks(self._profile.stages, self._modes) + checkpointed * self._profile.shared_bytes
-        updates = _most(column(self._profile.chunks, "update_bytes"))[self.persistent]
+        updates = _prefix_max(column(self._profile.chunks, "update_bytes"))[self.persistent]
         working = np.maximum(activations[:, None], updates[None])
-        return self._profile.resident_bytes + held[self.persistent][None] + working
+        return self._profile.resident_bytes + chunk_bytes[self.persistent][None] + working
 
     def _host_bytes(self) -> Floats:
         """Return the bytes on the host ``[K, P]``."""
-        held = self._held("num_bytes")
+        chunk_bytes = self._prefix_bytes("num_bytes")
         swapped = self._is(Mode.SWAP) @ column(self._profile.stages, "swapped_bytes")  # [K]
-        passing = sum(_most(column(self._profile.chunks, name)[::-1])[::-1] for name in PASSING)
-        return (held[-1] - held + passing)[self.persistent][None] + swapped[:, None]
+        passing = sum(_prefix_max(column(self._profile.chunks, name)[::-1])[::-1] for name in PASSING)
+        return (chunk_bytes[-1] - chunk_bytes + passing)[self.persistent][None] + swapped[:, None]
 
     def _slots(self) -> Ints:
         """Return the slots of the first n chunks, for every n ``[C + 1]``."""
@@ -262,13 +266,13 @@ class _Space:
         """The fewest and the most slots, ``[K, P]``; blocks in mode ``KEEP`` need their weights to stay."""
         count, slots = len(self._profile.chunks), self._slots()
         blocks = np.array([stage.is_block for stage in self._profile.stages])
-        stays = (self._is(Mode.KEEP) & blocks) @ (stage_shares(self._profile) > 0) > 0  # [K, C]
+        must_stay = (self._is(Mode.KEEP) & blocks) @ (stage_shares(self._profile) > 0) > 0  # [K, C]
         first = np.full((len(self.divisions), count + 1), count)
         for index in reversed(range(count)):
-            first[:, index] = np.where(stays[:, index], index, first[:, index + 1])
+            first[:, index] = np.where(must_stay[:, index], index, first[:, index + 1])
         needed = np.array([self._profile.least_slots(int(number)) for number in self.persistent])
-        least = np.maximum(needed[None], slots[-1] - slots[first[:, self.persistent]])
-        return least, np.broadcast_to(slots[-1] - slots[self.persistent][None], least.shape)
+        min_slots = np.maximum(needed[None], slots[-1] - slots[first[:, self.persistent]])
+        return min_slots, np.broadcast_to(slots[-1] - slots[self.persistent][None], min_slots.shape)
 
     def _seconds(self, slots: Ints, rows: Ints) -> Floats:
         """Return the seconds of an update, ``[R, P]``, for R of the divisions."""
@@ -280,8 +284,8 @@ class _Space:
         cold = np.searchsorted(prefix, prefix[first] + slots, side="right") - 1
 
         def total(seconds: Floats, begin: Any, end: Any) -> Floats:
-            whole = _prefix(seconds)  # [R, C + 1]
-            return np.asarray(whole[rows, end] - whole[rows, begin])
+            sums = _prefix(seconds)  # [R, C + 1]
+            return np.asarray(sums[rows, end] - sums[rows, begin])
 
         forward_s = (
             total(times.forward_stays, 0, first)
@@ -293,20 +297,20 @@ class _Space:
             + total(times.backward_loads, first, cached)
             + total(times.backward_cached, cached, count)
         )
-        device_adam_s = self._of_first_chunks(device_update_s)[self.persistent][None]
-        on_host_s = self._of_first_chunks(host_update_s)
-        exposed_s = np.maximum(0, (on_host_s[-1] - on_host_s[self.persistent])[None] - forward_s)
+        device_adam_s = self._prefix_seconds(device_update_s)[self.persistent][None]
+        host_adam_s = self._prefix_seconds(host_update_s)
+        exposed_s = np.maximum(0, (host_adam_s[-1] - host_adam_s[self.persistent])[None] - forward_s)
         return profile.num_micro_batches * (forward_s + backward_s) + device_adam_s + exposed_s
 
-    def _of_first_chunks(self, seconds: Callable[[Rates, ChunkProfile], float]) -> Floats:
+    def _prefix_seconds(self, seconds: Callable[[Rates, ChunkProfile], float]) -> Floats:
         """Return the seconds of the first n chunks, for every n ``[C + 1]``."""
         return _prefix(np.array([seconds(self._rates, chunk) for chunk in self._profile.chunks], np.float64))
 
 
-def _choices(fixed: int | None, most: int) -> range:
+def _choices(fixed: int | None, maximum: int) -> range:
     if fixed is None:
-        return range(most + 1)
-    return range(fixed, fixed + 1) if 0 <= fixed <= most else range(0)
+        return range(maximum + 1)
+    return range(fixed, fixed + 1) if 0 <= fixed <= maximum else range(0)
 
 
 def _prefix(values: Floats) -> Floats:
@@ -316,7 +320,7 @@ def _prefix(values: Floats) -> Floats:
     return np.concatenate([zeros, np.cumsum(values, -1)], -1)
 
 
-def _most(values: Floats) -> Floats:
+def _prefix_max(values: Floats) -> Floats:
     """Return the largest of the first n values (at least 0), for n from 0 to all."""
     return np.asarray(np.maximum.accumulate([0.0, *values]))
 

@@ -58,10 +58,10 @@ class TensorTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        input_storages = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in before]
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in input_storages]
         for tensor in fresh:
             self._count(tensor)
         self.peak = max(self.peak, self.live)
@@ -165,9 +165,9 @@ class Trace:
         self._current = self.stages[0]
         self._is_backward = self._has_run = False
         self._inputs: dict[int, Input] = {}
-        self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._unit_inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """Storages that were given to the last unit that was called."""
-        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._block_outputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.shared_bytes = 0
         """Bytes of inputs that blocks share, such as masks, which are dropped after them unless one is recomputed."""
 
@@ -187,8 +187,8 @@ class Trace:
                 unit.module.register_forward_hook(self._leave, with_kwargs=True),
             )
         ]
-        kept = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter, _ in kept:
+        saved_gradients = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in saved_gradients:
             parameter.grad = None
             handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
@@ -196,7 +196,7 @@ class Trace:
                 with saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
                     loss = run()
                 self._close_stage([loss])
-                self.shared_bytes = sum(given.num_bytes for given in self._inputs.values() if given.is_shared)
+                self.shared_bytes = sum(entry.num_bytes for entry in self._inputs.values() if entry.is_shared)
                 self._is_backward = True
                 loss.backward()
             for stage in self.stages:
@@ -205,7 +205,7 @@ class Trace:
         finally:
             for handle in handles:
                 handle.remove()
-            for parameter, gradient in kept:
+            for parameter, gradient in saved_gradients:
                 parameter.grad = gradient
         return self._tracker
 
@@ -247,7 +247,7 @@ class Trace:
             return None
         self._close_stage([args, kwargs])
         inputs = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
-        self._given = weakref.WeakSet(leaf.untyped_storage() for leaf in inputs)
+        self._unit_inputs = weakref.WeakSet(leaf.untyped_storage() for leaf in inputs)
         if self._units[unit].is_block:
             self._note_inputs(inputs)
         stage = self._open_stage(unit)
@@ -255,11 +255,11 @@ class Trace:
 
     def _note_inputs(self, inputs: Sequence[Tensor]) -> None:
         for storage in (tensor.untyped_storage() for tensor in inputs if self._tracker.counts(tensor)):
-            given = self._inputs.get(storage._cdata)
-            if given is None or given.storage() is not storage:
-                given = Input(weakref.ref(storage), storage.nbytes(), storage in self._made)
-                self._inputs[storage._cdata] = given
-            given.count += 1
+            entry = self._inputs.get(storage._cdata)
+            if entry is None or entry.storage() is not storage:
+                entry = Input(weakref.ref(storage), storage.nbytes(), storage in self._block_outputs)
+                self._inputs[storage._cdata] = entry
+            entry.count += 1
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         swapped = self._current.swapped
@@ -274,7 +274,9 @@ class Trace:
         stage = self._current
         self._close_stage([output])
         if stage.unit is not None and self._units[stage.unit].is_block:
-            self._made.update(leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            self._block_outputs.update(
+                leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+            )
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(self._begin_backward, stage))
@@ -302,7 +304,7 @@ class Trace:
             leaf.untyped_storage().nbytes()
             for leaf in tree_leaves(flowing)
             if isinstance(leaf, Tensor) and self._tracker.counts(leaf) and leaf.is_floating_point()
-            if leaf.untyped_storage() not in self._given
+            if leaf.untyped_storage() not in self._unit_inputs
         ]
         stage.flow_out = max(sizes, default=0)
 
@@ -347,15 +349,17 @@ def unfold(stages: Sequence[Stage], representative: Mapping[int, int]) -> list[S
     groups = {
         stages[start].unit: stages[start:end] for start, end in zip(starts, [*starts[1:], len(stages)], strict=True)
     }
-    found = [*stages[: starts[0]]] if starts else [*stages]
+    unfolded = [*stages[: starts[0]]] if starts else [*stages]
     for unit, model in representative.items():
         group = groups[model]
-        moved = (found[-1].after if found else 0) - (stages[_before(stages, group)].after if found else 0)
-        found += [_moved(stage, moved, {model: unit}) for stage in group]
-    return found
+        moved = (unfolded[-1].after if unfolded else 0) - (
+            stages[_index_before(stages, group)].after if unfolded else 0
+        )
+        unfolded += [_moved(stage, moved, {model: unit}) for stage in group]
+    return unfolded
 
 
-def _before(stages: Sequence[Stage], group: Sequence[Stage]) -> int:
+def _index_before(stages: Sequence[Stage], group: Sequence[Stage]) -> int:
     return next(index for index, stage in enumerate(stages) if stage is group[0]) - 1
 
 

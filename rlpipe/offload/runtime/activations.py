@@ -189,9 +189,9 @@ class HostArena:
         """Make all memory available again; nothing that was taken may still be in use."""
         if self._used > self.num_bytes:
             # Pinning is slow: micro batches that are each a little longer must not pin memory every time.
-            grown = self.num_bytes + min(self.num_bytes // 4, MAX_SPARE)
+            larger = self.num_bytes + min(self.num_bytes // 4, MAX_SPARE)
             self.close()
-            self._buffer = HostBuffer(max(self._used, grown), pin=self._pin)
+            self._buffer = HostBuffer(max(self._used, larger), pin=self._pin)
         self._used = 0
 
     def close(self) -> None:
@@ -229,14 +229,14 @@ class Swapped:
         """
         if self._tensor is None:
             # Allocated on the computation's stream, which also frees it.
-            tensor, left = torch.empty_like(self._host, device=self._device), self._event
+            tensor, copied_out = torch.empty_like(self._host, device=self._device), self._event
 
-            def come() -> None:
-                left.block_device()
+            def copy_in() -> None:
+                copied_out.block_device()
                 tensor.copy_(self._host, non_blocking=True)
                 _record(tensor)
 
-            self._event = self._queues.copies_in.submit(come)
+            self._event = self._queues.copies_in.submit(copy_in)
             self._tensor = tensor
 
     def restore(self) -> Tensor:
@@ -320,8 +320,8 @@ def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved:
     key = (storage._cdata, tensor._version, tensor.dtype)
     is_small = 2 * tensor.numel() * size < storage.nbytes()
     if is_small and key not in known and _is_dense(tensor):
-        own = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return Saved(own, int(tensor.storage_offset()), tensor.numel())
+        dense_key = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Saved(dense_key, int(tensor.storage_offset()), tensor.numel())
     return Saved(key, 0, storage.nbytes() // size)
 
 

@@ -167,7 +167,7 @@ class ChunkMemory:
                 self._host.close()
             raise
         if is_persistent:
-            self._put(self._views)
+            self._set_tensors(self._views)
         else:
             self.release()
 
@@ -240,7 +240,7 @@ class ChunkMemory:
         except BaseException:
             self._storage.resize_(0)
             raise
-        self._put(self._views)
+        self._set_tensors(self._views)
         self.is_resident = True
         return event
 
@@ -248,7 +248,7 @@ class ChunkMemory:
         """Free the device memory; values written there are lost."""
         assert self.is_resident
         assert not self.is_persistent
-        self._put(self._placeholders)
+        self._set_tensors(self._placeholders)
         self._storage.resize_(0)
         self.is_resident = False
 
@@ -266,17 +266,17 @@ class ChunkMemory:
 
         It shares the chunk's memory if this rank has all of it.
         """
-        own, num_parts = self.part(name), self._ranks.num_parts
+        local, num_parts = self.part(name), self._ranks.num_parts
         if self.is_persistent and not self.has_own_master:
             return self._views[self.names.index(name)]
         if num_parts == 1:
-            return own.view(self.pieces[name].shape)
-        sizes = [self._piece(name, part).num_elements for part in range(num_parts)]
-        gathered = torch.empty(num_parts, max(sizes), dtype=own.dtype, device=self.device)
-        gathered[self._ranks.rank, : len(own)] = own
+            return local.view(self.pieces[name].shape)
+        sizes = [self._piece(name, number).num_elements for number in range(num_parts)]
+        gathered = torch.empty(num_parts, max(sizes), dtype=local.dtype, device=self.device)
+        gathered[self._ranks.rank, : len(local)] = local
         self._ranks.gather(gathered.view(-1).view(torch.uint8))
-        parts = [row[:size] for row, size in zip(gathered, sizes, strict=True)]
-        return torch.cat(parts).view(self.pieces[name].shape)
+        rank_parts = [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+        return torch.cat(rank_parts).view(self.pieces[name].shape)
 
     def write(self, name: str, values: Tensor) -> None:
         """Overwrite a whole tensor with ``values``; all ranks must call it.
@@ -331,7 +331,7 @@ class ChunkMemory:
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(self._storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
 
-    def _put(self, tensors: Sequence[Tensor]) -> None:
+    def _set_tensors(self, tensors: Sequence[Tensor]) -> None:
         for member, tensor in zip(self._members, tensors, strict=True):
             member.put(tensor)
 

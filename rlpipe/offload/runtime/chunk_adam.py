@@ -31,21 +31,21 @@ class Casts:
     """
 
     def __init__(self) -> None:
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._room is None else self._room.nbytes
+        return 0 if self._buffer is None else self._buffer.nbytes
 
     def cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a gradient in ``dtype``, valid until the next call."""
         if gradient.dtype is dtype:
             return gradient
         num_bytes = len(gradient) * dtype.itemsize
-        if self._room is None or self.num_bytes < num_bytes:
-            self._room = None
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._room[:num_bytes].view(dtype).copy_(gradient)
+        if self._buffer is None or self.num_bytes < num_bytes:
+            self._buffer = None
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffer[:num_bytes].view(dtype).copy_(gradient)
 
 
 class ChunkAdam:
@@ -89,8 +89,8 @@ class ChunkAdam:
         """Bytes of gradients, moments, and weights with a dtype of their own."""
         master = self.memory.master
         assert master is not None
-        own = master.nbytes if self.memory.has_own_master else 0
-        return self.gradient.nbytes + sum(moment.nbytes for moment in self._moments.values()) + own
+        master_bytes = master.nbytes if self.memory.has_own_master else 0
+        return self.gradient.nbytes + sum(moment.nbytes for moment in self._moments.values()) + master_bytes
 
     def expect(self, names: Iterable[str]) -> bool:
         """Note that gradients of the tensors ``names`` will be added, and return whether they are the first."""
@@ -104,24 +104,24 @@ class ChunkAdam:
             self.gradient.copy_(part) if is_first else self.gradient.add_(part)
             return
         for name, piece in self.pieces.items():
-            own = piece.in_part
-            self._squares[name] = add_up(self.gradient[own], part[own], is_first=is_first)
+            span = piece.in_part
+            self._squares[name] = add_up(self.gradient[span], part[span], is_first=is_first)
 
     def take(self) -> list[str]:
         """Return the names of the tensors with gradients, for ``update``; later gradients are for the next update."""
-        names = [name for name, has in self.has_gradient.items() if has]
+        names = [name for name, is_set in self.has_gradient.items() if is_set]
         self.drop()
         return names
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of this rank's part of the gradients (scalar, float32)."""
-        names = [name for name, has in self.has_gradient.items() if has]
+        names = [name for name, is_set in self.has_gradient.items() if is_set]
         if not names:
             return torch.zeros((), device=self.gradient.device)
         if not self.gradient.is_cuda:
             return torch.stack([self._squares[name] for name in names]).sum().float()
-        parts = [self.gradient[self.pieces[name].in_part] for name in names]  # the gaps between them are undefined
-        return torch.stack(list(torch._foreach_norm(parts, dtype=torch.float32))).square().sum()
+        gradients = [self.gradient[self.pieces[name].in_part] for name in names]  # the gaps between them are undefined
+        return torch.stack(list(torch._foreach_norm(gradients, dtype=torch.float32))).square().sum()
 
     def update(self, names: Iterable[str], learning_rate: float, scale: float) -> None:
         """Scale the gradients of the tensors ``names``, and update their weights."""
@@ -147,8 +147,8 @@ class ChunkAdam:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return a tensor's number of updates, and this rank's part of its moments, flat and without a copy."""
-        own = self.pieces[name].in_part
-        return {STEPS: self._steps[name]} | {key: flat[own] for key, flat in self._moments.items()}
+        span = self.pieces[name].in_part
+        return {STEPS: self._steps[name]} | {key: flat[span] for key, flat in self._moments.items()}
 
     def is_updated(self, name: str) -> bool:
         """Return whether a tensor was ever updated."""
@@ -183,19 +183,19 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> list[Box]:
         return []
     if not shape:
         return [Box(offsets=(), sizes=())]
-    found, row = [], math.prod(shape[1:])
+    boxes, row = [], math.prod(shape[1:])
     while begin < end:
         index, inside = divmod(begin, row)
         if inside or end - begin < row:  # not all of this row
             stop = min(end, (index + 1) * row)
             inner = boxes_of(shape[1:], inside, stop - index * row)
-            found += [Box(offsets=(index, *box.offsets), sizes=(1, *box.sizes)) for box in inner]
+            boxes += [Box(offsets=(index, *box.offsets), sizes=(1, *box.sizes)) for box in inner]
         else:
             stop = end // row * row
             offsets = (index, *[0] * (len(shape) - 1))
-            found.append(Box(offsets=offsets, sizes=(stop // row - index, *shape[1:])))
+            boxes.append(Box(offsets=offsets, sizes=(stop // row - index, *shape[1:])))
         begin = stop
-    return found
+    return boxes
 
 
 class FlatPart(Tensor):
@@ -237,5 +237,5 @@ class FlatPart(Tensor):
         assert index.offset is not None
         position = [box.offsets for box in self._boxes].index(tuple(index.offset))
         box = self._boxes[position]
-        begin = sum(other.num_elements for other in self._boxes[:position])
+        begin = sum(earlier.num_elements for earlier in self._boxes[:position])
         return self.as_subclass(Tensor)[begin : begin + box.num_elements].view(box.sizes)

@@ -39,7 +39,7 @@ class Gradients:
         self._adams, self._ranks, self._stream, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
-        self._num_alike = Counter((adam.memory.allocated_bytes, adam.memory.work_dtype) for adam in adams.values())
+        self._num_same_size = Counter((adam.memory.allocated_bytes, adam.memory.work_dtype) for adam in adams.values())
         """Chunks per buffer size and dtype: a tied embedding, larger than the rest, needs one buffer only."""
         self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
         self._pending: list[Future[None]] = []
@@ -73,8 +73,8 @@ class Gradients:
         """
         for index in indices:
             if index in self._adams and (index in self._open or self._ranks.num_ranks > 1):
-                flat, seen = self._open.pop(index) if index in self._open else self._begin(index)
-                self._send(self._adams[index], flat, seen)
+                flat, names = self._open.pop(index) if index in self._open else self._open_buffer(index)
+                self._send(self._adams[index], flat, names)
 
     def finish_rest(self) -> None:
         """Send the gradients of all chunks that are not finished."""
@@ -83,11 +83,11 @@ class Gradients:
     @property
     def device_bytes(self) -> int:
         """Bytes of the gradient buffers on the device, and of the ranks' sums of them."""
-        held = [sent.flat for buffers in self._sent.values() for sent in buffers]
-        held += [flat for flat, _ in self._open.values()]
-        held += [part for part in (staging.part for staging in self._staging) if part is not None]
+        tensors = [sent.flat for buffers in self._sent.values() for sent in buffers]
+        tensors += [flat for flat, _ in self._open.values()]
+        tensors += [part for part in (staging.part for staging in self._staging) if part is not None]
         # A sum may lie in the buffer itself.
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
 
     @property
@@ -119,17 +119,17 @@ class Gradients:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if index not in self._open:
-            self._open[index] = self._begin(index)
-        flat, seen = self._open[index]
+            self._open[index] = self._open_buffer(index)
+        flat, names = self._open[index]
         target = flat[self._adams[index].pieces[name].in_whole].view(gradient.shape)
-        target.add_(gradient) if name in seen else target.copy_(gradient)
-        seen.add(name)
+        target.add_(gradient) if name in names else target.copy_(gradient)
+        names.add(name)
 
-    def _begin(self, index: int) -> tuple[Tensor, set[str]]:
+    def _open_buffer(self, index: int) -> tuple[Tensor, set[str]]:
         memory = self._adams[index].memory
-        kind = (memory.allocated_bytes, memory.work_dtype)
-        sent = self._sent[kind]
-        if len(sent) >= min(NUM_STAGED, self._num_alike[kind]):
+        key = (memory.allocated_bytes, memory.work_dtype)
+        sent = self._sent[key]
+        if len(sent) >= min(NUM_STAGED, self._num_same_size[key]):
             oldest = sent.pop(0)
             oldest.event.block_device()
             flat = oldest.flat
@@ -139,24 +139,24 @@ class Gradients:
             )
         return flat, set()
 
-    def _send(self, adam: ChunkAdam, flat: Tensor, seen: set[str]) -> None:
-        memory, is_first = adam.memory, adam.expect(seen)
+    def _send(self, adam: ChunkAdam, flat: Tensor, names: set[str]) -> None:
+        memory, is_first = adam.memory, adam.expect(names)
         for name, piece in adam.pieces.items():
-            if name not in seen:
+            if name not in names:
                 flat[piece.in_whole] = 0
-        whole = flat[: memory.num_bytes // memory.work_dtype.itemsize]
+        gradients = flat[: memory.num_bytes // memory.work_dtype.itemsize]
         if memory.is_persistent:
-            adam.add(self._ranks.reduce(whole), is_first=is_first)
+            adam.add(self._ranks.reduce(gradients), is_first=is_first)
             event = self._stream.submit(lambda: None)
         else:
-            event = self._send_to_host(adam, whole, is_first)
+            event = self._send_to_host(adam, gradients, is_first)
         self._sent[memory.allocated_bytes, memory.work_dtype].append(Sent(event, flat))
 
-    def _send_to_host(self, adam: ChunkAdam, whole: Tensor, is_first: bool) -> StreamEvent:
+    def _send_to_host(self, adam: ChunkAdam, gradients: Tensor, is_first: bool) -> StreamEvent:
         staging = self._staging.pop(0)
         self._staging.append(staging)
         staging.wait()  # now, so that no more than NUM_STAGED sums are on the device
-        part = self._ranks.reduce(whole)
+        part = self._ranks.reduce(gradients)
         host = staging.take(part)
 
         def copy() -> None:
@@ -273,7 +273,7 @@ class ChunkOptimizer:
         """Mark the tensors that had a gradient on any rank as having one on all."""
         if self._ranks.num_ranks == 1 or not self.adams:
             return
-        flags = [has for adam in self.adams.values() for has in adam.has_gradient.values()]
+        flags = [is_set for adam in self.adams.values() for is_set in adam.has_gradient.values()]
         counts = iter(self._ranks.sum(torch.tensor(flags, dtype=torch.int32, device=self._device)).tolist())
         for adam in self.adams.values():
             adam.has_gradient = {name: next(counts) > 0 for name in adam.has_gradient}

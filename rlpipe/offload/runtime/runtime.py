@@ -96,7 +96,7 @@ class OffloadedModel:
         try:
             self._take(units, optimizer or OptimizerConfig(), precision, fill)
         except BaseException as error:
-            self._end_after(error)
+            self._restore_or_invalidate(error)
             raise
         _open.add(self)
 
@@ -190,8 +190,8 @@ class OffloadedModel:
         trained = [parameter for parameter in self.resident.values() if parameter.requires_grad]
         if self.ranks.num_ranks > 1 and trained:
             flags = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-            has = self.ranks.sum(flags.to(self.device)).tolist()
-            for parameter, count in zip(trained, has, strict=True):
+            counts = self.ranks.sum(flags.to(self.device)).tolist()
+            for parameter, count in zip(trained, counts, strict=True):
                 if count:
                     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     parameter.grad = self.ranks.sum(gradient)
@@ -231,10 +231,10 @@ class OffloadedModel:
         They share the chunk's memory if possible.
         """
         self.check_open()
-        found = self._chunk_of.get(id(parameter))
-        if found is None:
+        location = self._chunk_of.get(id(parameter))
+        if location is None:
             return parameter.detach()
-        index, name = found
+        index, name = location
         self.optimizer.await_update(index)
         return self._memories[index].whole(name)
 
@@ -244,21 +244,21 @@ class OffloadedModel:
         The part shares the chunk's memory, and has the optimizer's dtype if the parameter is trained.
         """
         self.check_open()
-        found = self._chunk_of.get(id(parameter))
-        if found is None:
+        location = self._chunk_of.get(id(parameter))
+        if location is None:
             return parameter.detach().flatten(), 0
-        index, name = found
+        index, name = location
         self.optimizer.await_update(index)
         return self._memories[index].part(name), self._memories[index].pieces[name].in_tensor.start
 
     def assign(self, parameter: Tensor, values: Tensor) -> None:
         """Overwrite a parameter with ``values``, which are whole on every rank; all ranks must call it."""
         self.check_open()
-        found = self._chunk_of.get(id(parameter))
-        if found is None:
+        location = self._chunk_of.get(id(parameter))
+        if location is None:
             parameter.detach().copy_(values)
             return
-        index, name = found
+        index, name = location
         self.optimizer.await_update(index)
         self._residency.drop([index])
         self._memories[index].write(name, values)
@@ -276,11 +276,11 @@ class OffloadedModel:
         if self.is_closed:
             return
         self.optimizer.flush()
-        self._give_back()
+        self._restore_model()
         self.is_closed = True
         _open.discard(self)
 
-    def _give_back(self) -> None:
+    def _restore_model(self) -> None:
         # Prefetched chunks may still be copied from host memory that is freed here.
         self._queues.copies_in.block_host()
         self._queues.copies_out.block_host()
@@ -288,10 +288,10 @@ class OffloadedModel:
             self._undo[-1]()
             self._undo.pop()
 
-    def _end_after(self, error: BaseException) -> None:
+    def _restore_or_invalidate(self, error: BaseException) -> None:
         """Restore the model after an error, or mark it as lost if that would need the other ranks."""
         if self.ranks.num_parts == 1:
-            self._give_back()
+            self._restore_model()
         elif self._memories:
             self._invalidate(error)
 
@@ -354,12 +354,12 @@ def least_memory(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Cap
 
 def chunks_of_units(layout: ChunkLayout, inventory: Inventory) -> list[frozenset[int]]:
     """Return the indices of the chunks that each unit uses."""
-    found: list[set[int]] = [set() for _ in inventory.units]
+    by_unit: list[set[int]] = [set() for _ in inventory.units]
     for chunk in layout.chunks:
         for span in chunk.spans:
             for unit in inventory.uses[span.name]:
-                found[unit].add(chunk.index)
-    return [frozenset(numbers) for numbers in found]
+                by_unit[unit].add(chunk.index)
+    return [frozenset(numbers) for numbers in by_unit]
 
 
 def least_slots(layout: ChunkLayout, unit_chunks: Sequence[frozenset[int]], num_persistent: int) -> int:
@@ -377,10 +377,10 @@ def check_free(model: nn.Module, optimizer: OptimizerConfig | None) -> None:
     """Raise ``RuntimeError`` if the model is offloaded already or lost, and ``ValueError`` if it can't be offloaded."""
     if optimizer is not None and optimizer.name != "adamw":
         raise ValueError(f"optimizer.name={optimizer.name}: chunks are updated by adamw")
-    own = {id(parameter) for parameter in model.parameters()}
-    for other in _open:
-        if not own.isdisjoint(map(id, other._parameters.values())):
-            raise RuntimeError(LOST if other.is_lost else "the model is offloaded already: close it first")
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
+    for offloaded in _open:
+        if not parameter_ids.isdisjoint(map(id, offloaded._parameters.values())):
+            raise RuntimeError(LOST if offloaded.is_lost else "the model is offloaded already: close it first")
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("the model has gradients: call zero_grad(set_to_none=True) first")
     if getattr(model, "is_gradient_checkpointing", False):
@@ -390,10 +390,10 @@ def check_free(model: nn.Module, optimizer: OptimizerConfig | None) -> None:
 def _check(
     arrangement: Arrangement, layout: ChunkLayout, unit_chunks: Sequence[frozenset[int]], inventory: Inventory
 ) -> None:
-    count, least = len(layout.chunks), least_slots(layout, unit_chunks, arrangement.num_persistent)
+    count, min_slots = len(layout.chunks), least_slots(layout, unit_chunks, arrangement.num_persistent)
     if not 0 <= arrangement.num_persistent <= count:
         raise ValueError(f"num_persistent={arrangement.num_persistent}: the model has {count} chunks")
-    if arrangement.num_slots < least:
-        raise ValueError(f"num_slots={arrangement.num_slots}: one unit of the model needs {least} at one time")
+    if arrangement.num_slots < min_slots:
+        raise ValueError(f"num_slots={arrangement.num_slots}: one unit of the model needs {min_slots} at one time")
     if len(arrangement.modes) != len(inventory.units):
         raise ValueError(f"{len(arrangement.modes)} modes for the model's {len(inventory.units)} units")

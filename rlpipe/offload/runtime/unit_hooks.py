@@ -72,7 +72,7 @@ class Residency:
         if self._memories[index].is_persistent:
             return
         if index not in self._events:
-            self._make_room(index)
+            self._free_slots(index)
             self._load(index)
         self._events[index].block_device()
         self._events[index] = Done()
@@ -162,7 +162,7 @@ class Residency:
     def _victim(self) -> int | None:
         return max((index for index in self._events if not self._pins[index]), key=self._distance, default=None)
 
-    def _make_room(self, index: int) -> None:
+    def _free_slots(self, index: int) -> None:
         while self._free < self._slots_of[index]:
             victim = self._victim()
             if victim is None:
@@ -230,7 +230,7 @@ class UnitCalls:
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
         self._next_chunks = [
-            next((later for later in self._chunks[index + 1 :] if later), frozenset[int]())
+            next((indices for indices in self._chunks[index + 1 :] if indices), frozenset[int]())
             for index in range(len(units))
         ]
         self._modes = list(modes)
@@ -238,10 +238,10 @@ class UnitCalls:
         self._stays, self._begin_gradients, self._finish, self._finish_rest = stays, begin, finish, finish_rest
         self._calls: WeakSet[Call] = WeakSet()
         self._swapped: dict[int, Callable[[], Call | None]] = {}
-        self._brings: list[list[int]] = [[] for _ in units]
+        self._fetches: list[list[int]] = [[] for _ in units]
         last_block = max((index for index, unit in enumerate(units) if unit.is_block), default=0)
-        for swapped, until in swap_spans(modes, last_block):
-            self._brings[until].append(swapped)
+        for swapped, trigger in swap_spans(modes, last_block):
+            self._fetches[trigger].append(swapped)
         self._to_finish: set[int] = set()
         self._busy: Counter[int] = Counter()
         self._graph_task = -1
@@ -255,13 +255,13 @@ class UnitCalls:
         self._replace(model, self._run_model)
 
     def remove(self) -> None:
-        """Restore the modules' own ``forward``."""
+        """Restore the modules' original ``forward``."""
         while self._replaced:
-            module, own = self._replaced.pop()
-            if own is None:
+            module, original = self._replaced.pop()
+            if original is None:
                 del module.forward
             else:
-                module.forward = own
+                module.forward = original
 
     def read(self, module: nn.Module) -> None:
         """Load a unit's weights now, for code that reads them without calling the unit."""
@@ -294,13 +294,13 @@ class UnitCalls:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             self._finish_rest()
-            self._note_begin()
+            self._count_pass()
             with self._weights.watch():
                 return original(*args, **kwargs)
         finally:
             self._residency.leave_all()
 
-    def _note_begin(self) -> None:
+    def _count_pass(self) -> None:
         self.began_s = time.perf_counter() if self.began_s is None else self.began_s
         self.num_passes += 1
 
@@ -334,17 +334,17 @@ class UnitCalls:
         else:
             with self._weights.watch():
                 output = original(*args, **kwargs)
-        has_gradient = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for tensor in has_gradient:
-            tensor.register_hook(partial(self._begin, call))
-        if has_gradient:
+        outputs_with_grad = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in outputs_with_grad:
+            tensor.register_hook(partial(self._begin_call, call))
+        if outputs_with_grad:
             self._calls.add(call)
             self._busy.update(call.chunks)
             self._to_finish |= call.chunks
         return output
 
     def _find_swapped(self, index: int) -> list[Callable[[], Call | None]]:
-        return [self._swapped[swapped] for swapped in self._brings[index] if swapped in self._swapped]
+        return [self._swapped[swapped] for swapped in self._fetches[index] if swapped in self._swapped]
 
     def _checkpoint(self, call: Call, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -358,7 +358,7 @@ class UnitCalls:
 
         return checkpoint(run, *leaves, use_reentrant=False)
 
-    def _begin(self, call: Call, _: Tensor) -> None:
+    def _begin_call(self, call: Call, _: Tensor) -> None:
         if call.has_begun:
             return
         call.has_begun = True
@@ -367,7 +367,7 @@ class UnitCalls:
             self._graph_task = task
             self._begin_gradients(self._to_finish)
             Variable._execution_engine.queue_callback(self._end_backward)
-        self._finish_whole()
+        self._finish_complete()
         if call.swap is not None:
             call.swap.fetch()  # before prefetched chunks, which use the same stream
         self._residency.enter(call.chunks, is_backward=True)
@@ -380,23 +380,23 @@ class UnitCalls:
         if call.has_begun and not call.has_ended:
             self._end_call(call)
             self._residency.leave(call.chunks)
-            self._finish_whole()
+            self._finish_complete()
 
     def _end_call(self, call: Call) -> None:
         call.has_ended = True
         self._busy.subtract(call.chunks)
 
-    def _finish_whole(self) -> None:
-        whole = sorted(index for index in self._to_finish if self._busy[index] <= 0)
-        self._to_finish.difference_update(whole)
-        self._finish(whole)
+    def _finish_complete(self) -> None:
+        complete = sorted(index for index in self._to_finish if self._busy[index] <= 0)
+        self._to_finish.difference_update(complete)
+        self._finish(complete)
 
     def _end_backward(self) -> None:
         for call in self._calls:
             if call.has_begun and not call.has_ended:
                 self._end_call(call)
         self._residency.leave_all()
-        self._finish_whole()
+        self._finish_complete()
 
 
 def mark_inputs(leave: Callable[[], None], inputs: Any) -> Any:
