@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
-from rlpipe.configs.foreign.setting_rules import OFF, Made, SettingRow, about, switched, with_setting
+from rlpipe.configs.foreign.setting_rules import OFF, Made, SettingRow, about, with_setting
 from rlpipe.configs.schema.option import MAX_WEIGHT
 
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
@@ -34,6 +34,17 @@ def trl_correction(values: ForeignValues, value: Any) -> Made:
         cap = 3.0
     options = {MODE: value, CAP: cap, FLOOR: 0 if floor is None else floor}
     return options if value in CORRECTIONS else NO_CORRECTION
+
+
+@about("algorithm.correction.bias_corrected_kl")
+def trl_bias_correction(values: ForeignValues, value: Any) -> Made:
+    """Translate whether TRL multiplies the KL by the policy's ratio, through which its gradient goes as well."""
+    if not is_on(value) or not values.get("beta"):
+        return OFF
+    return (
+        "there the KL is multiplied by the policy's ratio, with its gradient; "
+        "algorithm.correction.bias_corrected_kl multiplies it by the correction's weight, without one"
+    )
 
 
 @about(MODE)
@@ -122,5 +133,5 @@ CORRECTION_SETTINGS = (
         openrlhf="vllm_is_truncated_threshold vllm_is_correction_type use_icepop",
     ),
     SettingRow("algorithm.correction.off_policy_threshold", "off_policy_mask_threshold"),
-    SettingRow(switched("algorithm.correction.bias_corrected_kl"), "use_bias_correction_kl"),
+    SettingRow(trl_bias_correction, "use_bias_correction_kl"),
 )

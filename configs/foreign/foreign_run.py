@@ -22,6 +22,7 @@ UNKNOWN_TEXT = re.compile(r"\$\(|`|\$\{?[0-9#?!@*]|\$\{[^}]*[^\w}]")
 PLAIN_TEXT = re.compile(r"[A-Za-z_][\w./-]*")
 YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null")
 HIDDEN = "(hidden)"
+URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 MAX_VALUE = 100_000
 MAX_ENTRIES = 100
 """Data sets, and rewards, that are translated; a config with more of them is too long to read."""
@@ -52,8 +53,9 @@ class Setting:
 
     def __str__(self) -> str:
         value = HIDDEN if is_secret(self.name) and isinstance(self.value, str) else self.value
-        if isinstance(value, str) and value != " ".join(value.split()):
-            value = repr(value)
+        if isinstance(value, str):
+            value = URL_PASSWORD.sub(HIDDEN, value)
+            value = value if value == " ".join(value.split()) else repr(value)
         text = f"{self.name}: {value}" if value is not None else self.name
         return f"{text} (default of {SYSTEMS[self.default_of]})" if self.default_of else text
 

@@ -14,7 +14,8 @@ from rlpipe.configs.foreign.shell_script import Script, ShellCommand
 from rlpipe.errors import ConfigError
 
 TRL_METHODS = {
-    **dict.fromkeys(("async_grpo", "asyncgrpo", "grpo", "gspo"), "rl"),
+    **dict.fromkeys(("grpo", "gspo"), "rl"),
+    **dict.fromkeys(("async_grpo", "asyncgrpo"), "async_grpo"),
     **dict.fromkeys(("online_dpo", "onlinedpo", "dpo_online"), "online_dpo"),
     **dict.fromkeys(("reward_modeling", "reward"), "reward_model"),
     **dict.fromkeys(("nash_md", "nashmd"), "nash_md"),

@@ -392,6 +392,10 @@ LOSSES = (
     ),
     SettingRow(f"{PREFERENCE}.label_smoothing", "label_smoothing", openrlhf="label_smoothing"),
     SettingRow(
+        only_if(lambda values: values.get("rl") == "dpo", f"{PREFERENCE}.label_smoothing", NO_EFFECT),
+        "dpo_label_smoothing",
+    ),
+    SettingRow(
         f"{PREFERENCE}.desirable_weight", "desirable_weight kto_desirable_weight", openrlhf="desirable_loss_weight"
     ),
     SettingRow(

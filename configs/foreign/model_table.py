@@ -41,6 +41,7 @@ TEMPLATE_TEXT = "it is a template's text; model.chat_template names a Jinja file
 FOUND = "found from the model's files"
 LONGER_PROMPTS = "prompts longer than data.max_prompt_tokens, 1024, are skipped here: set it to the longest of yours"
 HELD_OUT = "set data.held_out.size or data.held_out.split"
+HELD_OUT_ENTRY = "held-out rows are those of one file or split: data.held_out.path or data.held_out.split"
 PASSED_ON = "it is read where the script makes it"
 WHOLE = (
     "a conversation is trained in full there, and here the assistant's turns are; data.loss_mask=all trains all of it. "
@@ -76,14 +77,14 @@ def part(of: str) -> Rule:
 
 def typed(name: str) -> Rule:
     """Return the rule of a switch that selects a type."""
-    return Rule(
-        "model.dtype",
-        lambda values, value: (
-            {"model.dtype": "auto" if str(value).lower() == "auto" else DTYPES[name]}
-            if is_on(value)
-            else "it is off; model.dtype is auto here"
-        ),
-    )
+
+    def make(values: ForeignValues, value: Any) -> Made:
+        if is_on(value):
+            return {"model.dtype": "auto" if str(value).lower() == "auto" else DTYPES[name]}
+        is_other_on = any(is_on(values.get(switch)) for switch in ("bf16", "bfloat16", "fp16", "float16"))
+        return OFF if is_other_on else "it is off; model.dtype is auto here"
+
+    return Rule("model.dtype", make)
 
 
 @about("model.dtype")
@@ -135,8 +136,18 @@ def data(values: ForeignValues, value: Any) -> Made:
 @about("data.held_out.path")
 def held_out_file(values: ForeignValues, value: Any) -> Made:
     path = value[0] if isinstance(value, list) and len(value) == 1 else value
-    is_file = isinstance(path, str) and path.endswith((".json", ".jsonl", ".parquet"))
-    return {"data.held_out.path": path} if is_file else "set data.held_out.path, one file, or data.held_out.split"
+    if isinstance(path, str) and path.endswith((".json", ".jsonl", ".parquet")):
+        return {"data.held_out.path": path}
+    if path == values.get("datasets.0.path") and values.get("test_datasets.0.split") is not None:
+        return UsedBy("data.held_out.split")
+    return "set data.held_out.path, one file, or data.held_out.split"
+
+
+@about("data.held_out.split")
+def held_out_split_of_same(values: ForeignValues, value: Any) -> Made:
+    """Translate a split of the rows that axolotl trains on."""
+    is_same = values.get("test_datasets.0.path") == values.get("datasets.0.path")
+    return {"data.held_out.split": str(value)} if is_same else "set data.held_out.path, a file of these rows"
 
 
 @about("data.held_out.size")
@@ -348,7 +359,9 @@ DATA = (
         "prompt_data=data.prompt_dataset dataset dataset_probs prompt_data_probs prompt_split train_split "
         "dataset_split",
     ),
-    SettingRow(held_out_file, "test_datasets", "data.val_files", "eval_dataset"),
+    SettingRow(held_out_file, "test_datasets test_datasets.0.path", "data.val_files", "eval_dataset"),
+    SettingRow(held_out_split_of_same, "test_datasets.0.split"),
+    SettingRow(HELD_OUT_ENTRY, "test_datasets.*"),
     SettingRow(held_out_size, "val_set_size"),
     SettingRow(held_out_split, "eval_strategy evaluation_strategy dataset_test_split"),
     SettingRow(switched("data.streaming"), "streaming dataset_streaming"),

@@ -7,7 +7,7 @@ from typing import Any
 
 NO_LIMIT = "no limit"
 TRL_ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
-LENGTHS = {"max_prompt_length": NO_LIMIT, "max_completion_length": 256}
+LENGTHS = {"max_prompt_length": NO_LIMIT, "max_completion_length": 512}
 PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
 TRL_SAMPLING = {**LENGTHS, **PREFERENCES}
 GRPO = {"num_generations": 8, "loss_type": "dapo"}
@@ -38,7 +38,7 @@ OPENRLHF = {
     "apply_chat_template": False,
 }
 DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("trl", "rl"): {**TRL_SAMPLING, **GRPO},
+    ("trl", "rl"): {**TRL_SAMPLING, **GRPO, "use_bias_correction_kl": True},
     ("trl", "rloo"): {**TRL_SAMPLING, "num_generations": 2, "beta": 0.05},
     ("trl", "online_dpo"): {**TRL_ROWS, "learning_rate": 5e-7, "temperature": 0.9, "max_new_tokens": 64},
     ("trl", "sft"): {**PREFERENCES, "learning_rate": 2e-5, "assistant_only_loss": False},
@@ -46,7 +46,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("trl", "cpo"): {**PREFERENCES, "beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
     ("trl", "reward_model"): {**PREFERENCES, "learning_rate": 1e-4},
     ("trl", "process_reward_model"): {**PREFERENCES, "learning_rate": 1e-5},
-    ("axolotl", "rl"): {**GRPO, **LENGTHS},
+    ("axolotl", "rl"): {**GRPO, **LENGTHS, "max_completion_length": 256},
     ("axolotl", "ebft"): {"num_generations": 8, "max_completion_length": 256},
     ("axolotl", "simpo"): {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
     ("axolotl", "process_reward_model"): {"step_separator": "\n"},
@@ -59,6 +59,8 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "data.max_response_length": 512,
         "actor.ppo_mini_batch_size": 256,
         "actor.loss_agg_mode": "token-mean",
+        "actor.clip_ratio_low": 0.2,
+        "actor.clip_ratio_high": 0.2,
         "actor.clip_ratio_c": 3.0,
         "actor.policy_loss.ppo_kl_coef": 0.1,
         "actor.optim.lr": 1e-6,

@@ -42,6 +42,8 @@ NO_WARMUP = "the schedule called constant has no warm-up there"
 STEPS_OF_WARMUP = ("warmup_steps", "actor.optim.lr_warmup_steps", "lr_warmup_steps")
 WARMUP = "set learner.schedule.warmup_steps, a number of steps"
 STRATEGY = "write learner=fsdp2_gpu or learner=zero3_gpu"
+NORM = "learner.max_grad_norm"
+TRACKERS = ("mlflow", "trackio", "tensorboard")
 SHARDED = "how the model is computed is chosen here: learner=fsdp2_gpu and learner=zero3_gpu shard it"
 MEGATRON = "there is no Megatron here: learner=fsdp2_gpu and learner=zero3_gpu shard the policy"
 OFFLOAD = "set learner.offload, or learner.zero3.offload_optimizer and learner.zero3.offload_parameters"
@@ -159,20 +161,44 @@ def saving(values: ForeignValues, value: Any) -> Made:
 
 @about("tracking.wandb")
 def tracker(values: ForeignValues, value: Any) -> Made:
-    names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
-    is_used = "wandb" in names or "all" in names
-    return {"tracking.wandb": True} if is_used else "metrics go to files, TensorBoard and Ray's dashboard"
+    """Translate one name of a tracker or several."""
+    names = {str(name).lower() for name in (value if isinstance(value, list) else [value])}
+    options = {f"tracking.{name}": True for name in TRACKERS if name in names}
+    if "all" in names or ("wandb" in names and _has_wandb(values)):
+        options["tracking.wandb"] = _has_wandb(values)
+    return options or "metrics go to files, TensorBoard and Ray's dashboard"
+
+
+def _has_wandb(values: ForeignValues) -> bool:
+    return str(values.get("wandb_mode")).lower() != "disabled"
 
 
 @about("tracking.wandb")
 def weights_and_biases(values: ForeignValues, value: Any) -> Made:
     """Translate a switch, which may be a key."""
-    return OFF if str(value).lower() in ("false", "none") else {"tracking.wandb": True}
+    return OFF if str(value).lower() in ("false", "none") else {"tracking.wandb": _has_wandb(values)}
 
 
-@about("tracking.project")
-def wandb_project(values: ForeignValues, value: Any) -> Made:
-    return {"tracking.wandb": True, "tracking.project": str(value)}
+@about("tracking.wandb_mode")
+def wandb_mode(values: ForeignValues, value: Any) -> Made:
+    mode = str(value).lower()
+    if mode in ("online", "offline"):
+        return {"tracking.wandb_mode": mode}
+    return "tracking.wandb turns it on" if mode == "disabled" else "tracking.wandb_mode is online or offline"
+
+
+def project_of(tracker: str) -> Rule:
+    """Return the rule of a project's name, with which axolotl turns a tracker on."""
+
+    def make(values: ForeignValues, value: Any) -> Made:
+        is_used = tracker != "wandb" or _has_wandb(values)
+        return {f"tracking.{tracker}": is_used, "tracking.project": str(value)}
+
+    return Rule("tracking.project", make)
+
+
+def clipping(values: ForeignValues, value: Any) -> Made:
+    return {NORM: None if value == 0 else value}
 
 
 TRAINING = (
@@ -231,7 +257,8 @@ TRAINING = (
     SettingRow(betas, "adam_beta1 adam_beta2", "actor.optim.betas", "adam_betas"),
     SettingRow("learner.optimizer.eps", "adam_epsilon"),
     SettingRow(named("learner.optimizer.name", OPTIMIZERS), "optim optimizer", "actor.optim.optimizer"),
-    SettingRow("learner.max_grad_norm", "max_grad_norm", "actor.grad_clip actor.optim.clip_grad", "max_norm"),
+    SettingRow(Rule(NORM, clipping), "max_grad_norm", openrlhf="max_norm"),
+    SettingRow(NORM, verl="actor.grad_clip actor.optim.clip_grad"),
     SettingRow(
         schedule,
         "lr_scheduler lr_scheduler_type",
@@ -326,7 +353,13 @@ TRAINING = (
     SettingRow("every step is logged", "logging_steps", openrlhf="logging_steps"),
     SettingRow(tracker, "report_to", "trainer.logger"),
     SettingRow(weights_and_biases, "use_wandb", openrlhf="use_wandb=logger.wandb.key"),
-    SettingRow(wandb_project, "wandb_project"),
+    SettingRow(project_of("wandb"), "wandb_project"),
+    SettingRow(wandb_mode, "wandb_mode"),
+    SettingRow(switched("tracking.mlflow"), "use_mlflow"),
+    SettingRow(project_of("mlflow"), "mlflow_experiment_name"),
+    SettingRow("the environment variable MLFLOW_TRACKING_URI says where MLflow is", "mlflow_tracking_uri"),
+    SettingRow(switched("tracking.trackio"), "use_trackio"),
+    SettingRow(project_of("trackio"), "trackio_project_name"),
     SettingRow(text("tracking.project"), verl="trainer.project_name", openrlhf="wandb_project"),
     SettingRow(text("name"), "run_name wandb_name wandb_run_id", "trainer.experiment_name", "wandb_run_name"),
     SettingRow(switched("tracking.tensorboard"), "use_tensorboard"),

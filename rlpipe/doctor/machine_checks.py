@@ -175,7 +175,7 @@ def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
     else:
         yield ok("disk", text)
     temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    usage = shutil.disk_usage(temporary)
+    usage = shutil.disk_usage(existing_folder(temporary))
     if usage.used > FULL_SHARE * usage.total or usage.free < LEAST_FREE / 4:
         yield problem(
             "disk",

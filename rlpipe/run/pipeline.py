@@ -450,10 +450,8 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
     gguf_line = describe_gguf(config.model.path)
     for message in (*start.messages, *([gguf_line] if gguf_line is not None else [])):
         reporter.message(message)
-    try:
+    with reporter:
         yield reporter
-    finally:
-        reporter.close()
 
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)

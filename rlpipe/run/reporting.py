@@ -134,6 +134,9 @@ class Reporter:
         """Show a line in the terminal."""
         self._progress.message(text)
 
-    def close(self) -> None:
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._progress.close()
-        self._tracker.close()
+        self._tracker.close(failed=error is not None)

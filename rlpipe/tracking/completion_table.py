@@ -33,8 +33,8 @@ class CompletionTable:
         cells = [
             [
                 step,
-                _prompt_text(row["prompt"]),
-                row["completion"],
+                _storable(_prompt_text(row["prompt"])),
+                _storable(row["completion"]),
                 row["reward"],
                 *((row["rewards"] or {}).get(name) for name in rewards),
                 row["advantage"],
@@ -72,6 +72,11 @@ def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def _storable(text: str) -> str:
+    """Return a text without what UTF-8 can't express, lone surrogates, which become backslash escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _show(value: Any) -> str:

@@ -33,6 +33,8 @@ class RunHistory:
     num_steps: int = 0
     best_reward: float = -math.inf
     """Highest mean reward of as many steps as are recent."""
+    worst_reward: float = math.inf
+    """Lowest mean reward of a step."""
     reward_spread: float = 0.0
     """Highest mean standard deviation, in as many steps, of the rewards of one prompt's answers."""
 
@@ -54,6 +56,7 @@ class RunHistory:
             self.latest[name].append(value)
         if "reward" in values and (recent := self.last("reward")) is not None:
             self.best_reward = max(self.best_reward, fmean(recent))
+            self.worst_reward = min(self.worst_reward, values["reward"])
             self.reward_spread = max(self.reward_spread, fmean(self.last("reward_std") or [0.0]))
 
     def start(self, name: str) -> list[float]:
@@ -108,6 +111,8 @@ Measure = Callable[[RunHistory], float | Mapping[str, float] | None]
 """Computes a rule's value, or one for each reward function by its name; None while it is not known."""
 
 
+PENALTY = 0.01
+"""Mean of a step below whose negative rewards count as penalties."""
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 
 
@@ -133,8 +138,11 @@ def equal_rewards(run: RunHistory) -> float | None:
 
 
 def size_of_reward(run: RunHistory) -> float | None:
+    """Return the mean size of rewards and of their spread; None where 0 may be the best, as penalties show."""
     rewards, spread = run.last("reward", 20), run.last("reward_std", 20)
-    return None if rewards is None or spread is None else fmean(map(abs, rewards)) + fmean(spread)
+    if rewards is None or spread is None or run.worst_reward < -PENALTY:
+        return None
+    return fmean(map(abs, rewards)) + fmean(spread)
 
 
 def low_rewards(run: RunHistory) -> dict[str, float]:

@@ -149,7 +149,7 @@ class JsonlTracker:
     def log_completions(self, table: CompletionTable) -> None:
         """Do nothing, because ``CompletionsLog`` has written them."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Do nothing, because every line is in the file already."""
 
 

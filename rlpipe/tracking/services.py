@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,8 +51,8 @@ class WandbTracker:
         shown = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
         self._run.log({"step": table.step, COMPLETIONS: shown})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
@@ -73,31 +74,43 @@ class MlflowTracker:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
         self._client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
-        existing = self._client.get_experiment_by_name(name)
-        experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
 
         def create() -> str:
             run_id: str = self._client.create_run(experiment, run_name=run_name).info.run_id
-            values = [Param(key, str(value)[:MAX_PARAMETER_CHARS]) for key, value in leaves(config)]
-            for start in range(0, len(values), PARAMETERS_AT_ONCE):
-                self._client.log_batch(run_id, params=values[start : start + PARAMETERS_AT_ONCE])
             return run_id
 
         self._id = _stored_id(output / MLFLOW_ID_FILE, create)
         self._client.update_run(self._id, status="RUNNING")
+        existing = self._client.get_run(self._id).data.params.keys()
+        parameters = {_mlflow_name(key): str(value)[:MAX_PARAMETER_CHARS] for key, value in leaves(config)}
+        new = [Param(key, value) for key, value in parameters.items() if key not in existing]  # they can't be changed
+        for start in range(0, len(new), PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._id, params=new[start : start + PARAMETERS_AT_ONCE])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        entries = [Metric(name, value, now, step) for name, value in metrics.items() if math.isfinite(value)]
+        finite = [(name, value) for name, value in metrics.items() if math.isfinite(value)]
+        entries = [Metric(_mlflow_name(name), value, now, step) for name, value in finite]
         self._client.log_batch(self._id, metrics=entries)
 
     def log_completions(self, table: CompletionTable) -> None:
-        self._client.log_table(self._id, table.to_columns(), f"{COMPLETIONS}/step_{table.step:06}.json")
+        from pandas import DataFrame
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+        # MLflow's log_table lists all tables in one tag of the run, which becomes too long for its databases.
+        text = DataFrame(table.to_columns()).to_json(orient="split", index=False)
+        self._client.log_text(self._id, text, f"{COMPLETIONS}/step_{table.step:06}.json")
+
+    def close(self, *, failed: bool = False) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """Return the name of a metric or parameter with the characters that MLflow refuses replaced."""
+    return re.sub(r"[^/\w.\- ]", "_", name, flags=re.ASCII)
 
 
 class TrackioTracker:
@@ -124,7 +137,8 @@ class TrackioTracker:
 
         self._run.log({COMPLETIONS: trackio.Table(dataframe=DataFrame(table.to_columns()))}, step=table.step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Finish the run; Trackio has no state for one that failed."""
         self._run.finish()
 
 

@@ -33,7 +33,9 @@ class Tracker(Protocol):
 
     def log_completions(self, table: CompletionTable) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """End the tracking of a run that has finished, or has ``failed`` or been stopped."""
+        ...
 
 
 CLOSE_TIMEOUT_S = 60.0
@@ -54,9 +56,9 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log_completions(table)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         while self._trackers:
-            self._trackers.pop(0).close()
+            self._trackers.pop(0).close(failed=failed)
 
 
 class BackgroundTracker:
@@ -69,7 +71,7 @@ class BackgroundTracker:
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self._name, self._open = name, open_tracker
         self._waiting: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
-        self._num_lost = 0
+        self._num_lost, self._has_failed = 0, False
         self._thread = threading.Thread(target=self._run, name=f"{name} tracking", daemon=True)
         self._thread.start()
 
@@ -83,8 +85,9 @@ class BackgroundTracker:
         if self._thread.is_alive():
             self._waiting.put(action)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Wait until all steps are tracked, but not longer than ``CLOSE_TIMEOUT_S``."""
+        self._has_failed = failed
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -102,7 +105,7 @@ class BackgroundTracker:
             return
         while (action := self._waiting.get()) is not None:
             self._try(partial(action, tracker))
-        self._try(tracker.close)
+        self._try(partial(tracker.close, failed=self._has_failed))
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
@@ -184,7 +187,7 @@ class TensorBoardTracker:
         self._writer.add_event(self._event(wall_time=time.time(), step=table.step, summary=summary))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
@@ -215,5 +218,5 @@ class RayMetricsTracker:
     def log_completions(self, table: CompletionTable) -> None:
         """Do nothing, because Prometheus has no texts."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Do nothing, because Ray drops the gauges with the process."""

@@ -38,7 +38,7 @@ def track_twice(output: Path, **services: Any) -> None:
         tracker = open_trackers(
             config, output=output, run_name="test", first_step=step, resolved_config={"seed": 0, "name": "test"}
         )
-        tracker.log(step, {"reward": 0.5 * step, "grad_norm": math.nan})
+        tracker.log(step, {"reward": 0.5 * step, "grad_norm": math.nan, "logged/acc@1 (%)": 0.25})
         tracker.log_completions(CompletionTable.of(step, ROWS))
         tracker.close()
         time.sleep(1.1)  # W&B names the folders of offline runs by the second
@@ -72,11 +72,24 @@ def test_mlflow_has_metrics_parameters_and_completions(tmp_path: Path, monkeypat
         (1, 0.5),
         (2, 1.0),
     ]
+    (entry,) = client.get_metric_history(run.info.run_id, "logged/acc_1 ___")[:1]
+    assert entry.value == 0.25
     tables = [entry.path for entry in client.list_artifacts(run.info.run_id, "completions")]
     assert tables == ["completions/step_000001.json", "completions/step_000002.json"]
     table = json.loads(Path(client.download_artifacts(run.info.run_id, tables[0])).read_text())
     assert table["columns"][:4] == ["step", "prompt", "completion", "reward"]
     assert [row[2] for row in table["data"]] == ["4", "<script>alert(1)</script>"]
+
+
+def test_mlflow_knows_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrackingConfig(tensorboard=False, ray_metrics=False, mlflow=True)
+    options = {"output": tmp_path, "run_name": "test", "first_step": 0, "resolved_config": {"scoring.acc@1": 1}}
+    open_trackers(config, **options).close(failed=True)
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("rlpipe").experiment_id])
+    assert (run.info.status, run.data.params) == ("FAILED", {"scoring.acc_1": "1"})
 
 
 def test_trackio_has_metrics_and_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +113,6 @@ def test_trackio_has_metrics_and_completions(tmp_path: Path, monkeypatch: pytest
     assert [(row["step"], row["completion"]) for row in tables[2]] == [(2, "4"), (2, "<script>alert(1)</script>")]
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ray_serves_the_metrics_to_prometheus(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,6 +22,7 @@ from rlpipe.configs.foreign.foreign_run import ForeignRun, Setting
 from rlpipe.configs.foreign.foreign_values import ForeignValues
 from rlpipe.configs.foreign.setting_names import COLUMNS, table_of
 from rlpipe.configs.foreign.setting_rules import Rule, UsedBy
+from rlpipe.configs.foreign.system_defaults import DEFAULTS, NO_LIMIT
 from rlpipe.configs.options import all_names
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.translation import translate, translate_setting, write
@@ -640,6 +642,54 @@ NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps
                 "data.chat": None,
             },
         ),
+        (f"{ROWS}num_generations: 4\n", {"rollout.sampling.max_tokens": 512}),
+        (
+            f"{ON_VERL}actor_rollout_ref.actor.clip_ratio: 0.1\n",
+            {"algorithm.loss.clip_low": 0.2, "algorithm.loss.clip_high": 0.2},
+        ),
+        (
+            f"{ON_VERL}actor_rollout_ref.actor: {{clip_ratio: 0.1, clip_ratio_low: null, clip_ratio_high: null}}\n",
+            {"algorithm.loss.clip_low": 0.1, "algorithm.loss.clip_high": 0.1},
+        ),
+        (
+            f"{ON_VERL}actor_rollout_ref.actor: {{clip_ratio_high: 0.3, policy_loss: {{loss_mode: cispo}}}}\n",
+            {"algorithm.loss.cispo_floor": 0.8, "algorithm.loss.clip_high": 0.3},
+        ),
+        (
+            f"{ROWS}packing: true\nreport_to: [wandb, mlflow, trackio]\n",
+            {"tracking.wandb": True, "tracking.mlflow": True, "tracking.trackio": True},
+        ),
+        (
+            f"{ON_VERL}trainer.logger: [console, wandb, mlflow]\n",
+            {"tracking.wandb": True, "tracking.mlflow": True, "tracking.trackio": None},
+        ),
+        (
+            f"{ON_AXOLOTL}wandb_project: talks\nwandb_mode: disabled\n",
+            {"tracking.wandb": False, "tracking.project": "talks", "tracking.wandb_mode": None},
+        ),
+        (
+            f"{ON_AXOLOTL}wandb_project: talks\nwandb_mode: offline\n",
+            {"tracking.wandb": True, "tracking.wandb_mode": "offline"},
+        ),
+        (
+            f"{ON_AXOLOTL}use_mlflow: true\nmlflow_experiment_name: talks\n",
+            {"tracking.mlflow": True, "tracking.project": "talks"},
+        ),
+        (f"{ON_AXOLOTL}max_grad_norm: 0\n", {"learner.max_grad_norm": None}),
+        (f"{ON_AXOLOTL}max_grad_norm: 0.5\n", {"learner.max_grad_norm": 0.5}),
+        (f"{ON_AXOLOTL}rl: dpo\ndpo_label_smoothing: 0.1\n", {"algorithm.preference.label_smoothing": 0.1}),
+        (
+            f"{ON_AXOLOTL}test_datasets: [{{path: kept.jsonl, type: chat_template}}]\n",
+            {"data.held_out.path": "kept.jsonl"},
+        ),
+        (
+            f"{ON_AXOLOTL}test_datasets: [{{path: rows.jsonl, split: test}}]\n",
+            {"data.held_out.split": None, "data.held_out.path": "rows.jsonl"},
+        ),
+        (
+            f"{ON_AXOLOTL.replace('rows.jsonl', 'org/rows')}test_datasets: [{{path: org/rows, split: test}}]\n",
+            {"data.held_out.split": "test", "data.held_out.path": None},
+        ),
         (
             f"{ROWS}num_generations: 4\nreward_funcs: [one.score, two.score]\n",
             {"scoring.rewards.score.path": "one:score", "scoring.rewards.two_score.path": "two:score"},
@@ -671,6 +721,38 @@ def test_null_is_no_upper_bound_in_trl(settings: str, cap: float | None, tmp_pat
     assert not [setting for setting, _ in translation.notes if "importance_sampling" in setting]
     correction = loaded(write(translation, "TRL's run.yaml"), tmp_path).algorithm.correction
     assert (correction.mode, correction.floor, correction.cap) == ("sequence_mask", 0.5, cap)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [("", False), ("beta: 0.04\n", True), ("beta: 0.04\nuse_bias_correction_kl: false\n", False)],
+)
+def test_a_gradient_of_the_kl_that_only_trl_has_is_reported(settings: str, is_told: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ROWS}num_generations: 4\n{settings}")
+    translation = translate(read_foreign(tmp_path / "run.yaml"))
+    assert "algorithm.correction.bias_corrected_kl" not in translation.options
+    assert is_told == any("the policy's ratio, with its gradient" in reason for _, reason in translation.notes)
+
+
+def test_what_is_off_there_is_not_called_different_here(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{ON_AXOLOTL}bf16: true\nfp16: false\n")
+    translation = translate(read_foreign(tmp_path / "run.yaml"))
+    assert translation.options["model.dtype"] == "bfloat16"
+    assert not [reason for _, reason in translation.notes if "model.dtype is auto here" in reason]
+
+
+def test_defaults_of_trl_are_those_of_its_configs() -> None:
+    trl = pytest.importorskip("trl")
+    for method, config in {
+        "rl": trl.GRPOConfig,
+        "rloo": trl.RLOOConfig,
+        "sft": trl.SFTConfig,
+        "dpo": trl.DPOConfig,
+    }.items():
+        defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        for name, value in DEFAULTS["trl", method].items():
+            if name in defaults and value != NO_LIMIT:
+                assert str(defaults[name]) == str(value), (method, name)
 
 
 def test_none_is_no_upper_bound_in_a_script_of_trl(tmp_path: Path) -> None:
@@ -836,6 +918,9 @@ def test_no_secret_is_copied() -> None:
         assert secret is not None
         assert secret[0] not in imported(name)
         assert "(hidden)" in imported(name)
+    assert str(Setting(name="mlflow_tracking_uri", value="http://me:secret@host/x")) == (
+        "mlflow_tracking_uri: http://(hidden)@host/x"
+    )
 
 
 def test_options_in_the_tables_exist() -> None:

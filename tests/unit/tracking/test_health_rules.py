@@ -128,6 +128,11 @@ def test_a_run_that_learns_trips_nothing() -> None:
     assert found_in(make_config(), run_with(lambda step: {})) == []
 
 
+def test_a_penalty_that_is_gone_is_no_lack_of_rewards() -> None:
+    ended = [{**well(step), "reward": min(step / 50 - 1, 0.0), "reward_std": 0.0} for step in range(NUM_STEPS)]
+    assert "no_reward" not in {finding.rule for _, finding in found_in(make_config(), ended)}
+
+
 def test_rewards_that_only_vary_do_not_fall_where_each_prompt_has_one_answer() -> None:
     """Without siblings there is no spread in groups to measure noise by."""
     config, rng = make_config(algorithm=AlgorithmConfig(group_size=1)), random.Random(0)

@@ -155,6 +155,7 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float = 30) -> None:
 class FakeTracker:
     def __init__(self, broken: bool = False, gate: threading.Event | None = None) -> None:
         self.broken, self.closed, self.gate = broken, False, gate
+        self.has_failed = False
         self.steps: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -164,8 +165,8 @@ class FakeTracker:
         if self.broken:
             raise ConnectionError("no network")
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, *, failed: bool = False) -> None:
+        self.closed, self.has_failed = True, failed
 
 
 def test_failing_tracker_is_tried_again_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -497,3 +498,17 @@ def test_half_an_emoji_in_a_row_is_written_as_its_escape(tmp_path: Path) -> None
     assert b"\\ud83d" in (tmp_path / "log.jsonl").read_bytes()
     (row,) = read_rows(tmp_path / "log.jsonl")
     assert row["prompt"][0]["name"] == "\ud83d"
+
+
+def test_half_an_emoji_does_not_cost_the_table() -> None:
+    row = {"prompt": "\ud83d?", "completion": "\ud83d", "reward": 1.0, "rewards": {}, "advantage": 0.0}
+    table = CompletionTable.of(1, [{**row, "num_tokens": 1, "status": "completed"}])
+    assert table.rows[0][1:3] == ["\\ud83d?", "\\ud83d"]
+    table.to_markdown().encode()
+
+
+def test_trackers_are_told_that_a_run_has_failed() -> None:
+    tracker = FakeTracker()
+    trackers = Trackers([BackgroundTracker("fake", lambda: tracker)])
+    trackers.close(failed=True)
+    assert tracker.has_failed

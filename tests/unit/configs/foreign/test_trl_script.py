@@ -9,6 +9,7 @@ import pytest
 
 from rlpipe.configs.foreign.foreign_file import read_foreign
 from rlpipe.configs.translation import Translation, translate
+from rlpipe.errors import ConfigError
 
 ROWS = 'rows = load_dataset("me/rows", split="train")\n'
 TRAINER = 'SFTTrainer("tiny", args=SFTConfig(output_dir="out"), train_dataset={})\n'
@@ -97,3 +98,8 @@ def test_arguments_that_no_name_is_known_for_are_reported(tmp_path: Path) -> Non
 def test_rows_of_an_evaluation_are_reported(tmp_path: Path) -> None:
     notes = translated(ROWS + 'SFTTrainer("tiny", train_dataset=rows, eval_dataset=rows)\n', tmp_path).notes
     assert ("eval_dataset: rows", "set data.held_out.size or data.held_out.split") in notes
+
+
+def test_asynchronous_grpo_of_trl_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="async_grpo"):
+        translated(f'{ROWS}AsyncGRPOTrainer("tiny", args=AsyncGRPOConfig(), train_dataset=rows)\n', tmp_path)
