@@ -648,10 +648,6 @@ NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps
             {"algorithm.loss.clip_low": 0.2, "algorithm.loss.clip_high": 0.2},
         ),
         (
-            f"{ON_VERL}actor_rollout_ref.actor: {{clip_ratio: 0.1, clip_ratio_low: null, clip_ratio_high: null}}\n",
-            {"algorithm.loss.clip_low": 0.1, "algorithm.loss.clip_high": 0.1},
-        ),
-        (
             f"{ON_VERL}actor_rollout_ref.actor: {{clip_ratio_high: 0.3, policy_loss: {{loss_mode: cispo}}}}\n",
             {"algorithm.loss.cispo_floor": 0.8, "algorithm.loss.clip_high": 0.3},
         ),
