@@ -109,7 +109,7 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             *("algorithm.num_steps=70", "algorithm.groups_per_step=8", "algorithm.group_size=8"),
             *("rollout.sampling.max_tokens=32", f"rollout.sampling.stop_token_ids={A_TO_Z}"),
-            *("learner.optimizer.lr=3e-2", "health.length_drift.warn=1.3"),
+            *("model=full", "learner.optimizer.lr=1e-3", "health.length_drift.warn=1.3"),
         ),
     ),
 }
@@ -132,7 +132,7 @@ def test_a_reward_that_a_huge_learning_rate_ruins_is_warned_of(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     reward = f"scoring.rewards.digits.path={REWARDS_FILE}:variety"
-    options = (reward, "rollout.sampling.max_tokens=32")
+    options = (reward, "rollout.sampling.max_tokens=32", "model=full")
     for num_steps, learning_rate in ((12, 1e-6), (26, 0.3)):
         changes = (f"algorithm.num_steps={num_steps}", f"learner.optimizer.lr={learning_rate}", "resume_changes=allow")
         rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *options, *changes))
@@ -159,7 +159,7 @@ def test_rows_that_are_learned_by_heart_are_warned_of(local_ray: None, tiny_poli
     rows, rng = tmp_path / "random.jsonl", random.Random(0)
     options = supervised_options(
         *(tiny_policy, rows, tmp_path / "run", "algorithm.num_steps=100"),
-        *("data.held_out.size=10", "data.held_out.every_steps=10"),
+        *("model=full", "data.held_out.size=10", "data.held_out.every_steps=10"),
     )
     write_rows(rows, ({"prompt": f"{n}+1=", "completion": str(rng.randrange(1000, 9999))} for n in range(40)))
     rlpipe.train(rlpipe.load_config(options))
