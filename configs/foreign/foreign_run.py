@@ -22,7 +22,7 @@ UNKNOWN_TEXT = re.compile(r"\$\(|`|\$\{?[0-9#?!@*]|\$\{[^}]*[^\w}]")
 PLAIN_TEXT = re.compile(r"[A-Za-z_][\w./-]*")
 YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null")
 HIDDEN = "(hidden)"
-URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+URL_PASSWORD = re.compile(r"(?<=://)\S+(?=@)")
 MAX_VALUE = 100_000
 MAX_ENTRIES = 100
 """Data sets, and rewards, that are translated; a config with more of them is too long to read."""

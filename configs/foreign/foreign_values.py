@@ -22,8 +22,11 @@ ONLINE = ("rl", "rloo", "online_dpo", "ebft")
 GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "algorithm.num_minibatches"
 
 
-UNBOUNDED_IF_NULL = ("vllm_importance_sampling_clip_max",)
-"""Settings of TRL for which null is a value, and not the lack of one."""
+NULL_IS_A_VALUE = {
+    "trl": ("vllm_importance_sampling_clip_max",),
+    "verl": ("actor.clip_ratio_low", "actor.clip_ratio_high"),
+}
+"""Settings for which null is a value, and not the lack of one."""
 SWITCHED_ON = ("true", "1", "yes", "on", "auto", "full", "enable", "offload", "offload_disk", "unsloth")
 
 
@@ -62,7 +65,7 @@ class ForeignValues:
         names = {self.key(setting.name) for setting in self.run.settings if not setting.is_empty}
         values = default_values(self.run.system, self.run.method, names)
         settings = [Setting(name=name, value=value, default_of=self.run.system) for name, value in values.items()]
-        return [setting for setting in settings if self.key(setting.name) not in names]
+        return [setting for setting in settings if not (self.key(setting.name) in names or self.is_null(setting.name))]
 
     def get(self, *names: str) -> Any:
         """Return the value of the first of the names that has one which is known."""
@@ -72,7 +75,7 @@ class ForeignValues:
     def is_null(self, name: str) -> bool:
         """Return whether the file sets null, for a setting of which null is a value."""
         setting = self._last.get(name)
-        is_value = self.run.system == "trl" and name in UNBOUNDED_IF_NULL
+        is_value = name in NULL_IS_A_VALUE.get(self.run.system, ())
         return is_value and setting is not None and setting.value is None
 
     def number(self, *names: str) -> int | None:

@@ -146,7 +146,10 @@ def held_out_file(values: ForeignValues, value: Any) -> Made:
 @about("data.held_out.split")
 def held_out_split_of_same(values: ForeignValues, value: Any) -> Made:
     """Translate a split of the rows that axolotl trains on."""
-    is_same = values.get("test_datasets.0.path") == values.get("datasets.0.path")
+    path = values.get("test_datasets.0.path")
+    if isinstance(held_out_file.make(values, path), dict):
+        return UsedBy("data.held_out.path")
+    is_same = path == values.get("datasets.0.path")
     return {"data.held_out.split": str(value)} if is_same else "set data.held_out.path, a file of these rows"
 
 
@@ -361,6 +364,7 @@ DATA = (
     ),
     SettingRow(held_out_file, "test_datasets test_datasets.0.path", "data.val_files", "eval_dataset"),
     SettingRow(held_out_split_of_same, "test_datasets.0.split"),
+    SettingRow("the file's name says its format", "test_datasets.0.ds_type"),
     SettingRow(HELD_OUT_ENTRY, "test_datasets.*"),
     SettingRow(held_out_size, "val_set_size"),
     SettingRow(held_out_split, "eval_strategy evaluation_strategy dataset_test_split"),

@@ -43,7 +43,7 @@ STEPS_OF_WARMUP = ("warmup_steps", "actor.optim.lr_warmup_steps", "lr_warmup_ste
 WARMUP = "set learner.schedule.warmup_steps, a number of steps"
 STRATEGY = "write learner=fsdp2_gpu or learner=zero3_gpu"
 NORM = "learner.max_grad_norm"
-TRACKERS = ("mlflow", "trackio", "tensorboard")
+TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
 SHARDED = "how the model is computed is chosen here: learner=fsdp2_gpu and learner=zero3_gpu shard it"
 MEGATRON = "there is no Megatron here: learner=fsdp2_gpu and learner=zero3_gpu shard the policy"
 OFFLOAD = "set learner.offload, or learner.zero3.offload_optimizer and learner.zero3.offload_parameters"
@@ -163,9 +163,12 @@ def saving(values: ForeignValues, value: Any) -> Made:
 def tracker(values: ForeignValues, value: Any) -> Made:
     """Translate one name of a tracker or several."""
     names = {str(name).lower() for name in (value if isinstance(value, list) else [value])}
-    options = {f"tracking.{name}": True for name in TRACKERS if name in names}
-    if "all" in names or ("wandb" in names and _has_wandb(values)):
-        options["tracking.wandb"] = _has_wandb(values)
+    names |= {"wandb"} if "all" in names else set()
+    options = {
+        f"tracking.{name}": True for name in TRACKERS if name in names and (name != "wandb" or _has_wandb(values))
+    }
+    if "wandb" in names and not options:
+        return OFF
     return options or "metrics go to files, TensorBoard and Ray's dashboard"
 
 
@@ -176,7 +179,8 @@ def _has_wandb(values: ForeignValues) -> bool:
 @about("tracking.wandb")
 def weights_and_biases(values: ForeignValues, value: Any) -> Made:
     """Translate a switch, which may be a key."""
-    return OFF if str(value).lower() in ("false", "none") else {"tracking.wandb": _has_wandb(values)}
+    is_on_here = str(value).lower() not in ("false", "none") and _has_wandb(values)
+    return {"tracking.wandb": True} if is_on_here else OFF
 
 
 @about("tracking.wandb_mode")
@@ -184,15 +188,15 @@ def wandb_mode(values: ForeignValues, value: Any) -> Made:
     mode = str(value).lower()
     if mode in ("online", "offline"):
         return {"tracking.wandb_mode": mode}
-    return "tracking.wandb turns it on" if mode == "disabled" else "tracking.wandb_mode is online or offline"
+    return OFF if mode == "disabled" else "tracking.wandb_mode is online or offline"
 
 
-def project_of(tracker: str) -> Rule:
+def project_of(service: str) -> Rule:
     """Return the rule of a project's name, with which axolotl turns a tracker on."""
 
     def make(values: ForeignValues, value: Any) -> Made:
-        is_used = tracker != "wandb" or _has_wandb(values)
-        return {f"tracking.{tracker}": is_used, "tracking.project": str(value)}
+        is_used = service != "wandb" or _has_wandb(values)
+        return {"tracking.project": str(value), **({f"tracking.{service}": True} if is_used else {})}
 
     return Rule("tracking.project", make)
 

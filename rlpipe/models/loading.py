@@ -35,7 +35,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtype_speed import device_types
 from rlpipe.hardware.dtypes import AUTO
-from rlpipe.models.model_files import model_products
+from rlpipe.models.model_files import QUANTIZATION_OPTIONS, model_products
 
 COMPLETE = "give a complete and undamaged copy of the model"
 """Fix for a model that can't be loaded."""
@@ -67,7 +67,7 @@ def describe_model(path: str, config: ModelConfig, name: str | None = None) -> P
 
 def is_quantized(config: PreTrainedConfig) -> bool:
     """Return whether a model's files hold quantized weights."""
-    return any(getattr(config, name, None) is not None for name in ("quantization_config", "compression_config"))
+    return any(getattr(config, name, None) is not None for name in QUANTIZATION_OPTIONS)
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -22,6 +22,8 @@ TOKENIZER_CLASSES = {
 }
 """Tokenizer classes that ``AutoTokenizer`` takes as named in the files, by the ``model_type`` of text-only models."""
 
+QUANTIZATION_OPTIONS = ("quantization_config", "compression_config")
+"""Options in a model's config that its weights were quantized with."""
 DEFAULT_WIDTH, MAX_WIDTH = 1024, 2**20
 
 
@@ -62,6 +64,11 @@ def read_num_experts(path: str | Path) -> int:
     As with ``read_widths``, nothing is fetched for this.
     """
     return _first_number(_text_config(path), "num_local_experts", "num_experts", "n_routed_experts") or 1
+
+
+def is_quantized_model(path: str | Path) -> bool:
+    """Return whether a model's config says that its files hold quantized weights; False if it can't be found."""
+    return any(_text_config(path).get(name) is not None for name in QUANTIZATION_OPTIONS)
 
 
 def _text_config(path: str | Path) -> dict[str, Any]:

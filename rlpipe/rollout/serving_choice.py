@@ -8,9 +8,9 @@ from typing import Literal
 
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, needs_merging, rescales_weights
 from rlpipe.configs.schema.root_config import Config, WeightsConfig
-from rlpipe.configs.serving import base_reader, check_quantization, published_kind, unmergeable
+from rlpipe.configs.serving import base_reader, published_kind
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.models.model_files import read_num_experts, read_widths
+from rlpipe.models.model_files import is_quantized_model, read_num_experts, read_widths
 from rlpipe.rollout.engine import MAX_RANK
 
 ADAPTER_NS = 0.08
@@ -60,6 +60,8 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
         return Serving(kind="merged", reason=reason)
     if (name := base_reader(config)) is not None:
         return Serving(kind="lora", reason=f"scoring.rewards.{name} samples from the base")
+    if _has_quantized_base(config):
+        return Serving(kind="lora", reason="the base is quantized in the engines")
     if weights.on_update == "wait" and config.replay.max_staleness > 0:
         return Serving(kind="lora", reason="running sequences keep their version while others begin with the next")
     if config.rollout.num_gpus > 0:
@@ -94,21 +96,39 @@ def serve_alone(model: ModelConfig, weights: WeightsConfig, engine: Literal["vll
 
     Raises ``ModelError`` if they can neither apply the adapter on top of the base nor merge it.
     """
-    reason = _why_merged(model, engine) if weights.serve == "auto" and model.adapter.path is not None else None
-    if reason is None:
+    if model.adapter.path is None or weights.serve == "merged" or (reason := _why_merged(model, engine)) is None:
         return weights
+    if weights.serve == "adapter":
+        raise ModelError(f"{model.adapter.path}: {reason}; set weights.serve=auto")
+    if is_quantized_model(model.path):
+        raise ModelError(f"{model.adapter.path}: {reason}, and a quantized base takes no merge: use an unquantized one")
     if model.adapter.kind == "qlora" or not _is_safetensors(model.path):
-        base = "a base in NF4" if model.adapter.kind == "qlora" else "a base that is not in safetensors"
-        raise ModelError(f"{model.adapter.path}: {reason}, nor merge it into {base}: merge it first (rlpipe merge)")
+        base = "in NF4" if model.adapter.kind == "qlora" else "that is not in safetensors"
+        raise ModelError(
+            f"{model.adapter.path}: {reason}, and engines can't merge into a base {base}: merge it first (rlpipe merge)"
+        )
     return replace(weights, serve="merged")
 
 
 def _check_mergeable(config: Config, reason: str) -> None:
     """Raise ``ConfigError`` if engines that have to merge the adapter, for ``reason``, can't."""
-    merged = replace(config, weights=replace(config.weights, serve="merged"))
-    problems = [*(f"weights.serve: merged {problem}" for problem in unmergeable(merged)), *check_quantization(merged)]
-    if problems:
-        raise ConfigError(f"{problems[0]} (engines would have to merge the adapter: {reason})")
+    why = f"engines have to merge the adapter, because {reason}"
+    if (name := base_reader(config)) is not None:
+        raise ConfigError(
+            f"scoring.rewards.{name}: {why}, and then lack the base that engine=base samples from; leave it out, or "
+            "use another adapter"
+        )
+    if _has_quantized_base(config):
+        raise ConfigError(
+            f"model.path: {why}, and the base is quantized; use an unquantized one, without "
+            "rollout.engine_args.quantization, or another adapter"
+        )
+
+
+def _has_quantized_base(config: Config) -> bool:
+    """Return whether engines hold the base in a type into which no adapter can be merged."""
+    is_quantized = config.model.adapter.kind == "qlora" or bool(config.rollout.engine_args.get("quantization"))
+    return is_quantized or is_quantized_model(config.model.path)
 
 
 def _why_merged(model: ModelConfig, engine: Literal["vllm", "hf"]) -> str | None:

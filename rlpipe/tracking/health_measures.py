@@ -54,9 +54,9 @@ class RunHistory:
             if len(self.first[name]) < LONG:
                 self.first[name].append(value)
             self.latest[name].append(value)
+        self.worst_reward = min(self.worst_reward, values.get("reward", math.inf))
         if "reward" in values and (recent := self.last("reward")) is not None:
             self.best_reward = max(self.best_reward, fmean(recent))
-            self.worst_reward = min(self.worst_reward, values["reward"])
             self.reward_spread = max(self.reward_spread, fmean(self.last("reward_std") or [0.0]))
 
     def start(self, name: str) -> list[float]:

@@ -16,6 +16,7 @@ from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
 WANDB_ID_FILE, MLFLOW_ID_FILE, TRACKIO_NAME_FILE = "wandb_run_id.txt", "mlflow_run_id.txt", "trackio_run_name.txt"
 MAX_PARAMETER_CHARS = 500
 """Characters of a parameter's value, of which MLflow takes no more."""
+MAX_NAME_CHARS = 250
 PARAMETERS_AT_ONCE = 100
 
 
@@ -109,8 +110,10 @@ class MlflowTracker:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return the name of a metric or parameter with the characters that MLflow refuses replaced."""
-    return re.sub(r"[^/\w.\- ]", "_", name, flags=re.ASCII)
+    """Return the name of a metric or parameter as MLflow takes it: a path of plain characters, not too long."""
+    plain = re.sub(r"[^/\w.\- :]", "_", name)
+    folders = [folder for folder in plain.split("/") if folder.strip(".")]
+    return "/".join(folders)[:MAX_NAME_CHARS] or "_"
 
 
 class TrackioTracker:

@@ -12,7 +12,7 @@ from run_cases import run_options, supervised_options, trained_steps
 from rlpipe import cli
 from rlpipe.hardware.dtypes import DeviceTypes, cpu_name
 from rlpipe.learner.checkpoint_files import read_extra
-from rlpipe.run import pipeline
+from rlpipe.run import precision
 
 pytestmark = pytest.mark.ray
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, local_ray: None) -> pytest.MonkeyPa
 
 
 def becomes(machine: pytest.MonkeyPatch, device: DeviceTypes) -> None:
-    machine.setattr(pipeline, "ask_cluster", lambda cluster, *, is_own: lambda need, dtype: [device])
+    machine.setattr(precision, "ask_cluster", lambda cluster, *, is_own: lambda need, dtype: [device])
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -123,7 +123,7 @@ def test_engines_serve_what_a_family_has_learned(family: Path, adapter: dict[str
 
 def test_an_adapter_of_fused_experts_is_refused_with_the_way_out(tmp_path: Path) -> None:
     learner = make_learner(make_family("qwen3-moe", tmp_path))
-    with pytest.raises(ModelError, match=r"uses target_parameters.*set model\.adapter\.merge=true"):
+    with pytest.raises(ModelError, match=r"uses target_parameters.*set weights\.serve=merged"):
         publish_policy(learner.policy, 1)
 
 

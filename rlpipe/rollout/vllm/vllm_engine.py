@@ -358,7 +358,7 @@ class VllmEngine:
         """Raise ``EngineFailed`` if replacing weights in place fails while sequences run with them."""
         try:
             yield
-        except ModelError as error:
+        except (ModelError, WeightsMismatch) as error:
             if self._running:
                 raise EngineFailed(f"engine {self._name} samples with parts of two versions: {error}") from error
             raise

@@ -648,6 +648,10 @@ NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps
             {"algorithm.loss.clip_low": 0.2, "algorithm.loss.clip_high": 0.2},
         ),
         (
+            f"{ON_VERL}actor_rollout_ref.actor: {{clip_ratio: 0.1, clip_ratio_low: null, clip_ratio_high: null}}\n",
+            {"algorithm.loss.clip_low": 0.1, "algorithm.loss.clip_high": 0.1},
+        ),
+        (
             f"{ON_VERL}actor_rollout_ref.actor: {{clip_ratio_high: 0.3, policy_loss: {{loss_mode: cispo}}}}\n",
             {"algorithm.loss.cispo_floor": 0.8, "algorithm.loss.clip_high": 0.3},
         ),
@@ -661,7 +665,7 @@ NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps
         ),
         (
             f"{ON_AXOLOTL}wandb_project: talks\nwandb_mode: disabled\n",
-            {"tracking.wandb": False, "tracking.project": "talks", "tracking.wandb_mode": None},
+            {"tracking.wandb": None, "tracking.project": "talks", "tracking.wandb_mode": None},
         ),
         (
             f"{ON_AXOLOTL}wandb_project: talks\nwandb_mode: offline\n",
@@ -914,9 +918,9 @@ def test_no_secret_is_copied() -> None:
         assert secret is not None
         assert secret[0] not in imported(name)
         assert "(hidden)" in imported(name)
-    assert str(Setting(name="mlflow_tracking_uri", value="http://me:secret@host/x")) == (
-        "mlflow_tracking_uri: http://(hidden)@host/x"
-    )
+    for password in ("secret", "p@ss", "se/cret"):
+        setting = Setting(name="mlflow_tracking_uri", value=f"http://me:{password}@host/x")
+        assert str(setting) == "mlflow_tracking_uri: http://(hidden)@host/x"
 
 
 def test_options_in_the_tables_exist() -> None:

@@ -53,6 +53,8 @@ def make(model: Path, *overrides: str) -> Config:
         (["model.adapter.use_dora=true", "model.adapter.kind=qlora"], "full", "a base in NF4"),
         (["model.adapter.use_dora=true", "weights.transport=nccl"], "full", "weights.transport=nccl"),
         (["+model.normalize_weight_scales.x.name_pattern=x"], "full", "changes the base"),
+        ([*LONG, "model.adapter.kind=qlora"], "lora", "the base is quantized"),
+        ([*LONG, "rollout.engine_args={quantization: fp8}"], "lora", "the base is quantized"),
         (["weights.serve=merged"], "merged", "as the config says"),
         (["weights.serve=adapter", *LONG], "lora", "as the config says"),
     ],
@@ -92,9 +94,9 @@ def test_higher_ranks_pay_sooner(model: Path) -> None:
     [
         (
             ["+scoring.rewards.j.path=a:b", "scoring.rewards.j.kwargs={engine: base}"],
-            r"without the base, which scoring\.rewards\.j samples from .*all-linear includes the router and 4 experts",
+            r"scoring\.rewards\.j: engines have to merge .*all-linear includes the router and 4 experts.*engine=base",
         ),
-        (["rollout.engine_args={quantization: fp8}"], r"rollout\.engine_args\.quantization: .*all-linear includes"),
+        (["rollout.engine_args={quantization: fp8}"], r"all-linear includes.*and the base is quantized"),
     ],
 )
 def test_what_merged_weights_rule_out_is_named_before_they_are_chosen(
@@ -106,14 +108,21 @@ def test_what_merged_weights_rule_out_is_named_before_they_are_chosen(
 
 
 def test_engines_without_a_learner_merge_what_they_cannot_apply(model: Path) -> None:
-    def serve(**options: Any) -> str:
+    def serve(asked: str = "auto", **options: Any) -> str:
         adapter = AdapterConfig(path="trained", target_modules=["q_proj"], **options)
-        return serve_alone(ModelConfig(path=str(model), adapter=adapter), WeightsConfig(), "vllm").serve
+        return serve_alone(ModelConfig(path=str(model), adapter=adapter), WeightsConfig(serve=asked), "vllm").serve
 
     assert serve() == "auto"
-    assert serve(use_dora=True) == serve(r=600) == "merged"
+    assert serve("adapter") == "adapter"
+    assert serve(use_dora=True) == serve(r=600) == serve("merged", use_dora=True) == "merged"
+    with pytest.raises(ModelError, match=r"trained: they can't apply use_dora .*; set weights\.serve=auto"):
+        serve("adapter", use_dora=True)
     with pytest.raises(ModelError, match=r"trained: they can't apply use_dora .*NF4: merge it first"):
         serve(use_dora=True, kind="qlora")
+    (model / "config.json").write_text(json.dumps(SMALL | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ModelError, match="use an unquantized one"):
+        serve(use_dora=True)
+    (model / "config.json").write_text(json.dumps(SMALL))
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="not in safetensors: merge it first"):
         serve(modules_to_save=["norm"])

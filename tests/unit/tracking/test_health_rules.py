@@ -128,8 +128,9 @@ def test_a_run_that_learns_trips_nothing() -> None:
     assert found_in(make_config(), run_with(lambda step: {})) == []
 
 
-def test_a_penalty_that_is_gone_is_no_lack_of_rewards() -> None:
-    ended = [{**well(step), "reward": min(step / 50 - 1, 0.0), "reward_std": 0.0} for step in range(NUM_STEPS)]
+@pytest.mark.parametrize("num_steps", [5, 50])
+def test_a_penalty_that_is_gone_is_no_lack_of_rewards(num_steps: int) -> None:
+    ended = [{**well(step), "reward": min(step / num_steps - 1, 0.0), "reward_std": 0.0} for step in range(NUM_STEPS)]
     assert "no_reward" not in {finding.rule for _, finding in found_in(make_config(), ended)}
 
 
