@@ -5,13 +5,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from image_cases import IMAGE_FAMILIES, picture
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe import cli
 from rlpipe.commands import sample_texts as module
@@ -110,11 +111,11 @@ def test_prompts_go_through_the_chat_template_unless_raw() -> None:
         render_prompts(["hi"], tokenizer, SamplingRequest(model="m"))
 
 
-def save_adapter(policy: Path, folder: Path) -> Path:
+def save_adapter(policy: Path, folder: Path, **options: Any) -> Path:
     """Save a LoRA adapter that changes the policy's most likely tokens."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(policy)
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=64, target_modules="all-linear"))
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", **options))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=1.0)
@@ -122,16 +123,25 @@ def save_adapter(policy: Path, folder: Path) -> Path:
     return folder
 
 
-def test_policy_and_adapter_are_sampled_with_transformers(policy: Path, tmp_path: Path) -> None:
-    greedy = SamplingRequest(
-        model=str(policy), engine="hf", dtype="float32", num=2, max_tokens=8, temperature=0, seed=1
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["applied", "merged"])
+def test_policy_and_adapter_are_sampled_with_transformers(
+    policy: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    base = SamplingRequest(model=str(policy), engine="hf", dtype="float32", num=2, max_tokens=8, seed=1)
+    adapter = save_adapter(policy, tmp_path / "adapter", **options)
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy), adapter).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "merged")
+    requests = base, replace(base, adapter=str(adapter)), replace(base, model=str(tmp_path / "merged"))
+    base_samples, adapted_samples, merged_samples = (
+        [
+            (done.text, pytest.approx(done.logprob, abs=1e-3))
+            for sampled in sample_texts(["1+1=", "a", "Hello"], request)
+            for done in sampled.completions
+        ]
+        for request in requests
     )
-    adapted = replace(greedy, adapter=str(save_adapter(policy, tmp_path)))
-    base_texts, adapted_texts = (
-        [done.text for done in next(sample_texts(["1+1="], request)).completions] for request in (greedy, adapted)
-    )
-    assert len(set(base_texts)) == len(set(adapted_texts)) == 1
-    assert base_texts != adapted_texts
+    assert base_samples != adapted_samples == merged_samples
 
 
 def test_missing_adapter_is_named(policy: Path) -> None:
