@@ -356,3 +356,17 @@ def test_a_run_from_python_with_rows_and_a_reward_in_memory(local_ray: None, tin
     assert rlpipe.train(**given, dataset=iter(rows), num_epochs=2)["steps"] == 4
     with pytest.raises(rlpipe.ConfigError, match=r"^dataset: the run in .* began with other rows"):
         rlpipe.train(**given, dataset=rows[1:], num_epochs=2)
+
+
+@pytest.mark.slow
+def test_a_policy_that_engines_merge_is_evaluated_as_in_its_run(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    held_out = ("data.held_out.size=8", "rollout.engine=hf")
+    dora = ("model.adapter.use_dora=true", "learner.optimizer.lr=0.1")
+    rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path / "run", *held_out, *dora))
+    first, *_, last = (row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval/reward" in row)
+    alone = make_config(tiny_policy, prompts_file, tmp_path / "alone", *held_out)
+    metrics = rlpipe.evaluate(alone, adapter=str(tmp_path / "run" / "policy"))
+    names = ("eval/reward", "eval/completions/mean_length")
+    assert [metrics[name] for name in names] == [last[name] for name in names] != [first[name] for name in names]
