@@ -108,7 +108,7 @@ class ServedWeights:
         }
         return units
 
-    @property
+    @cached_property
     def file_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that the model uses, by their names in the files."""
         used = {name for parameter in self._parameters for name in self._units[parameter].sources}
