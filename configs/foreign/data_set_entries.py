@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES, Computed
+from rlpipe.configs.foreign.foreign_run import MAX_ENTRIES, Computed, read_value
 from rlpipe.configs.foreign.foreign_values import ForeignValues
 from rlpipe.configs.foreign.setting_rules import Made, UsedBy
 from rlpipe.configs.schema.option import MISSING
@@ -131,8 +131,9 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     weights: list[Any] = []
     if isinstance(paths, str) and values.run.system == "openrlhf":
         paths = paths.split(",")
-        shares = str(values.get("prompt_data_probs", "dataset_probs")).split(",")
-        weights = shares if len(shares) == len(paths) > 1 else []
+        shares = [read_value(text) for text in str(values.get("prompt_data_probs", "dataset_probs")).split(",")]
+        are_numbers = all(type(share) in (int, float) and share > 0 for share in shares)
+        weights = shares if are_numbers and len(shares) == len(paths) > 1 else []
     entries = paths if isinstance(paths, list) else [] if paths is None else [paths]
     configuration = values.get("dataset_config", "dataset_config_name", "name")
     split = values.get("dataset_train_split", "prompt_split", "train_split", "dataset_split", "split")
@@ -142,7 +143,7 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     extra |= {} if files is None else {"data_files": files}
     data_sets: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
     return (
-        [{**entry, "weight": float(weight)} for entry, weight in zip(data_sets, weights, strict=True)]
+        [{**entry, "weight": weight} for entry, weight in zip(data_sets, weights, strict=True)]
         if weights
         else data_sets
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rlpipe.configs.foreign.foreign_run import Computed, read_value
 from rlpipe.configs.foreign.foreign_values import GROUPS, SIZE, UPDATES, ForeignValues, is_on
 from rlpipe.configs.foreign.setting_rules import (
     OFF,
@@ -102,8 +103,10 @@ def tokens(values: ForeignValues, value: Any) -> Made:
 
 @about("learner.optimizer.betas")
 def betas(values: ForeignValues, value: Any) -> Made:
-    pair = value if isinstance(value, list | tuple) else (values.get("adam_beta1"), values.get("adam_beta2"))
-    if len(pair) != 2:
+    is_text = isinstance(value, str)  # such as verl's "(0.9,0.95)", or OpenRLHF's 0.9,0.95
+    listed = [read_value(text.strip()) for text in value.strip("()[] ").split(",")] if is_text else value
+    pair = listed if isinstance(listed, list | tuple) else (values.get("adam_beta1"), values.get("adam_beta2"))
+    if len(pair) != 2 or any(isinstance(beta, str | Computed) for beta in pair):
         return "set learner.optimizer.betas, two numbers"
     filled = [default if beta is None else beta for beta, default in zip(pair, (0.9, 0.999), strict=True)]
     return {"learner.optimizer.betas": filled}

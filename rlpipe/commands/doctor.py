@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments
-from rlpipe.errors import RlpipeError, RunError
+from rlpipe.errors import InputError, RlpipeError, RunError
 
 if TYPE_CHECKING:
     from rlpipe.doctor.observations import Check, Observation
@@ -42,6 +42,8 @@ def run_doctor(arguments: argparse.Namespace) -> None:
         from rlpipe.doctor.diagnosis import diagnose
 
         print_all(diagnose(run), as_json=arguments.json)
+    elif run is not None and len(run.parts) > 1 and "=" not in str(run):
+        raise InputError(f"there is no run {run}: name its folder, or give a config's options as key=value")
     elif num_problems := print_all(check_before(arguments), as_json=arguments.json):
         raise RunError(f"{num_problems} problem{'s' * (num_problems > 1)} found; a run would fail")
 
@@ -89,7 +91,7 @@ def check_before(arguments: argparse.Namespace) -> Iterator[Observation]:
     elif not is_ok:
         yield skipped("trial step", "the problems above come first")
     else:
-        yield from examine({"trial step": partial(try_step, arguments.overrides, arguments.config, config)})
+        yield from examine({"trial step": partial(try_step, config)})
 
 
 def print_all(observations: Iterator[Observation], *, as_json: bool) -> int:

@@ -22,9 +22,9 @@ from rlpipe.doctor.observations import Observation, ok, problem, skipped, warnin
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES, find_device
+from rlpipe.hardware.devices import DEVICES, find_device, own_name
 from rlpipe.hardware.dtype_speed import cpu_types, gpu_device_types
-from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes
+from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes, cpu_name
 from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.plan.report import Report, make_report
 from rlpipe.replay.ledger.query import ledger_path
@@ -255,5 +255,6 @@ def this_device(config: Config) -> Device:
         if device.kind == kind:
             return replace(device, host_memory_bytes=host)
     memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else host
-    assumed = next(iter(DEVICES.values()))
-    return replace(assumed, name="this machine", kind=kind, memory_bytes=memory, host_memory_bytes=host)
+    processor = cpu_name() if kind == "cpu" else None  # by which the plan knows that it can be timed here
+    assumed = replace(next(iter(DEVICES.values())), name=own_name(kind), kind=kind, hardware=processor)
+    return replace(assumed, memory_bytes=memory, host_memory_bytes=host)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from rlpipe.common.atomic_io import existing_folder
 from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.compose import load_config
+from rlpipe.configs.options import to_yaml
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok
 from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, read_rows, show_beginning
@@ -39,21 +39,27 @@ SMALL = (
 """Options with which a run is one step without evaluations, trackers or traces of it."""
 
 
-def shrunken(config: Config) -> list[str]:
-    """Return the options with which a run is one step, of as few groups as there are ranks."""
+def shrink(config: Config, folder: Path) -> Config:
+    """Return the config of one step, of as few groups as there are ranks, with its output in a folder.
+
+    It is made from the resolved config: models below ``${output}`` are those of the run.
+    """
     least = 2 if config.algorithm.kind == "preference" and config.algorithm.preference.loss == "kto" else 1
-    model = [] if config.model.prepare is None else [f"model.path={json.dumps(config.model.path)}"]  # below output
-    return [*SMALL, f"algorithm.groups_per_step={max(config.learner.num_ranks, least)}", *model]
+    num_groups = max(config.learner.num_ranks, least)
+    file = folder / "config.yaml"
+    file.write_text(to_yaml(config))
+    overrides = [*SMALL, f"algorithm.groups_per_step={num_groups}", f"output={folder}/run"]
+    return load_config(overrides, file=file, need_files=False)  # they were there
 
 
-def try_step(overrides: Sequence[str], file: str | None, config: Config) -> Iterator[Observation]:
+def try_step(config: Config) -> Iterator[Observation]:
     """Train one step of as few groups as there are ranks, beside the run's output; raise what the run would raise."""
     from rlpipe.run.pipeline import train  # Ray takes a second
 
     scratch = ScratchFolder(".rlpipe-doctor-", existing_folder(Path(config.output).absolute()))
     folder = Path(scratch.path)
     try:
-        small = load_config([*overrides, *shrunken(config), f"output={folder}/run"], file=file)
+        small = shrink(config, folder)
         with redirect_stdout(io.StringIO()):
             summary = train(small)
         yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(folder / 'run')}")

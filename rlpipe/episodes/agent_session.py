@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any
@@ -187,7 +188,9 @@ class AgentSession:
         self._tools: dict[int, str] = {}
         """Tools of conversations, by the id in memory of their first node."""
         self._asked: dict[str, list[_Asked]] = {}
-        """Equal requests, by their digest."""
+        """Equal requests that are being answered or were, by their digest."""
+        self._num_to_retry: Counter[str] = Counter()
+        """Requests that an engine failed to answer, and that a program may send again, by their digest."""
         self.limits_met: dict[str, str] = {}
         """Limits that refused requests, by the messages; another conversation of the program may go on."""
         self._num_sampled, self._num_failed = 0, 0
@@ -242,17 +245,29 @@ class AgentSession:
         """
         if self._is_sealed:
             raise RequestRefused(409, "sealed", "the episode is over")
-        equal = self._asked.setdefault(question.digest, [])
-        valid = [pending for pending in reversed(equal) if not _has_failed(pending.answer)]
-        pending = next((pending for pending in valid if pending.is_given_up), None)
-        # A retry gets the newest answer; if that has failed, the policy is asked again.
-        if pending is None and is_retry and equal and not _has_failed(equal[-1].answer):
+        digest = question.digest
+        equal = self._asked.setdefault(digest, [])
+        pending = next((pending for pending in reversed(equal) if pending.is_given_up), None)
+        # A retry gets the newest answer; if one has failed, the policy is asked again.
+        if pending is None and is_retry and equal and not self._num_to_retry[digest]:
             pending = equal[-1]
         if pending is None:
+            self._num_to_retry[digest] -= is_retry and self._num_to_retry[digest] > 0
             pending = _Asked(asyncio.ensure_future(self._answer(question)))
             equal.append(pending)
+            pending.answer.add_done_callback(partial(self._forget_failed, digest, pending))
         pending.listeners.append(listens)
         return await asyncio.shield(pending.answer)
+
+    def _forget_failed(self, digest: str, pending: _Asked, answer: asyncio.Task[ChatAnswer]) -> None:
+        """Forget a request without an answer: a program may go on asking, whatever it is told."""
+        if not _has_failed(answer):
+            return
+        self._asked[digest].remove(pending)
+        if not self._asked[digest]:
+            del self._asked[digest]
+        if not answer.cancelled() and not isinstance(answer.exception(), RequestRefused):
+            self._num_to_retry[digest] += 1
 
     def received(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Add an answer to the graph, as the program receives it; the next request may come before it all is sent."""

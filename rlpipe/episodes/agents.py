@@ -129,10 +129,11 @@ class CommandAgent:
         output, errors = bytearray(), bytearray()
         reading = asyncio.gather(_read(process.stdout, output), _read(process.stderr, errors))
         mark = f"{KEY_VARIABLE}={access.api_key}"
+        sending = asyncio.ensure_future(_send(process, json.dumps(dict(row), default=str).encode()))
         try:
-            await _send(process, json.dumps(dict(row), default=str).encode())
-            await _has_ended(process)
+            await _has_ended(process)  # it may end without reading its row
         finally:
+            sending.cancel()
             await asyncio.to_thread(_end_all, process.pid, mark, unrelated)
         with suppress(TimeoutError):  # a process that is missed may hold the pipes open
             async with asyncio.timeout(END_S):
@@ -239,12 +240,14 @@ class GymAgent:
     async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         named = row.get("agent_ref")
         name = str(named.get("name", self._name)) if isinstance(named, Mapping) else self._name
-        if name not in self._clients:
-            self._clients[name] = await self._client(name)
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = await self._client(name)
         try:
-            return await self._clients[name].post("/run", run_request(row, access), reward_of)
+            return await client.post("/run", run_request(row, access), reward_of)
         except RequestFailed:
-            self._clients.pop(name, None)  # it may have started anew, at another address
+            if self._clients.get(name) is client:
+                del self._clients[name]  # it may have started anew, at another address
             raise
 
     async def _client(self, name: str) -> JsonClient:

@@ -7,8 +7,9 @@ template writes the same after every history is tried once, before the run.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,8 +27,8 @@ from rlpipe.episodes.tools import whole_characters
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray
 
-FIRST_STAND_IN = 0xF0000
-"""First of the private characters that stand for control tokens in texts."""
+STAND_INS = range(0xF0000, 0xFFFFE)
+"""Private characters that stand for control tokens in texts."""
 USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two results"
 RESULT_AND_USER = "a result and a user's message"
 SLOW_TOKENIZER = "the tokenizer is not a fast one, and does not say which tokens stand for which text"
@@ -188,6 +189,12 @@ def _pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
+def _unused_characters(messages: ChatMessages) -> Iterator[str]:
+    """Yield private characters that the messages do not contain; fonts with icons for terminals use some of them."""
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    yield from (character for character in map(chr, STAND_INS) if character not in text)
+
+
 class ControlTokens:
     """Texts in which control tokens are hidden until they have been encoded.
 
@@ -199,6 +206,7 @@ class ControlTokens:
     ) -> None:
         self._template, self._controls, self._special = template, controls, special
         self._hidden: dict[str, str] = {}
+        self._stand_ins: Iterator[str] = iter(())
 
     @property
     def hide_any(self) -> bool:
@@ -210,6 +218,7 @@ class ControlTokens:
         Texts of the system have none.
         """
         patterns = {"user": self._controls, "tool": self._controls, "assistant": self._special}
+        self._stand_ins = _unused_characters(messages)
         return [
             message | {key: self._hide(message[key], pattern) for key in HIDING_KEYS if key in message}
             if (pattern := patterns.get(message["role"])) is not None
@@ -225,7 +234,9 @@ class ControlTokens:
         return [self._hide(entry, pattern) for entry in value] if isinstance(value, list | tuple) else value
 
     def _placeholder(self, token: str) -> str:
-        return self._hidden.setdefault(token, chr(FIRST_STAND_IN + len(self._hidden)))
+        if token not in self._hidden:
+            self._hidden[token] = next(self._stand_ins)
+        return self._hidden[token]
 
     def shown(self, token_ids: IntArray, offsets: IntArray, text: str) -> IntArray:
         """Return the tokens with those of plain text in place of the private characters' tokens."""

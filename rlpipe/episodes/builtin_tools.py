@@ -133,7 +133,9 @@ async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]
                 process = ServerProcess()
                 stack.push_async_callback(asyncio.to_thread, process.end)  # the client ends only the server
                 env = {**mark, **server.env, **process.env}
-                started = StdioServerParameters(command=program, args=arguments, env=env)
+                started = StdioServerParameters(
+                    command=program, args=arguments, env=env, encoding_error_handler="replace"
+                )
                 client = await stack.enter_async_context(Client(stdio_client(started, errlog=devnull)))
                 tools += await _list_tools(client, process)
             yield tools

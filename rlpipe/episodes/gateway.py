@@ -132,7 +132,8 @@ class Gateway:
             answer = await _answer_question(request, session, question)
         except RequestRefused as refusal:
             return _refused(refusal)
-        session.conversations[answer.id] = follows(body, chat, answer)
+        if body.get("store") is not False:
+            session.conversations[answer.id] = follows(body, chat, answer)
         return await _send(request, body, session, question, answer, RESPONSES)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -165,7 +166,8 @@ async def _read(request: web.Request) -> Mapping[str, Any]:
 async def _answer_question(request: web.Request, session: AgentSession, question: ChatQuestion) -> ChatAnswer:
     try:
         is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-        return await session.ask(question, is_retry=is_retry, listens=lambda: _is_connected(request))
+        transport = request.transport  # not the request, with its body, as the session keeps it
+        return await session.ask(question, is_retry=is_retry, listens=lambda: _is_open(transport))
     except asyncio.CancelledError:
         if session.is_sealed:
             raise RequestRefused(409, "sealed", "the episode ended before the answer") from None
@@ -210,8 +212,8 @@ async def _is_sent(request: web.Request, response: web.StreamResponse, texts: It
         await response.write_eof()
     except ConnectionError:
         return False
-    return _is_connected(request)
+    return _is_open(request.transport)
 
 
-def _is_connected(request: web.Request) -> bool:
-    return request.transport is not None and not request.transport.is_closing()
+def _is_open(transport: asyncio.Transport | None) -> bool:
+    return transport is not None and not transport.is_closing()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.processor import load_tokenizer, read_end_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
-from rlpipe.episodes.agents import EndpointAccess
+from rlpipe.episodes.agents import CommandAgent, EndpointAccess
 from rlpipe.episodes.bridge import Bridge, check_bridge, special_ids, turn_ends
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
@@ -25,7 +26,7 @@ from rlpipe.episodes.isolation import STARTS, isolate
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, Episode, Rules, SampledTurn, Session
-from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
+from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse, call_anywhere
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import SEED_STEP
 from rlpipe.types import (
@@ -100,15 +101,16 @@ class GroupPlayer:
                     if self._kind.tools or served:
                         environment = await self._make_environment()
                         Toolbox([*environment.tools(), *self._kind.tools, *served], timeout_s=0)  # names may clash
+                        with suppress(Exception):  # it has not begun, which a user's method may not expect
+                            await call_anywhere(environment.close)
                     return
             except ConfigError:
                 raise
             except Exception as error:
                 if not remaining_starts or isinstance(error, TimeoutError):
                     commands = ", ".join(server.command[0] for server in self._kind.servers)
-                    raise ConfigError(
-                        f"environment.tools: the MCP server {commands} can't be started: {describe_error(error)}"
-                    ) from error
+                    what = f"tools: the MCP server {commands}" if commands else f"path: {self._config.path}"
+                    raise ConfigError(f"environment.{what} can't be started: {describe_error(error)}") from error
 
     async def play(self, request: GroupRequest) -> RolloutGroup:
         """Return the group of a request; raise ``EnvironmentFailed`` if an episode fails and that is to stop the run.
@@ -156,32 +158,42 @@ class GroupPlayer:
         group.logged = episode_metrics(episodes, [use for _, use in played])
         return group
 
-    async def _play_episode(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
-        async def sample(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> SampledTurn:
-            number = turn * request.group_size + index
-            rollout = await self._sample(
-                replace(
-                    request,
-                    prompt=replace(request.prompt.followed_by(token_ids), prompt="", task={}),
-                    group_size=1,
-                    max_tokens=max_tokens,
-                    seed=(request.seed + SEED_STEP * number) % MAX_SEED,
-                    sampling=replace(self._sampling, stop=[*self._sampling.stop, *stop])
-                    if stop or self._sends_sampling
-                    else None,
-                ),
-                deadline,
-            )
-            mask = rollout.loss_mask
-            return SampledTurn(
-                token_ids=rollout.token_ids[mask].tolist(),
-                logprobs=rollout.logprobs[mask].tolist(),
-                policy_versions=rollout.policy_versions[mask].tolist(),
-                finish_reason=rollout.finish_reason,
-            )
+    async def _sample_turn(
+        self,
+        request: GroupRequest,
+        index: int,
+        deadline: Deadline,
+        token_ids: IntArray,
+        *,
+        max_tokens: int,
+        turn: int,
+        stop: Sequence[str] = (),
+    ) -> SampledTurn:
+        """Sample a turn of one of a group's episodes, with a seed of its own, on the engine of the group."""
+        sends_sampling = stop or self._sends_sampling
+        rollout = await self._sample(
+            replace(
+                request,
+                prompt=replace(request.prompt.followed_by(token_ids), prompt="", task={}),
+                group_size=1,
+                max_tokens=max_tokens,
+                seed=(request.seed + SEED_STEP * (turn * request.group_size + index)) % MAX_SEED,
+                sampling=replace(self._sampling, stop=[*self._sampling.stop, *stop]) if sends_sampling else None,
+            ),
+            deadline,
+        )
+        mask = rollout.loss_mask
+        return SampledTurn(
+            token_ids=rollout.token_ids[mask].tolist(),
+            logprobs=rollout.logprobs[mask].tolist(),
+            policy_versions=rollout.policy_versions[mask].tolist(),
+            finish_reason=rollout.finish_reason,
+        )
 
+    async def _play_episode(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
         async with self._slots:
             deadline = Deadline(self._config.timeout_s)
+            sample = partial(self._sample_turn, request, index, deadline)
             rules = Rules(
                 max_turns=self._config.max_turns,
                 max_tokens=request.max_tokens,
@@ -195,6 +207,7 @@ class GroupPlayer:
                 return _with_turns(await self._run_agent(agent_session, request.prompt.task, deadline)), {}
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
             starting = asyncio.timeout(self._config.timeout_s)
+            played: tuple[Episode, Mapping[str, ToolUse]] | None = None
             try:
                 async with AsyncExitStack() as stack:
                     async with starting:
@@ -209,12 +222,14 @@ class GroupPlayer:
                         rules=rules,
                         deadline=deadline,
                     )
-                    return _with_turns(await session.play(row, request.seed)), session.toolbox.use
+                    played = _with_turns(await session.play(row, request.seed)), session.toolbox.use
             except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made
-                episode = Episode()
-                limit = f"its environment and MCP servers took longer than {self._config.timeout_s:g} seconds to start"
-                episode.fail(f"{limit} (environment.timeout_s)" if starting.expired() else describe_error(error))
-                return episode, {}
+                if played is None:  # else only the end of a server went wrong
+                    played = Episode(), {}
+                    limit = f"its environment and MCP servers took longer than {self._config.timeout_s:g} seconds"
+                    late = f"{limit} to start (environment.timeout_s)"
+                    played[0].fail(late if starting.expired() else describe_error(error))
+            return played
 
     async def _make_environment(self) -> Environment:
         """Return a new environment; one whose methods are no coroutines is made in a thread, as it may block."""
@@ -229,7 +244,8 @@ class GroupPlayer:
         try:
             async with deadline:
                 reward = await self._kind.agent.run(row, EndpointAccess(base_url=self._gateway.base_url, api_key=key))
-                if reward is not None and not session.is_rewarded:  # else it sent one, and this may be its result
+                # A command's last line may be its result, and no reward, if it has sent one.
+                if reward is not None and not (session.is_rewarded and isinstance(self._kind.agent, CommandAgent)):
                     session.set_reward(reward)
         except Exception as error:  # noqa: BLE001 - programs raise anything
             if deadline.has_passed:

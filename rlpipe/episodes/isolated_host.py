@@ -59,7 +59,7 @@ class IsolatedHost:
         self._scratch = setup.scratch
         enter_folder(setup.folder)
         self._kind = import_kind(config)
-        self.schemas = [tool.schema for tool in self._kind.make().tools()]
+        self.schemas = self._kind.environment_schemas
 
     def run(self, starts: socket.socket) -> None:
         """Fork a process for each start that comes in, until the other side ends."""
@@ -70,7 +70,12 @@ class IsolatedHost:
             started, fds, _, _ = socket.recv_fds(starts, MAX_START_BYTES, 2)
             if not started:
                 return
-            if os.fork() == 0:
+            try:
+                is_child = os.fork() == 0
+            except OSError as error:  # the machine has no process or memory left: one call fails, the others go on
+                _tell_end(os.dup(fds[0]), f"no process could be started for it: {error.strerror}")
+                is_child = False
+            if is_child:
                 starts.close()
                 self._watch(*fds, tool=json.loads(started))
             for fd in fds:
@@ -103,6 +108,12 @@ class IsolatedHost:
     def _serve(self, link: int, tool: str | None) -> None:
         with Connection(link) as connection, asyncio.Runner() as runner, suppress(EOFError):
             runner.run(_answer_all(connection, ServedObject(self._kind, tool)))
+
+
+def _tell_end(control: int, reason: str) -> None:
+    """Tell the player why a process has ended, or did not begin."""
+    with suppress(OSError), Connection(control) as connection:  # nobody may wait for it any more
+        connection.send_bytes(json.dumps(reason).encode())
 
 
 async def _answer_all(connection: Connection, served: ServedObject) -> NoReturn:

@@ -23,7 +23,7 @@ from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import EndpointAccess, FunctionAgent, Reward
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.load_environment import EpisodeKind
-from rlpipe.episodes.tools import Environment, InvalidArguments, Observation, Step, Tool
+from rlpipe.episodes.tools import Environment, InvalidArguments, LimitedTool, Observation, Step, Tool
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import run_server
 
@@ -78,8 +78,11 @@ class Isolation:
         return IsolatedEnvironment(self, self._schemas)
 
     def isolate(self, tool: Tool) -> Tool:
-        """Return a tool each of whose calls has a process of its own."""
-        return IsolatedTool(self, tool.schema)
+        """Return a tool each of whose calls has a process of its own, up to one for each episode that is played.
+
+        A policy may call it many times in every turn.
+        """
+        return LimitedTool(IsolatedTool(self, tool.schema), asyncio.Semaphore(self._config.concurrency))
 
     async def open(self, tool: str | None = None) -> ObjectLink:
         """Return an idle process, or start one, for an episode's environment or a call of a tool."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +14,7 @@ from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import Agent, CommandAgent, FunctionAgent, GymAgent
 from rlpipe.episodes.builtin_tools import McpServer
-from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Tool
+from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Tool, call_anywhere
 from rlpipe.episodes.verifiers_agent import VerifiersAgent
 from rlpipe.errors import ConfigError
 
@@ -36,8 +39,13 @@ class EpisodeKind:
     """Program that plays instead of an environment."""
     servers: Sequence[McpServer] = ()
     """MCP servers that each episode starts for itself."""
-    schemas: Sequence[Mapping[str, Any]] = ()
-    """Schemas of the environment's tools and of ``tools``; those of servers are known once they run."""
+    environment_schemas: Sequence[dict[str, Any]] = ()
+    """Schemas of the environment's own tools."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Schemas of all tools but those of servers, which are known once they run."""
+        return [*self.environment_schemas, *(tool.schema for tool in self.tools)]
 
     @property
     def has_tools(self) -> bool:
@@ -58,7 +66,9 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
             raise ConfigError(f"environment.path: {config.path} is not a class derived from rlpipe.Environment")
         make_environment = _Maker(environment_class, dict(config.kwargs))
         try:
-            environment_tools = make_environment().tools()
+            environment = make_environment()
+            environment_tools = environment.tools()
+            _close(environment)
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be created: {describe_error(error)}") from error
     for tool in environment_tools:
@@ -70,8 +80,14 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         tools=tools,
         has_reward=config.path is not None,
         servers=servers,
-        schemas=[tool.schema for tool in (*environment_tools, *tools)],
+        environment_schemas=[tool.schema for tool in environment_tools],
     )
+
+
+def _close(environment: Environment) -> None:
+    """Close an environment that was only tried, and may have started a server, from whatever thread this is."""
+    with suppress(Exception), ThreadPoolExecutor(1) as thread:  # it has not begun, which its method may not expect
+        thread.submit(asyncio.run, call_anywhere(environment.close)).result()
 
 
 def _open_agent(agent: Any, concurrency: int) -> Agent:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.episodes.tools import ToolCall
+from rlpipe.episodes.tools import ToolCall, whole_characters
 from rlpipe.errors import ConfigError
 
 ID_CHARS = 9
@@ -137,7 +137,10 @@ def make_call(entry: Any, prefix: str, number: int) -> ToolCall:
             return ToolCall(id=call_id, name=entry["name"], problem=f"its arguments are not JSON ({error})")
     if not isinstance(arguments, dict):
         return ToolCall(id=call_id, name=entry["name"], problem="its arguments are not an object")
-    return ToolCall(id=call_id, name=entry["name"], arguments=arguments)
+    try:
+        return ToolCall(id=call_id, name=whole_characters(entry["name"]), arguments=whole_characters(arguments))
+    except RecursionError:
+        return ToolCall(id=call_id, name="", problem="its arguments are nested too deeply")
 
 
 def _id(prefix: str, number: int) -> str:
@@ -150,21 +153,24 @@ class VllmParser:
     Some parsers take the types of arguments from the tools' schemas.
     """
 
-    def __init__(self, name: str, template: ChatTemplate, tools: Sequence[Any] = ()) -> None:
+    def __init__(self, name: str, template: ChatTemplate, tools: Sequence[Any] = (), tokenizer: Any = None) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+        from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
         self._name, self._template = name, template
+        # Parsers, of which every turn has its own, ask it for its whole vocabulary.
+        fast: Any = template.tokenizer
+        self._tokenizer: Any = tokenizer or get_cached_tokenizer(fast)
         vllm_tools: list[Any] = [ChatCompletionToolsParam.model_validate(tool) for tool in tools]
         self._request = ChatCompletionRequest.model_construct(messages=[], tools=vllm_tools, tool_choice="auto")
         kind = ToolParserManager.get_tool_parser(name)
-        tokenizer: Any = template.tokenizer
-        self._open = lambda: kind(tokenizer, vllm_tools)
+        self._open = lambda: kind(self._tokenizer, vllm_tools)
         self._open()
         self._mark = re.compile(re.escape(_start_of_call(template)))
 
     def with_tools(self, tools: Sequence[Any]) -> VllmParser:
-        return VllmParser(self._name, self._template, tools)
+        return VllmParser(self._name, self._template, tools, self._tokenizer)
 
     def __call__(self, text: str, prefix: str) -> ParsedTurn:
         rest, reasoning = split_reasoning(text)

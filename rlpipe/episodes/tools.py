@@ -110,13 +110,15 @@ class FunctionTool:
 def one_at_a_time(tools: Iterable[Tool]) -> list[Tool]:
     """Return tools of one object so that a ``Toolbox`` lets their calls wait for each other: they may change it."""
     lock = asyncio.Lock()
-    return [_Locked(tool, lock) for tool in tools]
+    return [LimitedTool(tool, lock) for tool in tools]
 
 
 @dataclass(frozen=True)
-class _Locked:
+class LimitedTool:
+    """A tool whose calls wait for a lock, or for one of a number of slots; a call's time limit begins afterwards."""
+
     tool: Tool
-    lock: asyncio.Lock
+    slots: asyncio.Lock | asyncio.Semaphore
 
     @property
     def name(self) -> str:
@@ -233,7 +235,7 @@ class Toolbox:
         if tool is None:
             names = ", ".join(self._tools) or "none"
             return ToolResult(text=f"Error: there is no tool {call.name!r}; there are: {names}", failure="invalid")
-        async with tool.lock if isinstance(tool, _Locked) else nullcontext():  # a call's time begins when it runs
+        async with tool.slots if isinstance(tool, LimitedTool) else nullcontext():
             return await self._run(tool, call)
 
     async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
@@ -361,5 +363,5 @@ def whole_characters(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {key: whole_characters(entry) for key, entry in value.items()}
+        return {whole_characters(key): whole_characters(entry) for key, entry in value.items()}
     return [whole_characters(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -30,6 +30,8 @@ SHORT_PASS_S, MAX_PASS_S = 0.003, 0.04
 A short pass is over before another process, at the start of a run, takes a core away.
 """
 REPETITIONS, REPETITIONS_S = 50, 0.3
+MAX_FIRST_PASS_S = 0.3
+"""Seconds of a first pass, which also prepares the products, beyond which no more rows are tried."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -133,8 +135,8 @@ def _affordable_rows(layer: Products, passes: Mapping[str, Pass]) -> int:
     """Return the model's number of rows, or as many as fit in a pass of the allowed time, at least ``FEWEST_ROWS``."""
     rows = FEWEST_ROWS
     while True:
-        first = [_seconds(run, rows) for run in passes.values()]  # warms up for this shape
-        if max(first) > MAX_PASS_S:
+        first = [_seconds(run, rows) for run in passes.values()]  # prepares for this shape, which may take long
+        if max(first) > MAX_FIRST_PASS_S:
             return rows
         seconds = [_seconds(run, rows) for run in passes.values()]
         if rows == layer.rows or 2 * min(seconds) > SHORT_PASS_S or 2 * max(seconds) > MAX_PASS_S:

@@ -60,10 +60,10 @@ def choose_serving(config: Config, engine: Literal["vllm", "hf"]) -> Serving:
         return Serving(kind="merged", reason=reason)
     if (name := base_reader(config)) is not None:
         return Serving(kind="lora", reason=f"scoring.rewards.{name} samples from the base")
-    if _has_quantized_base(config):
-        return Serving(kind="lora", reason="the base is quantized in the engines")
     if weights.on_update == "wait" and config.replay.max_staleness > 0:
         return Serving(kind="lora", reason="running sequences keep their version while others begin with the next")
+    if _has_quantized_base(config):
+        return Serving(kind="lora", reason="the base is quantized in the engines")
     if config.rollout.num_gpus > 0:
         return Serving(kind="lora", reason="the default on GPUs")
     tokens, least = _tokens_per_version(config), _least_tokens(config.model.path, adapter)

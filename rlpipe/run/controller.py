@@ -10,14 +10,16 @@ A group passes through these files, in this order:
 
 1. ``run/controller.py`` admits it: a prompt, a version, a request (``_start_groups``).
 2. ``run/engine_pool.py`` sends the request to the engine with the least work, and again if that engine dies.
-3. ``rollout/engine_thread.py`` runs the engine in its actor and collects finished groups.
-4. ``rollout/vllm/vllm_engine.py`` (or ``rollout/hf_engine.py``) samples the tokens and their log-probs.
-5. ``run/scoring_pools.py`` sends finished groups to scoring processes.
-6. ``scoring/scorer.py`` calls the rewards in one of them.
-7. ``replay/store.py`` records the group in the ledger, buffers it, and has the batches of a step assembled.
+3. ``rollout/engine_thread.py`` runs the engine and collects finished groups; ``rollout/vllm/vllm_engine.py`` or
+   ``rollout/hf_engine.py`` samples their tokens with the log-probs.
+4. ``run/scoring_pools.py`` sends finished groups to scoring processes, while the replay actor records their tokens in
+   the ledger (``_generated``).
+5. ``scoring/scorer.py`` calls the rewards in one of them.
+6. ``replay/store.py`` records the rewards, and buffers the group until a step takes it.
+7. ``replay/assemble.py`` computes the advantages of the step's groups, and packs one batch for each learner rank.
 8. ``learner/step.py`` trains the step on one rank's batch.
 
-The Ray actors around 3, 6, 7 and 8 are in ``actors/``; ``actors/learner.py`` also publishes the new weights.
+The Ray actors around 3, 5, 6 and 8 are in ``actors/``; ``actors/learner.py`` also publishes the new weights.
 
 Synchronous (``max_staleness=0``) and asynchronous training differ only in the capacity that ``Admission`` grants.
 After the last step, the groups of one more step are generated but not trained: engines and learner then hold the same

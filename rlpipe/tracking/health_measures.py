@@ -125,8 +125,14 @@ def is_asynchronous(config: Config) -> bool:
 
 
 def has_own_devices(config: Config) -> bool:
-    """Return whether engines and learner could work at the same time without taking time from each other."""
-    return is_asynchronous(config) and config.rollout.num_gpus >= 1 and config.learner.num_gpus >= 1
+    """Return whether engines and learner could work at the same time without taking time from each other.
+
+    They can if each has whole GPUs, or custom resources, and so hosts, that the other does not have.
+    """
+    engines, learner = config.rollout, config.learner
+    have_gpus = engines.num_gpus >= 1 and learner.num_gpus >= 1
+    have_hosts = bool(engines.resources and learner.resources) and not engines.resources.keys() & learner.resources
+    return is_asynchronous(config) and (have_gpus or have_hosts)
 
 
 def equal_rewards(run: RunHistory) -> float | None:

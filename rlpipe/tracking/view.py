@@ -104,10 +104,11 @@ class RunView:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the run's end, at the pace of its latest steps."""
+        """Seconds until the run's end, at the pace of its latest steps; during an outage, from its end on."""
         if self.step_s is None:
             return None
-        return max((self.total - self.step) * self.step_s - (self._clock() - self._ends[-1]), 0.0)
+        elapsed = self._clock() - self._ends[-1]
+        return max((self.total - self.step) * self.step_s - min(elapsed, self.step_s), 0.0)
 
     def figures(self) -> list[tuple[str, str]]:
         """Return the names and values of the figures reported so far."""

@@ -42,6 +42,7 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     remaining_bytes = MAX_BYTES
     for run in runs:
         run.refresh()
+    for run in runs:
         tree, used, lines = _describe_run(
             run, remaining_bytes // max(len(runs) - len(trees), 1), _compared(runs, run, held_out=False)
         )

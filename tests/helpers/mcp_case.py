@@ -35,6 +35,13 @@ def start() -> str:
 
 
 @server.tool()
+def litter() -> str:
+    """Write what is no text where the server answers."""
+    os.write(1, b"\xff\xfe\n")
+    return "written"
+
+
+@server.tool()
 def hang() -> str:
     """Hang."""
     time.sleep(300)

@@ -67,7 +67,9 @@ def local_ray() -> Iterator[None]:
     if started_here:
         preloading.begin_stages(["learner", "engine"])
         with preloading.used_by_ray(), patient_start():
-            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+            hosts = {"engine_host": 1, "learner_host": 1}  # of runs in which the two don't share cores
+            quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "WARNING"}
+            ray.init("local", num_cpus=8, resources=hosts, **quiet)
     yield
     if started_here:
         ray.shutdown()

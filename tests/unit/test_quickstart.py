@@ -1,10 +1,15 @@
 """The quickstart's rows: plain sums with their grader's entry, and held-out prompts that are never trained on."""
 
+from pathlib import Path
+
+import huggingface_hub
 import pytest
 
+from rlpipe import quickstart
 from rlpipe.configs.compose import load_config
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.sources.row_source import Cursor
+from rlpipe.errors import ModelError
 from rlpipe.models.tiny import make_tokenizer
 
 CONFIG = load_config(["experiment=quickstart", "model.prepare=rlpipe.quickstart:warm_up"])
@@ -42,3 +47,21 @@ def test_the_source_continues_from_a_cursor() -> None:
     ids = [prompt.prompt_id for prompt in prompts.take(5)]
     prompts.seek(Cursor(epoch=cursor.epoch, position=cursor.position))
     assert [prompt.prompt_id for prompt in prompts.take(5)] == ids
+
+
+def test_the_wheel_stands_in_for_a_hub_whose_files_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def cut(*_: object, **__: object) -> None:
+        raise ConnectionError("the proxy forbids it")
+
+    monkeypatch.setattr(quickstart, "hub_has", lambda *_, **__: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cut)
+    converted: list[Path] = []
+    monkeypatch.setattr(quickstart, "convert", lambda file, target: converted.append(target))
+    config = load_config(["experiment=smollm2", f"output={tmp_path}"])
+    monkeypatch.setattr(quickstart, "smollm2_file", lambda: tmp_path / "model.gguf")
+    quickstart.fetch_smollm2(config)
+    assert converted == [Path(config.model.path)]
+    assert not converted[0].exists()
+    monkeypatch.setattr(quickstart, "smollm2_file", lambda: None)
+    with pytest.raises(ModelError, match=r"can't be fetched .*the proxy forbids it.*pip install"):
+        quickstart.fetch_smollm2(config)

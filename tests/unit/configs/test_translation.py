@@ -846,6 +846,7 @@ def test_entries_of_other_mappings_are_taken(tmp_path: Path) -> None:
     [
         ("pretrain: tiny\ndataset: a.jsonl,b.jsonl\n", True),
         ("pretrain: tiny\ndataset: a.jsonl,b.jsonl\ndataset_probs: 0.2,0.8\n", False),
+        ("pretrain: tiny\ndataset: a.jsonl,b.jsonl\ndataset_probs: 0.2,$REST\n", True),
         (f"{ON_VERL}data.train_files: [a.parquet, b.parquet]\n", True),
         ("base_model: tiny\ndatasets: [{path: a.jsonl}, {path: b.jsonl}]\n", True),
         (ON_AXOLOTL, False),
@@ -855,6 +856,18 @@ def test_data_sets_that_are_concatenated_are_reported(text: str, is_told: bool, 
     (tmp_path / "run.yaml").write_text(text)
     notes = translate(read_foreign(tmp_path / "run.yaml")).notes
     assert any("there they are concatenated" in reason for _, reason in notes) == is_told
+
+
+@pytest.mark.parametrize("text", ["0.8,0.95", "'(0.8, 0.95)'", "[0.8, 0.95]"])
+def test_betas_written_as_text_are_read(text: str, tmp_path: Path) -> None:
+    for line in (f"pretrain: tiny\ndataset: a.jsonl\nadam_betas: {text}\n", f"{ON_VERL}actor.optim.betas: {text}\n"):
+        (tmp_path / "run.yaml").write_text(line)
+        assert translate(read_foreign(tmp_path / "run.yaml")).options["learner.optimizer.betas"] == [0.8, 0.95]
+
+
+def test_betas_that_are_not_known_are_not_replaced_by_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("pretrain: tiny\ndataset: a.jsonl\nadam_betas: 0.9,$BETA\n")
+    assert "learner.optimizer.betas" not in translate(read_foreign(tmp_path / "run.yaml")).options
 
 
 @pytest.mark.parametrize("limit", ["", "max_prompt_length: 99"])

@@ -222,6 +222,8 @@ def test_other_folders_and_old_records_are_refused_or_passed_over(
 ) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path / "tpyo")]) == 2
+    assert f"there is no run {tmp_path / 'tpyo'}" in capsys.readouterr().err
     for damaged in ("", "[]", '{"state": 1}', "{" * 100_000):
         (run / OUTCOME_FILE).write_text(damaged)
         assert "was not recorded" in diagnosis(run, capsys)["ending", "skipped"]

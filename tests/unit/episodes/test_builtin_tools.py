@@ -64,6 +64,20 @@ def test_a_server_that_ends_by_itself_leaves_nothing_behind(tmp_path: Path) -> N
     assert_ended(pids)
 
 
+def test_a_server_whose_output_is_no_text_serves_on(tmp_path: Path) -> None:
+    said = [call("litter"), call("count", '{"step": 1}'), "done"]
+    group, _ = play(said, said, kind=kind(tmp_path / "pids"), prompt=ASKED, timeout_s=60.0)
+    assert group.failure is None
+    assert [results(group, index) for index in range(2)] == [["written", "1 times"]] * 2
+
+
+def test_half_a_character_in_a_call_costs_nothing_else(tmp_path: Path) -> None:
+    said = [call("count", r'{"step": "\ud83d", "\ud83d": 1}'), call("count", '{"step": 1}'), "done"]
+    group, _ = play(said, said, kind=kind(tmp_path / "pids"), prompt=ASKED, timeout_s=60.0)
+    assert group.failure is None
+    assert results(group, 0)[1] == "1 times"
+
+
 def test_a_server_that_hangs_or_dies_costs_its_calls(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     began = time.monotonic()

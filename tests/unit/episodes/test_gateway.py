@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from aiohttp import web
 from gateway_cases import CALL, LOOK, RULES, Scene, play
 
 from rlpipe.episodes.agent_session import ChatQuestion, RequestRefused
@@ -231,12 +233,14 @@ def test_a_thousand_retries_get_the_same_answer(num_rounds: int) -> None:
         header = {"x-stainless-retry-count": "1"}
         made = client.chat.completions.create
         first = asyncio.create_task(made(**body))  # type: ignore[call-overload]
-        answers = [await first]
-        for _ in range(num_rounds):
+        while not scene.contexts:
+            await asyncio.sleep(0.01)
+        answers = await asyncio.gather(first, *(made(**body, extra_headers=header) for _ in range(50)))  # type: ignore[call-overload]
+        for _ in range(num_rounds - 1):
             answers += await asyncio.gather(*(made(**body, extra_headers=header) for _ in range(50)))  # type: ignore[call-overload]
         return {answer.id for answer in answers}
 
-    scene = Scene(["North."] * 6, pause_s=0.05)
+    scene = Scene(["North."] * 6, pause_s=0.5)
     episode, ids = play(scene, program)
     assert len(ids) == len(scene.contexts) == len(episode.graph.turns) == 1
 
@@ -319,6 +323,41 @@ def test_a_question_that_failed_once_is_answered_when_it_is_asked_again() -> Non
     episode, text = play(Failing(["North.", "East."], rules=rules), program)
     assert text == "East."
     assert len(episode.graph.turns) == 1
+
+
+def test_a_retry_of_one_of_equal_questions_does_not_get_the_answer_of_another() -> None:
+    class Failing(Scene):
+        async def sample(
+            self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
+        ) -> SampledTurn:
+            if not turn:
+                await asyncio.sleep(0.2)
+                raise ValueError("an odd text")
+            return await super().sample(token_ids, max_tokens=max_tokens, turn=turn, stop=stop)
+
+    async def program(scene: Scene) -> set[str | None]:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        made = scene.client(max_retries=1).chat.completions.create
+        answers = await asyncio.gather(*(made(**body) for _ in range(2)))
+        return {answer.choices[0].message.content for answer in answers}
+
+    episode, texts = play(Failing(["North.", "East.", "South."]), program)
+    assert texts == {"East.", "South."}
+    assert len(episode.graph.turns) == 2
+
+
+def test_requests_are_not_kept_once_they_are_answered_or_refused() -> None:
+    async def program(scene: Scene) -> tuple[int, int]:
+        client = scene.client()
+        for number in range(8):
+            with suppress(openai.BadRequestError):
+                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": f"{number}"}])
+        gc.collect()
+        return len(scene.session._asked), sum(isinstance(found, web.Request) for found in gc.get_objects())
+
+    _, (num_asked, num_requests) = play(Scene(["x"] * 6), program)
+    assert num_asked == 6
+    assert num_requests <= 1
 
 
 def test_a_retry_of_a_question_that_was_answered_before_is_a_turn_of_its_own() -> None:

@@ -21,6 +21,7 @@ from player_cases import DATA, KIND, TEMPLATES, agent_kind, play, player_of, req
 from template_cases import made_tokenizer
 from transformers import AutoTokenizer
 
+from rlpipe.common.imports import import_object
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.data.render.template import ChatTemplate
@@ -238,6 +239,58 @@ def test_a_reward_that_was_sent_is_not_replaced_by_the_last_line(tmp_path: Path)
     (tmp_path / "agent.py").write_text(SENDS_ITS_REWARD)
     group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, str(tmp_path / "agent.py")]}))
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.5, 0.5]
+
+
+def send_and_return(row: dict[str, Any], episode: EndpointAccess) -> float:
+    """Ask, send a reward, as a program that the policy has written might, and return another."""
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+    client.post("/reward", body={"reward": 1.0}, cast_to=object)
+    return 0.25
+
+
+def test_what_a_function_returns_counts_whatever_was_sent() -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind(f"{__file__}:send_and_return"))
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.25, 0.25]
+
+
+LEAVES_ITS_ROW = """
+import subprocess
+from openai import OpenAI
+
+OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+subprocess.Popen(["sleep", "321"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(0.5)
+"""
+
+
+def test_a_command_may_end_without_its_row_and_leave_a_daemon(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(LEAVES_ITS_ROW)
+    kind = agent_kind({"command": [sys.executable, str(tmp_path / "agent.py")]})
+    group, _ = play(["1"], ["2"], kind=kind, row={"text": "x" * 1_000_000}, timeout_s=30.0)
+    ends = [(rollout.finish_reason, rollout.episode.reward) for rollout in group if rollout.episode]
+    assert ends == [("done", 0.5)] * 2
+
+
+class Holding(Guess):
+    """A game that has something open from its beginning on."""
+
+    num_open = 0
+
+    def __init__(self) -> None:
+        type(self).num_open += 1
+
+    def close(self) -> None:
+        type(self).num_open -= 1
+
+
+def test_no_environment_that_is_only_tried_stays_open() -> None:
+    path = f"{__file__}:Holding"
+    kind = import_kind(EnvironmentConfig(path=path, isolation="thread"))
+    holding = import_object(path, what="path", error=ConfigError)
+    assert holding.num_open == 0
+    play(["1"], ["2"], kind=kind)
+    assert holding.num_open == 0
 
 
 def rewrite(row: dict[str, Any], episode: EndpointAccess) -> float:
@@ -538,7 +591,7 @@ COUNTS_IF_THERE_ARE_TOOLS = (
     ("kind", "is_refused"),
     [
         (KIND, False),
-        (replace(KIND, schemas=[FunctionTool(Guess().hint).schema]), True),
+        (replace(KIND, environment_schemas=[FunctionTool(Guess().hint).schema]), True),
         (replace(KIND, servers=[McpServer(command=["ls"])]), True),
         (agent_kind({"command": ["ls"]}), True),
     ],

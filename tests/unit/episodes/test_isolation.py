@@ -420,6 +420,63 @@ def test_while_a_dead_host_is_replaced_others_continue(file: Path, monkeypatch: 
     wait_for(lambda: not own_processes())
 
 
+NO_FORK = """
+import os
+from pathlib import Path
+
+fork = os.fork
+
+def fork_if_possible():
+    if Path(__file__).with_name("full").exists():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = fork_if_possible
+"""
+
+
+def test_a_process_that_cannot_be_started_costs_its_call_alone(file: Path) -> None:
+    file.write_text(NO_FORK + file.read_text())
+    fork = os.fork
+    config = EnvironmentConfig(path=f"{file}:Counter", tools=[f"{file}:double"], timeout_s=20)
+    kind = isolate(import_kind(config), config)
+    isolation = kind.make.__self__  # type: ignore[attr-defined]
+    full = file.with_name("full")
+
+    async def play() -> None:
+        begun = kind.make()
+        await begun.reset({"word": "go"}, 3)  # type: ignore[misc]
+        full.touch()
+        with pytest.raises(Ended, match="no process could be started for it: Resource temporarily unavailable"):
+            await kind.tools[0].call({"number": 21})
+        full.unlink()
+        assert await kind.tools[0].call({"number": 21}) == "42"
+        assert await begun.final_reward() is not None  # type: ignore[misc]
+        await begun.close()  # type: ignore[misc]
+
+    try:
+        asyncio.run(play())
+    finally:
+        isolation.close()
+        os.fork = fork
+
+
+def test_calls_have_no_more_processes_than_episodes_are_played(file: Path) -> None:
+    config = EnvironmentConfig(tools=[f"{file}:double"], timeout_s=20, concurrency=2)
+    kind = isolate(import_kind(config), config)
+    box = Toolbox(kind.tools, timeout_s=10.0)
+
+    async def play() -> None:
+        calls = [ToolCall(id=str(n), name="double", arguments={"number": n}) for n in range(8)]
+        results = await asyncio.gather(*(box.call(call) for call in calls))
+        assert [result.text for result in results] == [str(2 * n) for n in range(8)]
+
+    asyncio.run(play())
+    isolation = kind.tools[0].tool._isolation  # type: ignore[attr-defined]
+    assert len(isolation._idle["double"]) <= 2
+    isolation.close()
+
+
 @pytest.mark.slow
 def test_an_accident_at_the_start_is_tried_again(file: Path, tmp_path: Path) -> None:
     met = tmp_path / "met"

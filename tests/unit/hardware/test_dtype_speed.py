@@ -9,11 +9,13 @@ import pytest
 
 from rlpipe.actors.node import node_types
 from rlpipe.configs.compose import load_config
+from rlpipe.doctor.run_checks import this_device
 from rlpipe.hardware import calibration, dtype_speed, dtypes
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES, own_name
-from rlpipe.hardware.dtype_speed import Products, cpu_types, kept_rates, products, time_products
+from rlpipe.hardware.dtype_speed import Products, cpu_types, forget_rates, kept_rates, products, time_products
 from rlpipe.models.model_files import read_widths
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.plan.dtype_work import engine_products, learner_products, planned_dtype
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -50,6 +52,28 @@ def test_the_faster_type_is_taken_and_kept(
     assert machine.times_timed == 1
     (types,) = node_types("auto", MADE)
     assert types.rates == rates
+
+
+def test_a_doctor_without_a_profile_plans_in_the_type_that_the_run_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load_config(["experiment=quickstart", f"model.path={make_tiny_policy(tmp_path / 'policy')}"])
+    for rates, expected in ((SLOWER, "float32"), (FASTER, "bfloat16")):
+        Machine(monkeypatch, rates)
+        forget_rates()
+        assert planned_dtype(config, this_device(config)) == expected
+
+
+def test_a_slow_first_pass_does_not_make_the_products_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[str, int]] = set()
+
+    def seconds(run: str, rows: int) -> float:
+        is_first = (run, rows) not in seen
+        seen.add((run, rows))
+        return 0.1 if is_first else 1e-6 * rows
+
+    monkeypatch.setattr(dtype_speed, "_seconds", seconds)
+    assert dtype_speed._affordable_rows(MADE, {"float32": "wide", "bfloat16": "narrow"}) == MADE.rows  # type: ignore[dict-item]
 
 
 def test_other_products_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

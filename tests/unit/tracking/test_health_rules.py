@@ -292,6 +292,9 @@ def test_processes_that_share_cores_may_wait_for_each_other() -> None:
     config.rollout.num_gpus = config.learner.num_gpus = 0
     for name in ("staleness", "learner_waits", "engines_wait"):
         assert found_in(config, run_with(ILLNESSES[name])) == []
+    config.rollout.resources, config.learner.resources = {"engine_host": 1.0}, {"learner_host": 1.0}
+    for name in ("staleness", "learner_waits", "engines_wait"):
+        assert found_in(config, run_with(ILLNESSES[name])) != []
 
 
 def test_gradients_of_supervised_runs_may_be_larger() -> None:

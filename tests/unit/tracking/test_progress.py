@@ -124,6 +124,17 @@ def test_eta_follows_the_recent_pace_without_the_first_step() -> None:
     assert view.elapsed_s == pytest.approx(161.0)
 
 
+def test_eta_stands_still_during_an_outage() -> None:
+    clock = Clock()
+    view = RunView(clock)
+    view.start(total=1000, done=0)
+    for step in range(1, 41):
+        clock.now += 2.0
+        view.update(step, {})
+    clock.now += 600.0
+    assert view.eta_s == pytest.approx(959 * 2.0)
+
+
 @pytest.mark.parametrize("steps_since", [1, 5, 10, 19])
 def test_eta_does_not_take_an_outage_for_the_pace(steps_since: int) -> None:
     clock = Clock()
