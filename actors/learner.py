@@ -341,18 +341,23 @@ class LearnerLoop:
         if setup.algorithm.precomputes_reference:
             self._precompute_reference()
         checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
-        first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
+        loaded = None if checkpoint is None else self._store.load(checkpoint, self._learner)
+        first_step = 0 if loaded is None else loaded.step
+        if loaded is not None and loaded.extra["config"]["algorithm"]["num_steps"] == num_steps:
+            self._target.restore(loaded.extra.get("losses", ()))
         if self._rank == 0:
             self._incarnation = self._calls.get(
                 setup.batches.begin_incarnation.remote(), "the number of the learner group's starts"
             )
             self._post_messages()
         self._publisher.publish(first_step, self._incarnation)
+        if loaded is not None:
+            self._record_checkpoint(first_step)  # the ranks may have died between writing and recording it
         follows = setup.weights_actor is not None
         held_out = [] if follows else self._calls.get(setup.batches.held_out.remote(self._rank), "the held-out rows")
         evaluations = self._evaluate(held_out, first_step) if first_step < num_steps else {}
         batch: TrainBatch | None = None
-        for step in range(first_step, num_steps):
+        for step in range(first_step, first_step if self._target.is_met else num_steps):
             self._step = step
             previous, (batch, waited) = batch, self._next_batch(step)
             if batch is None:
@@ -462,6 +467,7 @@ class LearnerLoop:
         setup = self._setup
         # The config has paths as the user wrote them, the model has them resolved.
         extra = {"resume": batch.resume, "config": dict(setup.resolved_config), "model": to_tree(setup.model)}
+        extra["losses"] = self._target.losses
         try:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
         except OSError as error:
@@ -472,6 +478,9 @@ class LearnerLoop:
                 )
             return
         self._saved_step = step
+        self._record_checkpoint(step)
+
+    def _record_checkpoint(self, step: int) -> None:
         if self._rank == 0:
             recorded: Any = self._setup.batches.checkpointed.remote(step, self._publisher.digest_of(step))
             self._calls.get(recorded, "the ledger to record the checkpoint")

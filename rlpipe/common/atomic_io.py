@@ -20,7 +20,7 @@ from glob import escape, glob
 from hashlib import file_digest as hash_file
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 logger = logging.getLogger(__name__)
@@ -63,12 +63,19 @@ def whole_folder(target: Path) -> Iterator[Path]:
 def held(folder: Path) -> Iterator[bool]:
     """Lock the folder until the block or the process ends; yield False if another process holds the lock."""
     with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        has_lock = _try_lock(file)
+        if not has_lock:
+            time.sleep(BUSY_PAUSE_S)  # ``is_held`` of another process may have it for a moment
+            has_lock = _try_lock(file)
+        yield has_lock
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_held(folder: Path) -> bool:

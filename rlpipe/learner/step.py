@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -330,4 +330,16 @@ class LossTarget:
         A loss that is not finite prevents this for ``WINDOW`` steps.
         """
         self._losses.append(loss)
+        return self.is_met
+
+    @property
+    def is_met(self) -> bool:
         return self._target is not None and len(self._losses) == WINDOW and fmean(self._losses) < self._target
+
+    @property
+    def losses(self) -> list[float | None]:
+        """The last losses for a checkpoint, which has no NaN; ``restore`` takes them back."""
+        return [loss if math.isfinite(loss) else None for loss in self._losses]
+
+    def restore(self, losses: Iterable[float | None]) -> None:
+        self._losses.extend(math.nan if loss is None else loss for loss in losses)

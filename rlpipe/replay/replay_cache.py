@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,13 +77,11 @@ class ReplayCache:
         if self._groups.maxlen:
             self._groups.extend(group for group in groups if self._has_signal(group))
 
-    def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
-        """Add groups with differing rewards as older ones, until the cache is full."""
-        for group in newest_first:
-            if len(self._groups) == self._groups.maxlen:
-                return
-            if self._has_signal(group):
-                self._groups.appendleft(group)
+    def restore(self, steps: Iterable[tuple[Collection[int], Iterable[RolloutGroup]]]) -> None:
+        """Do again what earlier steps did: each is given by the groups that it replayed, by id, and its new groups."""
+        for replayed, fresh in steps:
+            self._remove(replayed)
+            self.keep(fresh)
 
     def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
@@ -92,6 +90,9 @@ class ReplayCache:
             return []
         choose = REPLAY_POLICIES[self._policy.name] if self._policy.path is None else own_choice
         chosen = choose(tuple(self._groups), ReplayInputs(groups=groups, num_wanted=num_wanted, config=self._policy))
-        ids = {group.group_id for group in chosen}
-        self._groups = deque((group for group in self._groups if group.group_id not in ids), self._groups.maxlen)
+        self._remove({group.group_id for group in chosen})
         return chosen
+
+    def _remove(self, group_ids: Collection[int]) -> None:
+        kept = (group for group in self._groups if group.group_id not in group_ids)
+        self._groups = deque(kept, self._groups.maxlen)

@@ -199,20 +199,26 @@ class ReplayStore:
 
     def batches(self, step: int) -> list[TrainBatch] | None:
         """Return one batch per rank, or None while the step can't be filled; repeated calls give equal batches."""
-        groups = self.ledger.groups_of(step)
-        if groups is not None:
-            return self._assemble(step, groups)
+        assigned = self.ledger.groups_of(step)
+        groups = self._take(step) if assigned is None else assigned
+        if groups is None:
+            return None
+        batches = self._assemble(step, groups)
+        self._samples[step] = groups.fresh[: self._num_samples]
+        if assigned is None:
+            self.ledger.assign(step, groups)
+            self._kept.keep(groups.fresh)
+            for group in groups.fresh:
+                del self._entries[group.group_id]
+        return batches
+
+    def _take(self, step: int) -> StepGroups | None:
+        """Return the groups of a new step in the order in which the ledger will return them, or None."""
         fresh = self._buffer.take(step)
         if fresh is None:
             return None
-        groups = StepGroups(fresh=fresh, replayed=self._kept.replacements_for(fresh))
-        batches = self._assemble(step, groups)
-        self.ledger.assign(step, groups)
-        self._kept.keep(fresh)
-        self._samples[step] = fresh[: self._num_samples]
-        for group in fresh:
-            del self._entries[group.group_id]
-        return batches
+        replayed = sorted(self._kept.replacements_for(fresh), key=lambda group: group.group_id)
+        return StepGroups(fresh=fresh, replayed=replayed)
 
     def reports(self, after: int) -> list[StepReport]:
         """Return the reports of steps after ``after``, with a few groups of each that is still in memory."""
@@ -250,7 +256,7 @@ class ReplayStore:
             self._buffer.add(group)
         self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
         if self._replay.reuse_groups:
-            self._kept.fill_up(self.ledger.newest_taken())
+            self._kept.restore(self.ledger.steps_taken())
 
     def _answer_again(self, outcome: Outcome, group_ids: Iterable[int], *, with_tokens: bool) -> None:
         """Add to ``outcome`` the groups that a dead process discarded, for calls repeated because its answer was lost.

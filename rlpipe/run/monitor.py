@@ -273,7 +273,10 @@ class RunMonitor:
         """
         limit, started = self._cluster.step_timeout_s, time.monotonic()
         while True:
+            before = time.monotonic()
             await asyncio.sleep(min(POLL_S, limit / 4))
+            if time.monotonic() - before > limit / 2:  # this process was suspended, and has passed on nothing
+                started = time.monotonic()
             if self._stops:
                 await self.stop_learner()  # again, because the actor may be a new process
             state = await self.ask(self._batches.describe.remote(), "describe its state")

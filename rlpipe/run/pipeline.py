@@ -52,10 +52,13 @@ from rlpipe.run.prepare import (
     check_context,
     check_reward_columns,
     ended_summary,
-    find_resume_point,
     open_output,
     prepare_run,
+    read_resume_point,
+    refuse_if_held,
+    renew_resume_point,
     run_start,
+    set_others_aside,
 )
 from rlpipe.run.reporting import Reporter, cut_notice
 from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
@@ -81,12 +84,9 @@ from rlpipe.tracking.trackers import open_trackers
 from rlpipe.types import Prompt
 
 logger = logging.getLogger(__name__)
-
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 HOOK_DRAIN_S = 10.0
 """Time that ``scoring.on_rollouts_scored`` has at the end of a run, in seconds."""
-
 Result = TypeVar("Result")
 
 
@@ -104,7 +104,8 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
 def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict[str, Any]:
     started = time.monotonic()
     config = replace(config, algorithm=record_code(config.algorithm))
-    start = find_resume_point(config)
+    refuse_if_held(config)
+    start = read_resume_point(config)
     if (ended := ended_summary(config, start)) is not None:
         print(
             f"this run has ended after {start.step} steps, and nothing is left to do; to train further, increase "
@@ -114,6 +115,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
         return ended
     run = prepare_run(config, rewards)
     with open_output(run), recorded_outcome(run.output):
+        start = renew_resume_point(config, start)
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
             metrics = run.output / METRICS_FILE
@@ -143,10 +145,8 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
         except LedgerLost as loss:
             has_checkpoint = bool(list_checkpoints(run.output / "checkpoints"))
             resume = "auto" if has_checkpoint or run.config.resume == "never" else run.config.resume
-            resume_point = find_resume_point(replace(run.config, resume=resume), holds_output=True)
-            start = replace(
-                resume_point, messages=[f"{loss}; everything after the last checkpoint is lost", *resume_point.messages]
-            )
+            resume_point = read_resume_point(replace(run.config, resume=resume))
+            start = replace(resume_point, messages=[f"{loss}; everything after the last checkpoint is lost"])
 
 
 def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
@@ -168,6 +168,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = workers.start_replay(run)
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
+        start = set_others_aside(run.output, start)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
         ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)
         run, types = precision.resolve_dtype(run, policy_needs, ask, begun=start.dtype)
@@ -217,11 +218,12 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
         owns_cluster = stack.enter_context(_cluster(config, needs))
         ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)
         run, types = precision.resolve_dtype(run, needs, ask, begun=start.dtype)
+        with PHASES.phase("reading the data"):
+            batches = workers.start_dataset(run, start)
+        start = set_others_aside(run.output, start)
         reporter = stack.enter_context(_reporter(run, start))
         for message in types:
             reporter.message(message)
-        with PHASES.phase("reading the data"):
-            batches = workers.start_dataset(run, start)
         setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlpipe.common.atomic_io import create_once, held, why_not_writable, write_whole
+from rlpipe.common.atomic_io import create_once, held, is_held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -18,7 +18,14 @@ from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import ConfigError, DataError, ModelError
-from rlpipe.learner.checkpoint_files import damaged, read_extra, resolve_checkpoint, set_damaged_aside, set_newer_aside
+from rlpipe.learner.checkpoint_files import (
+    damaged,
+    latest,
+    read_extra,
+    resolve_checkpoint,
+    set_damaged_aside,
+    set_newer_aside,
+)
 from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.model_files import converted_folder, is_gguf, read_known_config, read_num_experts
 from rlpipe.replay.ledger.query import ledger_path
@@ -48,6 +55,8 @@ class ResumePoint:
     """Type that the run computed in."""
     num_steps: int | None = None
     """Steps that the run was asked for when it wrote the checkpoint."""
+    newest: Path | None = None
+    """The newest checkpoint in the output when the point was read."""
     messages: Sequence[str] = ()
     """Lines about the resume point for the user."""
 
@@ -115,8 +124,20 @@ def hold_output(output: Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
     with held(output) as has_lock:
         if not has_lock:
-            raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
+            raise _held_error(output)
         yield
+
+
+def refuse_if_held(config: Config) -> None:
+    """Raise ``ConfigError`` if another run holds the output now, before anything is read that it may be writing."""
+    output = Path(config.output).absolute()
+    with suppress(OSError):  # no such folder, or none that can be read
+        if is_held(output):
+            raise _held_error(output)
+
+
+def _held_error(output: Path) -> ConfigError:
+    return ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
 
 
 @contextmanager
@@ -283,23 +304,29 @@ def _num_positions(model: ModelConfig) -> int | None:
         return None  # the engine and the learner report what is wrong with it
 
 
-def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePoint:
-    """Return the point from which the run continues, as ``read_resume_point`` does, and prepare the folder for it.
+def renew_resume_point(config: Config, start: ResumePoint) -> ResumePoint:
+    """Return the point, or read it again if another run has written a checkpoint since; the caller holds the output."""
+    return start if _newest(config) == start.newest else read_resume_point(config)
 
-    Damaged checkpoints and those newer than the one to resume from are renamed. With ``holds_output`` the caller has
-    the output's lock already.
+
+def _newest(config: Config) -> Path | None:
+    return latest(Path(config.output).absolute() / "checkpoints")
+
+
+def set_others_aside(output: Path, start: ResumePoint) -> ResumePoint:
+    """Rename damaged checkpoints and those newer than the one that the run continues from; add messages to the point.
+
+    To be called once nothing of the config or the data can prevent the run, by the holder of the output.
     """
-    output = Path(config.output).absolute()
     folder = output / "checkpoints"
-    start = read_resume_point(config)
-    with naming_output(output), hold_output(output) if folder.is_dir() and not holds_output else nullcontext():
+    with naming_output(output):
         damaged_aside = set_damaged_aside(folder, newer_than=start.step)
         newer_aside = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
     messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in damaged_aside.items()]
     messages += [f"the run continues from an older checkpoint; a newer one is now {path}" for path in newer_aside]
     if start.checkpoint is not None:
         messages += [f"resuming from {start.checkpoint}, after step {start.step}"]
-    return replace(start, messages=messages)
+    return replace(start, messages=[*start.messages, *messages])
 
 
 def read_resume_point(config: Config) -> ResumePoint:
@@ -311,7 +338,9 @@ def read_resume_point(config: Config) -> ResumePoint:
     ledger = ledger_path(output, config.name, config.ledger.folder)
     if (problem := why_not_writable(output)) is not None:
         raise _unwritable(output, problem)
+    newest = _newest(config)
     start = ResumePoint() if config.resume == "never" else _read_checkpoint(config, output / "checkpoints")
+    start = replace(start, newest=newest)
     if config.resume == "never":
         _check_is_new(output, ledger)
     if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine

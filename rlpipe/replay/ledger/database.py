@@ -245,6 +245,10 @@ ENVIRONMENT = {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_NOLFS,
 }
 """SQLite's codes of errors that say nothing against the file's content."""
 DECODING_ERRORS = (
@@ -382,16 +386,11 @@ class Database:
 
     def back_up(self, target: Path) -> None:
         """Write a consistent copy to ``target``; may run on a thread of its own."""
-        with (
-            self._errors(),
-            closing(_connect(self.path, read_only=True)) as source,
-            closing(sqlite3.connect(target, isolation_level=None)) as copy,
-        ):
+        with self._errors(), closing(_connect(self.path, read_only=True)) as source:
             (pages,), (page_bytes,) = (source.execute(f"PRAGMA page_{n}").fetchone() for n in ("count", "size"))
-            check_room(target.parent, 2 * pages * page_bytes)  # SQLite vacuums beside the file
-            source.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")
-            copy.execute("VACUUM")
+            check_room(target.parent, pages * page_bytes)
+            target.unlink(missing_ok=True)  # of a process that died meanwhile
+            source.execute("VACUUM INTO ?", (str(target),))  # takes room there alone, and none for temporary files
 
     def _make_tables(self) -> None:
         with self._transaction():
@@ -431,9 +430,10 @@ class Database:
         except (sqlite3.Error, OSError, OverflowError, UnicodeDecodeError) as error:
             code = getattr(error, "sqlite_errorcode", None)
             if isinstance(error, OSError) or (code is not None and code & 0xFF in ENVIRONMENT):
-                raise LedgerError(
-                    f"the ledger {self.path} can't be used: {error}; check its disk and permissions, and try again"
-                ) from error
+                fix = "check its disk and permissions, and try again"
+                if code == sqlite3.SQLITE_PROTOCOL:  # as on network file systems, which lock in another way
+                    fix = "set ledger.folder to a folder on a local disk"
+                raise LedgerError(f"the ledger {self.path} can't be used: {error}; {fix}") from error
             raise self.damaged(str(error)) from error
 
 

@@ -64,6 +64,8 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     reason = why_unusable(path, start)
     if reason is not None:
         assert start.checkpoint is not None, "without a checkpoint, there is no other ledger"
+        with closing(Ledger(start.checkpoint / NAME, read_only=True, at_rest=True)) as copy:
+            _check_num_rows(copy, start)
         aside = _replace(path, start.checkpoint / NAME)
         moved = "" if aside is None else f"; it is now {aside}, and"
         messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} replaces it")
@@ -74,8 +76,7 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     ledger.set_missing(run_id=uuid4().hex, config=start.config, owner=owner)
     _check_owner(ledger, start)  # two runs may have created it at the same time
     changed = _check_run(ledger, start)
-    if not start.changes_allowed:
-        check_num_rows(ledger.get("num_rows"), start.num_rows, f"the run in {path.parent}")
+    _check_num_rows(ledger, start)
     ledger.take_over()
     with ledger.decoding("config"):
         released = _why_released(ledger.get("config"), start.config)
@@ -88,6 +89,11 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
         ledger.change_config(start.config)
     ledger.set(config=start.config, num_rows=start.num_rows, owner=owner)
     return ledger, messages
+
+
+def _check_num_rows(ledger: Ledger, start: RunStart) -> None:
+    if not start.changes_allowed:
+        check_num_rows(ledger.get("num_rows"), start.num_rows, f"the run in {ledger.path.parent}")
 
 
 @_refusing()

@@ -244,7 +244,7 @@ class Ledger(Database):
         with self._transaction():
             self._connection.execute("UPDATE steps SET ended_at = NULL, last = 0 WHERE step >= ?", (step,))
             self._connection.execute(
-                "UPDATE groups SET step = NULL WHERE state = 'DISCARDED' AND step < ?", (num_steps,)
+                "UPDATE groups SET step = NULL WHERE state = 'DISCARDED' AND step != ?", (num_steps,)
             )
             self._connection.execute(
                 "DELETE FROM replays WHERE NOT EXISTS (SELECT 1 FROM groups WHERE groups.step = replays.step)"
@@ -327,13 +327,17 @@ class Ledger(Database):
             )
         return groups
 
-    def newest_taken(self) -> Iterator[RolloutGroup]:
-        """Return groups that only one step has taken and whose tokens are still there, the newest first."""
-        query = (
-            "SELECT group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
-            " AND group_id NOT IN (SELECT group_id FROM replays) ORDER BY step DESC, group_id DESC"
-        )
-        return self.load(row[0] for row in self.rows(query))
+    def steps_taken(self) -> Iterator[tuple[list[int], Iterator[RolloutGroup]]]:
+        """Yield for each step, in order, the ids of groups that it replayed, and its groups whose tokens are there."""
+        steps: dict[int, list[int]] = {}
+        for step, group_id in self.rows(
+            "SELECT step, group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
+            " ORDER BY step, group_id"
+        ):
+            steps.setdefault(step, []).append(group_id)
+        for step, group_ids in steps.items():
+            replayed = [row[0] for row in self.rows("SELECT group_id FROM replays WHERE step = ?", step)]
+            yield replayed, self.load(group_ids)
 
     def failures(self) -> list[tuple[str, int]]:
         """Return why groups could not be sampled or scored, each with their number, the most frequent first."""

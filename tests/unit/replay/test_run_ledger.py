@@ -168,6 +168,17 @@ def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tm
     assert (ledger.groups_of(5), ledger.num_slots_taken(5)) == (None, 0), "a longer run trains step 5 on others"
 
 
+def test_what_was_only_compared_takes_no_slot_of_a_shorter_run(tmp_path: Path) -> None:
+    ledger, one = Ledger(tmp_path / NAME), group(0, [1.0, 0.0])
+    ledger.admit([admitted(0)], Cursor())
+    ledger.generated([one])
+    ledger.scored([one])
+    ledger.assign(5, StepGroups(fresh=[one]))
+    ledger.complete(StepReport(step=5, metrics={}, last=True))
+    ledger.begin_again(2, num_steps=4)  # the checkpoints after the second step could not be written
+    assert ledger.num_slots_taken(2) == 0
+
+
 def test_reports_and_events_are_followed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
     for step in range(3):

@@ -16,6 +16,7 @@ from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import RunError
 from rlpipe.replay.assemble import assemble_step
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.replay.store import FailuresInARow, Outcome, ReplayStore
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
@@ -344,6 +345,47 @@ def test_after_a_restart_the_newest_groups_with_signal_are_kept(tmp_path: Path) 
     store = open_store(tmp_path, replay=replay)
     run_step(store, 3, {6: FLAT, 7: FLAT})
     assert store.ledger.rows("SELECT group_id, step FROM replays ORDER BY step") == [(0, 1), (4, 3)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_group_that_was_crowded_out_does_not_come_back_with_a_restart(tmp_path: Path, reopened: bool) -> None:
+    replay = ReplayConfig(reuse_groups=2)
+
+    def reopen() -> ReplayStore:
+        return open_store(tmp_path, groups_per_step=1, replay=replay)
+
+    store = reopen()
+    for step in range(3):
+        run_step(store, step, {step: MIXED})  # the third crowds out the first
+    run_step(store, 3, {3: FLAT})
+    store = reopen() if reopened else store
+    for step in range(4, 7):
+        run_step(store, step, {step: FLAT})
+    assert store.ledger.rows("SELECT group_id, step FROM replays ORDER BY step") == [(2, 3), (1, 4)]
+
+
+def test_a_step_with_replayed_groups_is_the_same_when_it_is_trained_again(tmp_path: Path) -> None:
+    replay = ReplayConfig(reuse_groups=4)
+    store = open_store(tmp_path, replay=replay)
+    run_step(store, 0, {0: MIXED, 1: [0.0, 1.0]})
+    first = run_step(store, 1, {2: FLAT, 3: FLAT})
+    second = open_store(tmp_path, replay=replay).batches(1)
+    assert first is not None
+    assert second is not None
+    for one, other in zip(first[0].mini_batches, second[0].mini_batches, strict=True):
+        for mine, again in zip(one.micro_batches, other.micro_batches, strict=True):
+            np.testing.assert_array_equal(mine.advantages, again.advantages)
+            np.testing.assert_array_equal(mine.token_ids, again.token_ids)
+
+
+def test_completions_of_a_step_that_is_trained_again_are_reported_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    run_step(store, 0, {0: MIXED, 1: MIXED})
+    store = open_store(tmp_path)
+    store.batches(0)
+    store.ledger.complete(StepReport(step=0, metrics={"loss": 1.0}))
+    (report,) = store.reports(-1)
+    assert [sample.group_id for sample in report.samples] == [0]
 
 
 def test_kept_groups_survive_a_restart_and_the_dropping_of_tokens(tmp_path: Path) -> None:

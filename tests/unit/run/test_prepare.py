@@ -15,14 +15,17 @@ import rlpipe
 from rlpipe import quickstart
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.common import atomic_io
-from rlpipe.common.atomic_io import file_digest, whole_folder
+from rlpipe.common.atomic_io import begin_folder, file_digest, whole_folder
 from rlpipe.configs.compose import load_config
+from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
+from rlpipe.learner.checkpoint_files import complete_checkpoint
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.replay.ledger.restore import open_ledger
+from rlpipe.run.pipeline import train
 from rlpipe.run.precision import resolve_serving
 from rlpipe.run.prepare import (
     ResumePoint,
@@ -30,10 +33,12 @@ from rlpipe.run.prepare import (
     check_context,
     check_reward_columns,
     ended_summary,
-    find_resume_point,
     open_output,
     prepare_run,
+    read_resume_point,
+    renew_resume_point,
     run_start,
+    set_others_aside,
 )
 
 
@@ -190,10 +195,34 @@ def test_a_second_run_moves_no_checkpoints_of_the_first(options: list[str], monk
     (checkpoints / "step_000001" / "learner.json").write_text("damaged")
     before = sorted(path.name for path in checkpoints.iterdir())
     with open_output(prepare_run(config)), pytest.raises(ConfigError, match="another run writes to output="):
-        find_resume_point(config)
+        train(config)
     assert sorted(path.name for path in checkpoints.iterdir()) == before
-    find_resume_point(config)
+    start = read_resume_point(config)
+    assert sorted(path.name for path in checkpoints.iterdir()) == before, "the run may still be refused"
+    set_others_aside(Path(config.output), start)
     assert sorted(path.name for path in checkpoints.iterdir()) != before
+
+
+def write_checkpoint(folder: Path, step: int, config: Config) -> None:
+    extra = {"resume": {"num_rows": 1}, "config": to_tree(config)}
+    record = {"step": step, "num_bad_steps": 0, "bad_steps_in_row": 0, "extra": extra}
+    target = folder / f"step_{step:06d}"
+    complete_checkpoint(begin_folder(target), target, record, {})
+
+
+def test_a_checkpoint_that_another_run_writes_before_it_ends_is_continued_from(options: list[str]) -> None:
+    config = load_config([*options, "algorithm=sft"])
+    checkpoints = Path(config.output) / "checkpoints"
+    write_checkpoint(checkpoints, 1, config)
+    start = read_resume_point(config)
+    assert renew_resume_point(config, start) is start
+    write_checkpoint(checkpoints, 2, config)  # after it was asked to stop, while this run began
+    with open_output(prepare_run(config)):
+        renewed = renew_resume_point(config, start)
+    assert (start.step, renewed.step) == (1, 2)
+    assert set_others_aside(Path(config.output), renewed).messages == [
+        f"resuming from {checkpoints}/step_000002, after step 2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -219,10 +248,10 @@ def used_folder(config: Config) -> None:
 
 def test_never_resume_refuses_a_folder_with_checkpoints(options: list[str]) -> None:
     config = load_config([*options, "resume=never", reward("bare")])
-    assert find_resume_point(config).checkpoint is None
+    assert read_resume_point(config).checkpoint is None
     used_folder(config)
     with pytest.raises(ConfigError, match=r"resume=never, but .* holds an earlier run: choose another output"):
-        find_resume_point(config)
+        read_resume_point(config)
 
 
 def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[str]) -> None:
@@ -233,9 +262,9 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[
     with pytest.raises(
         ConfigError, match=r"is complete \(step_000001: it has no complete learner.json\): put one back"
     ):
-        find_resume_point(config)
+        read_resume_point(config)
     with pytest.raises(ConfigError, match="holds an earlier run"):
-        find_resume_point(load_config([*options, "resume=never", reward("bare")]))
+        read_resume_point(load_config([*options, "resume=never", reward("bare")]))
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000001"]
 
 
@@ -243,7 +272,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str],
     (tmp_path / "file").write_text("")
     config = load_config([*options, f"output={tmp_path}/file/run", reward("bare")])
     with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is not a folder\): fix"):
-        find_resume_point(config)
+        read_resume_point(config)
 
 
 def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str]) -> None:
