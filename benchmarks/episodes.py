@@ -42,7 +42,7 @@ from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.groups import open_player
 from rlpipe.episodes.parsing import parse_text
 from rlpipe.episodes.session import Deadline, Rules, SampledTurn
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.rollout.engine import Sample, build_rollout, num_threads
 from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, RolloutGroup
 

@@ -30,7 +30,7 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest

@@ -29,7 +29,7 @@ from rlpipe.learner.policy import describe_policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.workload import full_rollouts, read_workload
 from rlpipe.models.loading import with_dtype
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_memory import plain_memory
 
 FOLDER = Path("outputs/benchmarks/plans")
@@ -145,7 +145,7 @@ def compare(config: Config, device: torch.device, arguments: argparse.Namespace)
     """Plan a learner and train it; return both figures, and the errors (predicted - measured) / measured."""
     config = replace(config, model=with_dtype(config.model, device))
     drafts = TraceCache(describe_policy(config.model), own_device(device))
-    plan = LearnerCase(config=config, drafts=drafts, engines=None)
+    plan = LearnerEstimate(config=config, drafts=drafts, engines=None)
     if plan.problem is not None:
         raise SystemExit(f"it does not fit: {plan.problem}")
     assert plan.memory is not None
@@ -171,7 +171,7 @@ def compare(config: Config, device: torch.device, arguments: argparse.Namespace)
     }
 
 
-def memory_of_row(plan: LearnerCase) -> int:
+def memory_of_row(plan: LearnerEstimate) -> int:
     """Return the predicted device bytes for the rows that are run; a plan itself counts with no shared prompts."""
     if plan.decision is not None:  # its schedule is chosen for full rows
         assert plan.memory is not None

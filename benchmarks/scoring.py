@@ -27,7 +27,7 @@ from rlpipe.actors.served import Lease, ServedSetup, deploy, make_scorer, start_
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.run.cluster import Need, start_actor
 from rlpipe.run.scoring_pools import ScorerPool, ScoringPool, ServedPool
 from rlpipe.scoring.feature_scorer import FeatureSequence, open_feature_network

@@ -112,7 +112,7 @@ def resolve_dtype(model: str, asked: str) -> tuple[str, str | None]:
     # GPUs are queried through the driver's library: torch would start CUDA in this process, from which vLLM forks.
     import torch
 
-    from rlpipe.actors.node import node_types
+    from rlpipe.actors.node_dtypes import node_types
 
     products = None if torch.cuda.device_count() else model_products(model, os.cpu_count() or 1)
     devices = node_types(asked, products)

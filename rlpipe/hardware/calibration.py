@@ -25,7 +25,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 from rlpipe.hardware.cgroup import host_memory_bytes, num_cores
 from rlpipe.hardware.device import STATE_DTYPES, Curve, Device, Link, adding
-from rlpipe.hardware.devices import Transfers, load_usable, own_name, store
+from rlpipe.hardware.device_profiles import Transfers, load_usable, own_name, store
 from rlpipe.hardware.dtype_speed import forget_rates, threads
 from rlpipe.hardware.dtypes import cpu_name
 from rlpipe.hardware.host_memory import HostBuffer, add_up

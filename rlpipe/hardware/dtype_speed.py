@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.atomic_io import write_whole
-from rlpipe.hardware.devices import machines_folder, own_name
+from rlpipe.hardware.device_profiles import machines_folder, own_name
 from rlpipe.hardware.dtypes import NARROW, WIDE, DeviceTypes, cpu_name, cpu_switches, gpu_types, rocm_types
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from rlpipe.errors import ConfigError
 from rlpipe.hardware.calibration import num_ranks, own_device
 from rlpipe.hardware.cgroup import free_host_bytes
 from rlpipe.hardware.device import Device
-from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.decision import Capacity, Decision, Knobs
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.planner.fake_trace import traceable_experts
@@ -33,6 +32,7 @@ from rlpipe.offload.planner.planner import (
 )
 from rlpipe.offload.planner.profiler import make_profile, rates_of, trace_on
 from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.representative_batch import representative_batch
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free
 from rlpipe.offload.units import find_units, take_inventory
 from rlpipe.offload.updates import ChunkedUpdates

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.cgroup import num_threads as learner_threads
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import own_name
+from rlpipe.hardware.device_profiles import own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types, products
 from rlpipe.hardware.dtypes import NARROW, WIDE, cpu_name
 from rlpipe.models.model_files import model_products, read_widths

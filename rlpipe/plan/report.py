@@ -17,9 +17,9 @@ from rlpipe.hardware.dtypes import AUTO
 from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.dtype_work import planned_dtype
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_plan import plan_case
-from rlpipe.plan.machine import plan_machine
+from rlpipe.plan.machine_plan import plan_machine
 from rlpipe.plan.model_shape import describe_offline, read_shape
 from rlpipe.plan.scorer_plan import ScorerPlan, plan_scorers
 from rlpipe.plan.sections import (
@@ -77,7 +77,7 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
     if config.algorithm.kind == "ebft_strided":
         yield unplanned_section(config.algorithm.kind)
     elif config.algorithm.kind != "rl":
-        case = LearnerCase(config=config, drafts=TraceCache(described, device), engines=None)
+        case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=None)
         yield learner_section(plan_case(case), device)
         yield machine_section(plan_machine(case, None, [], device), device)
     else:
@@ -90,7 +90,7 @@ def _make_rl_sections(
     """Yield the sections of an RL run; scorers get the dtypes as requested, because they settle ``auto`` themselves."""
     engine = plan_engine(config, described, device)
     yield engine_section(engine, device)
-    case = LearnerCase(config=config, drafts=TraceCache(described, device), engines=engine.setup)
+    case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=engine.setup)
     learner = plan_case(case)
     yield learner_section(learner, device)
     engines = engine_kind(config, engine)

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rlpipe.actors.node import start_on_nodes
+from rlpipe.actors.node_dtypes import start_on_nodes
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from rlpipe.actors.node import ask_nodes, node_types
+from rlpipe.actors.node_dtypes import ask_nodes, node_types
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.constraints import check_engine_dtype, check_model
 from rlpipe.configs.schema.root_config import ClusterConfig

@@ -11,7 +11,7 @@ from rank_cases import Ranks
 from rlpipe.errors import ModelError, RunError
 from rlpipe.hardware import calibration
 from rlpipe.hardware.calibration import TENSOR_BYTES, on_rank0, own_device
-from rlpipe.hardware.devices import load_stored, own_name
+from rlpipe.hardware.device_profiles import load_stored, own_name
 
 CPU = torch.device("cpu")
 

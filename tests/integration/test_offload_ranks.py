@@ -34,7 +34,7 @@ from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.offload.api import OffloadedAdamW, offload
 from rlpipe.offload.decision import Capacity, Decision, Knobs, Mode
 from rlpipe.offload.planner.cost import predict

@@ -24,11 +24,11 @@ from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import CannotBeTraced, choices_of, free_memory, is_given, plan
-from rlpipe.offload.batches import BlankImages, blank_images
 from rlpipe.offload.decision import Capacity, Decision, Knobs
 from rlpipe.offload.layout import CHUNK_SIZES
 from rlpipe.offload.planner.planner import agree, ranks_of
 from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.representative_batch import BlankImages, blank_images
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, least_arrangement, least_memory
 from rlpipe.offload.updates import ChunkedUpdates

@@ -19,7 +19,7 @@ from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
 from rlpipe.doctor import machine_checks, reward_calls, run_checks
 from rlpipe.hardware.dtypes import gpu_types
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.report import Report
 from rlpipe.run.host_probe import ClusterState, HostState
 

@@ -14,7 +14,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig, RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, gpu_types
 from rlpipe.models import loading
 from rlpipe.models.loading import with_dtype

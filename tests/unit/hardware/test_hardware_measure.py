@@ -14,7 +14,7 @@ import torch
 from rlpipe.hardware.calibration import measure, own_device, rate
 from rlpipe.hardware.cgroup import host_memory_bytes
 from rlpipe.hardware.device import ADDINGS, Device, Link
-from rlpipe.hardware.devices import load_stored, machines_folder, own_name, path_of, store, stored_names
+from rlpipe.hardware.device_profiles import load_stored, machines_folder, own_name, path_of, store, stored_names
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

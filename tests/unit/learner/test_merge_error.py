@@ -22,7 +22,7 @@ from rlpipe.learner.checkpoints import export_policy
 from rlpipe.learner.merging import Gap, MergeRequest, merge
 from rlpipe.models.adapter import FILE, TrainingRecord, read_record
 from rlpipe.models.nf4 import to_nf4_and_back
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 LINES = ["12+30=42", "7+5=12", "the sum of 1 and 2 is 3"]
 

@@ -25,7 +25,7 @@ from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner
 from rlpipe.models.nf4 import from_nf4
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import MiniBatch, Rollout, TrainBatch
 
 LOSSES = [

@@ -17,7 +17,7 @@ from rlpipe.hardware.calibration import own_device
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.workload import Workload, full_rollouts, pack_full, read_workload
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.learner_plan import plan_learner, with_options
 
 CPU = torch.device("cpu")

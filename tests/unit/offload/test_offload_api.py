@@ -39,18 +39,18 @@ from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.hardware.calibration import own_device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.offload import api
 from rlpipe.offload.api import OffloadedAdamW, free_memory, offload
-from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.decision import Capacity, Mode
 from rlpipe.offload.planner.planner import describe_small_update
 from rlpipe.offload.planner.search import DoesNotFit
+from rlpipe.offload.representative_batch import representative_batch
 from rlpipe.offload.runtime.runtime import least_memory
 
 pytestmark = pytest.mark.covering(1)

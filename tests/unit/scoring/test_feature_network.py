@@ -18,7 +18,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.learner.objectives import AdapterOff
 from rlpipe.learner.policy import load_policy
 from rlpipe.models.loading import open_model
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence, open_feature_network
 
 CPU = torch.device("cpu")
