@@ -22,7 +22,7 @@ from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.serving import published_kind
 from rlpipe.errors import RlpipeError, WaitTimeout
-from rlpipe.hardware.cgroup import num_threads
+from rlpipe.hardware.cgroup import learner_threads
 from rlpipe.hardware.peer_access import settle_peer_access
 from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
@@ -303,7 +303,7 @@ class LearnerLoop:
         self._saved_step = -1
         self._num_notes = 0
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
-        torch.set_num_threads(num_threads(setup.learner))
+        torch.set_num_threads(learner_threads(setup.learner))
         torch.manual_seed(setup.seed)
         device = _device()
         note = settle_peer_access() if device.type == "cuda" and setup.learner.num_ranks > 1 else None

@@ -105,7 +105,7 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
         engine.stop()
 
 
-def resolve_dtype(model: str, asked: str) -> tuple[str, str | None]:
+def sampling_dtype(model: str, asked: str) -> tuple[str, str | None]:
     """Return the type that ``asked`` selects on this machine, and a line about it for the user, or None."""
     if asked == WIDE:  # float32 is slow on no device
         return asked, None

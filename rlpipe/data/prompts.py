@@ -198,7 +198,7 @@ def open_run_prompts(
         config.data,
         tokenizer,
         seed=config.seed,
-        ebft=compared(config.algorithm),
+        ebft=ebft_with_reward(config.algorithm),
         processor=processor_of(config.algorithm, model),
         as_rows=config.environment.takes_rows,
         tried=tried,
@@ -267,7 +267,7 @@ def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcess
     nothing would read them.
     """
     is_reward_model = algorithm.kind in ("reward_model", "process_reward_model")
-    if is_reward_model or algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
+    if is_reward_model or algorithm.kind == "ebft_strided" or ebft_with_reward(algorithm) is not None:
         if model.processor_kwargs:
             kind = "a reward model" if is_reward_model else "EBFT"
             raise ConfigError(f"model.processor_kwargs has no effect: {kind} takes no images; remove it")
@@ -285,6 +285,6 @@ def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:
     return document_budget(learner.max_tokens_per_microbatch, algorithm.ebft.strided, algorithm.group_size)
 
 
-def compared(algorithm: AlgorithmConfig) -> EbftConfig | None:
+def ebft_with_reward(algorithm: AlgorithmConfig) -> EbftConfig | None:
     """Return the EBFT options if rewards compare completions with a ground truth, else None."""
     return algorithm.ebft if algorithm.ebft.reward else None

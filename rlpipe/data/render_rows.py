@@ -40,7 +40,7 @@ from rlpipe.data.cached_rows import (
     sequence_settings,
     source_digest,
 )
-from rlpipe.data.prompts import AnyRenderer, compared, preference_of, processor_of, sequence_renderer
+from rlpipe.data.prompts import AnyRenderer, ebft_with_reward, preference_of, processor_of, sequence_renderer
 from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.row import RowLocation, Rows, UnusableRow, dump_values
@@ -106,7 +106,7 @@ def prepare_rows(
 
     def recipe(source: DataConfig) -> _Prompts | _Sequences:
         if config.algorithm.kind == "rl":
-            return _Prompts(source, tokenizer, processor, compared(config.algorithm))
+            return _Prompts(source, tokenizer, processor, ebft_with_reward(config.algorithm))
         preference = preference_of(config.algorithm)
         renderer = sequence_renderer(tokenizer, source, max_tokens=2**31, processor=processor, preference=preference)
         return _Sequences(renderer, sequence_settings(data, preference))

@@ -324,7 +324,7 @@ def calibrate(device: torch.device) -> Device:
     return measured
 
 
-def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
+def measured_device(device: torch.device, *, scale: float = 1.0) -> Device:
     """Return the stored measurement of this device; without one, measure it and try to store the result.
 
     In a process group of several ranks all of them must call this, and all get the same result: rank 0 loads or

@@ -216,7 +216,7 @@ class Objective(Protocol[Prepared]):
     def prepare(self, mini_batch: MiniBatch) -> list[Prepared]:
         """Return the mini batch's inputs, equally many on all ranks."""
 
-    def remember(self, inputs: Prepared) -> None:
+    def store_old_logprobs(self, inputs: Prepared) -> None:
         """Store what the loss needs of the current weights, because these change before it is computed."""
 
     def loss(self, mini_batch: MiniBatch, inputs: Prepared) -> LossOutput:
@@ -235,7 +235,7 @@ class PackedRows:
     def begin(self, step: int) -> None:
         """Do nothing; these objectives do not depend on the step."""
 
-    def remember(self, inputs: LearnerInputs) -> None:
+    def store_old_logprobs(self, inputs: LearnerInputs) -> None:
         """Do nothing; these losses are those of the current weights alone."""
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
@@ -330,7 +330,7 @@ class PolicyGradient(PackedRows):
         truths = [] if mini_batch.truth is None else self._truths.prepare(mini_batch.truth)
         return super().prepare(mini_batch) + [replace(inputs, is_truth=True) for inputs in truths]
 
-    def remember(self, inputs: LearnerInputs) -> None:
+    def store_old_logprobs(self, inputs: LearnerInputs) -> None:
         if inputs.is_truth or inputs.old_logprobs is not None:
             return
         with self._policy.inference():

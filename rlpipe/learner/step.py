@@ -130,7 +130,7 @@ class Learner:
             assert batch.rewards is not None, "batches come with rewards if the learner computes advantages"
             credit_metrics = self._credit.assign(batch.rewards, updates)
         for inputs in (inputs for update in updates[1:] for inputs in update):  # the first has the initial weights
-            self._objective.remember(inputs)
+            self._objective.store_old_logprobs(inputs)
         sums: MetricSums | None = None
         norms = []
         entropy_weight = self.entropy_bonus.weight

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.calibration import num_ranks, own_device
+from rlpipe.hardware.calibration import measured_device, num_ranks
 from rlpipe.hardware.cgroup import free_host_bytes
 from rlpipe.hardware.device import Device
 from rlpipe.offload.decision import Capacity, Decision, Knobs
@@ -78,7 +78,7 @@ def offload(
     check_free(model, optimizer)
     tensors = dict(batch) if batch is not None else representative_batch(model, num_tokens)
     precision, knobs, part_counts = precision or Precision(), knobs or {}, choices_of(sharing, num_ranks())
-    hardware = None if is_given(knobs) else own_device(device)
+    hardware = None if is_given(knobs) else measured_device(device)
     decision = agree(
         capacity or free_memory(device, replaced=model),
         lambda free: plan(

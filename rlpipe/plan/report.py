@@ -56,7 +56,7 @@ def make_report(config: Config, device: Device) -> Report:
     return Report(sections=[*make_sections(config, described, device)])
 
 
-def resolve_dtype(config: Config, device: Device) -> Config:
+def with_planned_dtype(config: Config, device: Device) -> Config:
     """Replace ``auto`` by the dtype that a run on such devices chooses.
 
     Raises ``ConfigError`` if another option is incompatible with that dtype.
@@ -71,7 +71,7 @@ def resolve_dtype(config: Config, device: Device) -> Config:
 
 def make_sections(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
     """Yield the sections in the order in which they are shown, one for each kind of actor."""
-    requested, config = config, resolve_dtype(config, device)
+    requested, config = config, with_planned_dtype(config, device)
     yield device_section(device, [config.model.dtype])
     yield model_section(config, described, requested_dtype=requested.model.dtype)
     if config.algorithm.kind == "ebft_strided":

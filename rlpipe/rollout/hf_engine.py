@@ -35,8 +35,8 @@ from rlpipe.rollout.engine import (
     DEFAULT_SEQUENCES,
     Sample,
     build_group,
+    engine_threads,
     failed_group,
-    num_threads,
     too_long,
     without_base,
     without_image,
@@ -111,7 +111,7 @@ class HfEngine:
         self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
     ) -> None:
         _check_options(rollout)
-        torch.set_num_threads(num_threads(rollout))
+        torch.set_num_threads(engine_threads(rollout))
         self._name = name
         self._kind = WeightsKind(published_kind(model, weights))
         self._sampling = rollout.sampling

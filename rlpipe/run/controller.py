@@ -237,7 +237,9 @@ class Controller:
         self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]
     ) -> list[RolloutGroup]:
         """Discard groups whose row of the data is another one now, and return the others; prompts are by group id."""
-        changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
+        changed = {
+            group.group_id: ROW_CHANGED for group in groups if not was_sampled_from(group, prompts[group.group_id])
+        }
         if changed:
             call: Any = self._replay.discard.remote(changed)
             await self._replace_discarded(await self._ask(call, f"discard {len(changed)} groups"))
@@ -442,7 +444,7 @@ def _cursor(group: GroupTicket) -> Cursor:
     return Cursor(epoch=group.epoch, position=group.position)
 
 
-def answers(group: RolloutGroup, prompt: Prompt) -> bool:
+def was_sampled_from(group: RolloutGroup, prompt: Prompt) -> bool:
     """Return whether a group was sampled from ``prompt``; an environment writes its own, from the same row."""
     if any(rollout.episode is not None for rollout in group):
         return group.prompt.prompt_id == prompt.prompt_id

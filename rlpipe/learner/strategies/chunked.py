@@ -15,7 +15,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ModelError
-from rlpipe.hardware.calibration import own_device
+from rlpipe.hardware.calibration import measured_device
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.row_plan import Row, plan_row
@@ -169,7 +169,7 @@ class Chunked:
         self._offloaded.append(offloaded)
 
     def _decide(self, module: LogprobModel, precision: Precision) -> Decision:
-        hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
+        hardware = None if is_given(fixed_knobs(self._config)) else measured_device(self.device)
         free = capacity(self._config, self.device, replaced=module)
         if self._copy is not None:
             free = free.less(least_memory(self._copy, sizes=chunk_sizes(self._config)))

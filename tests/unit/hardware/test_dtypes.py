@@ -196,7 +196,7 @@ def test_a_plan_is_that_of_the_type_of_its_device(device: Device, expected: str)
     places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
     given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]
     auto = load_config(given, need_files=False)
-    assert report.resolve_dtype(auto, device) == replace(auto, model=replace(auto.model, dtype=expected))
+    assert report.with_planned_dtype(auto, device) == replace(auto, model=replace(auto.model, dtype=expected))
 
 
 @pytest.mark.slow
