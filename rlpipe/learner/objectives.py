@@ -114,7 +114,7 @@ class Reference(Protocol):
         """Return the parameters that training changes, by name; a checkpoint must hold them."""
 
 
-class AdapterOff:
+class BaseModelReference:
     """The policy's model with its LoRA adapter disabled, which takes no extra memory."""
 
     def __init__(self, policy: Policy) -> None:
@@ -189,7 +189,7 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
             "algorithm.reference.sync_steps updates the frozen copy in full training; "
             "with a LoRA adapter the reference is the base model: set it to 0"
         )
-    return AdapterOff(policy)
+    return BaseModelReference(policy)
 
 
 class Inputs(Protocol):
@@ -294,7 +294,7 @@ class PackedRows:
         return pieces + [empty_micro_batch(with_reference=with_reference)] * (max_pieces - len(pieces))
 
 
-class Supervised(PackedRows):
+class SupervisedObjective(PackedRows):
     """The negative log-likelihood of rows."""
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
@@ -319,7 +319,7 @@ class PolicyGradient(PackedRows):
         super().__init__(policy, learner)
         self._algorithm, self._reference, self._bonus = algorithm, reference, bonus
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
-        self._truths = Supervised(policy, learner)
+        self._truths = SupervisedObjective(policy, learner)
         self.differences: list[tuple[NDArray[np.int64], Tensor]] = []
         """Indices of the step's loss tokens, and their log-probs before the step minus the engine's ``[K]``."""
 

@@ -41,7 +41,7 @@ from rlpipe.rollout.engine import (
     without_base,
     without_image,
 )
-from rlpipe.rollout.hf_sampling import Ending, Sampler
+from rlpipe.rollout.hf_sampling import Sampler, StopCriterion
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import (
     BASE_DIGEST,
@@ -242,7 +242,7 @@ class HfEngine:
             mask[row, width - len(prompt) :] = 1
         device = self._base.device
         sampler = Sampler(requests, sampling, mask.to(device))
-        ending = Ending(
+        ending = StopCriterion(
             [
                 min(r.max_tokens, self._max_model_len - len(r.prompt.token_ids))
                 for r in requests

@@ -40,7 +40,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.remote import await_remote
-from rlpipe.actors.weights import NotLoaded, Served
+from rlpipe.actors.weights import NotLoaded, ServedVersion
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
@@ -355,7 +355,7 @@ class Controller:
         """Open further steps whenever the engines serve a new version, and start the evaluations that are due."""
         number, version = 0, self._first_step - 1
         while True:
-            served: Served | None = await await_remote(
+            served: ServedVersion | None = await await_remote(
                 self._weights.wait_served.remote(number, POLL_S),
                 "the weights actor to report the version that is served",
                 within=POLL_S + self._cluster.call_timeout_s,
@@ -379,7 +379,7 @@ class Controller:
             if version == self._num_steps:
                 self._last_version.set()
 
-    def _take_served(self, served: Served) -> None:
+    def _take_served(self, served: ServedVersion) -> None:
         self._pool.published(served.version)
         for name, failure in served.lost.items():
             self._pool.failed(name, failure)
