@@ -222,7 +222,7 @@ class OffloadedAdamW:
         named = dict(offloaded.model.named_parameters()).items()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._updates = ChunkedUpdates(
-            offloaded, trained, config, report=lambda message: logger.info("offload: %s", message)
+            offloaded, trained, config, show_message=lambda message: logger.info("offload: %s", message)
         )
 
     def step(self, *, max_norm: float | None = None, learning_rate: float | None = None) -> float:

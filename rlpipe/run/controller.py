@@ -126,7 +126,7 @@ class Controller:
             replay,
             config.cluster,
             report=self._report,
-            message=reporter.message,
+            show_message=reporter.message,
             first_step=first_step if num_steps_logged is None else num_steps_logged,
             last_event=resume_state.last_event,
         )

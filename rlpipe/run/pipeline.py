@@ -230,7 +230,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 batches,
                 config.cluster,
                 report=reporter.trained,
-                message=reporter.message,
+                show_message=reporter.message,
                 first_step=start.step,
                 events=StepLog(run.output / EVENTS_FILE, start.step),
             )

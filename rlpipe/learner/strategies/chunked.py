@@ -215,10 +215,10 @@ class Chunked:
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
-        def report(message: str) -> None:
+        def show_message(message: str) -> None:
             self.notes.append(f"learner.offload=chunked: {message}")
 
-        return ChunkedUpdates(self._offloaded[0], parameters, config, report=report, resets_peak=True)
+        return ChunkedUpdates(self._offloaded[0], parameters, config, show_message=show_message, resets_peak=True)
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

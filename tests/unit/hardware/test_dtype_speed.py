@@ -36,7 +36,7 @@ class Machine:
         self.times_timed = 0
         monkeypatch.setattr(dtype_speed, "time_products", self._time)
 
-    def _time(self, made: Products, dtype: str) -> dict[str, float]:
+    def _time(self, layer: Products, dtype: str) -> dict[str, float]:
         self.times_timed += 1
         return {name: self.rates[name] for name in ("float32", dtype)}
 

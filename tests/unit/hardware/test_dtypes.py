@@ -275,6 +275,6 @@ def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:
 def test_a_model_that_is_loaded_without_a_run_has_the_type_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     for types in (NEW, OLD):
-        monkeypatch.setattr(loading, "device_types", lambda device, made, types=types: types)
+        monkeypatch.setattr(loading, "device_types", lambda device, layer, types=types: types)
         assert with_dtype(ModelConfig(path="m"), device).dtype == types.auto
     assert with_dtype(ModelConfig(path="m", dtype="float16"), device).dtype == "float16"
