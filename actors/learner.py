@@ -22,7 +22,7 @@ from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.serving import published_kind
 from rlpipe.errors import RlpipeError, WaitTimeout
-from rlpipe.hardware.cgroup import num_threads
+from rlpipe.hardware.cgroup import learner_threads
 from rlpipe.hardware.peer_access import settle_peer_access
 from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
@@ -39,7 +39,7 @@ from rlpipe.types import MiniBatch, ServedRecord, TrainBatch, Transfer, WeightsK
 from rlpipe.weights.buckets import BucketMemory
 
 
-class Calls:
+class RemoteCalls:
     """A rank's calls of other actors, each with a time limit, and one at a time for each kind."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
@@ -103,7 +103,7 @@ class NoPublisher:
 class StorePublisher:
     """Publisher that puts weights into Ray's object store, one object per bucket, and calls the weights actor."""
 
-    def __init__(self, policy: Policy, setup: LearnerSetup, calls: Calls, weights: ActorHandle) -> None:
+    def __init__(self, policy: Policy, setup: LearnerSetup, calls: RemoteCalls, weights: ActorHandle) -> None:
         self._policy, self._config, self._calls, self._weights = policy, setup.weights, calls, weights
         self._memory = BucketMemory()
         self._kind = WeightsKind(published_kind(setup.model, setup.weights))
@@ -151,7 +151,7 @@ class DirectPublisher:
     for a batch.
     """
 
-    def __init__(self, policy: Policy, setup: LearnerSetup, calls: Calls, weights: ActorHandle) -> None:
+    def __init__(self, policy: Policy, setup: LearnerSetup, calls: RemoteCalls, weights: ActorHandle) -> None:
         self._policy, self._calls, self._weights = policy, calls, weights
         self._timeout_s, self._start_timeout_s = setup.weights.timeout_s, setup.start_timeout_s
         self._sender = DirectSender(policy, setup.weights)
@@ -206,12 +206,12 @@ def is_answered(call: Any, timeout_s: float) -> bool:
     return bool(ray.wait([call], timeout=timeout_s)[0])
 
 
-def newest_version(calls: Calls, weights: ActorHandle) -> int:
+def newest_version(calls: RemoteCalls, weights: ActorHandle) -> int:
     version: int = calls.get(weights.newest.remote(), "the weights actor to report the newest version")
     return version
 
 
-def make_publisher(policy: Policy, setup: LearnerSetup, calls: Calls) -> Publisher:
+def make_publisher(policy: Policy, setup: LearnerSetup, calls: RemoteCalls) -> Publisher:
     if setup.weights_actor is None:
         return NoPublisher()
     kind = DirectPublisher if setup.weights.transport == "nccl" else StorePublisher
@@ -235,7 +235,7 @@ class FeatureRank:
     """
 
     def __init__(
-        self, policy: Policy, reference: Reference, config: FeatureConfig, batches: ActorHandle, calls: Calls
+        self, policy: Policy, reference: Reference, config: FeatureConfig, batches: ActorHandle, calls: RemoteCalls
     ) -> None:
         self._sharding, self._batches, self._calls = policy.sharding, batches, calls
         self._scorer = learner_feature_scorer(policy, reference, config)
@@ -303,7 +303,7 @@ class LearnerLoop:
         self._saved_step = -1
         self._num_notes = 0
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
-        torch.set_num_threads(num_threads(setup.learner))
+        torch.set_num_threads(learner_threads(setup.learner))
         torch.manual_seed(setup.seed)
         device = _device()
         note = settle_peer_access() if device.type == "cuda" and setup.learner.num_ranks > 1 else None
@@ -320,7 +320,7 @@ class LearnerLoop:
             max_completion_tokens=setup.sampling.max_tokens,
             seed=setup.seed,
         )
-        self._calls = Calls(self._rank, setup.call_timeout_s)
+        self._calls = RemoteCalls(self._rank, setup.call_timeout_s)
         self._publisher = make_publisher(self._policy, setup, self._calls)
         self._target = LossTarget(setup.algorithm.stop_loss)
         profiles, steps = setup.output / "profiles", setup.learner.profile_steps

@@ -50,10 +50,12 @@ class HookActor:
 
 
 class HookFeed:
-    """The replay actor's calls of the hook, for one event loop; ``notice`` gets messages on the first failures."""
+    """The replay actor's calls of the hook, for one event loop; ``show_message`` gets messages on first failures."""
 
-    def __init__(self, hook: ActorHandle, notice: Callable[[str], None], *, max_waiting: int = MAX_WAITING) -> None:
-        self._hook, self._notice, self._max_waiting = hook, notice, max_waiting
+    def __init__(
+        self, hook: ActorHandle, show_message: Callable[[str], None], *, max_waiting: int = MAX_WAITING
+    ) -> None:
+        self._hook, self._show_message, self._max_waiting = hook, show_message, max_waiting
         self._num_shown = 0
         self._calls: set[asyncio.Task[None]] = set()
         self.num_left_out = 0
@@ -89,7 +91,7 @@ class HookFeed:
             self._num_shown += 1
             if self._num_shown <= MAX_SHOWN:
                 cause = describe_exception(getattr(error, "cause", error))
-                self._notice(f"scoring.on_rollouts_scored failed on {len(groups)} groups: {cause}")
+                self._show_message(f"scoring.on_rollouts_scored failed on {len(groups)} groups: {cause}")
 
 
 @dataclass(kw_only=True, frozen=True)

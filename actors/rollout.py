@@ -11,8 +11,8 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import EngineNotStarted
 from rlpipe.rollout.engine_thread import EngineThread, open_engine
-from rlpipe.rollout.greedy import WithGreedy
-from rlpipe.rollout.multi_turn import TurnByTurn
+from rlpipe.rollout.greedy import GreedyBaselineEngine
+from rlpipe.rollout.multi_turn import MultiTurnEngine
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
 QUESTIONS = "questions"
@@ -53,8 +53,10 @@ class RolloutActor:
                 return
             self._thread = EngineThread(
                 self._name,
-                lambda: WithGreedy(
-                    TurnByTurn(open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens))
+                lambda: GreedyBaselineEngine(
+                    MultiTurnEngine(
+                        open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
+                    )
                 ),
             )
 

@@ -39,7 +39,7 @@ class NotLoaded:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Served:
+class ServedVersion:
     """A version that all engines serve, except the ``lost`` ones."""
 
     number: int
@@ -66,7 +66,7 @@ class WeightsActor(Notifier):
         self._incarnation = 0
         self._newest: tuple[WeightsManifest, list[ObjectRef]] | None = None
         self._number = time.time_ns()  # differs from the numbers of an actor that this one replaces
-        self._served: Served | None = None
+        self._served: ServedVersion | None = None
         self._error: RlpipeError | None = None
         self._turn = asyncio.Lock()
         self._followed = asyncio.Event()
@@ -96,7 +96,7 @@ class WeightsActor(Notifier):
         self, manifest: WeightsManifest, engines: Sequence[str], lost: Mapping[str, NotLoaded], started: float
     ) -> None:
         self._enrolled -= lost.keys()
-        self._served = Served(
+        self._served = ServedVersion(
             number=self._number,
             version=manifest.version,
             sync_s=time.perf_counter() - started,
@@ -137,7 +137,7 @@ class WeightsActor(Notifier):
         """Return the newest published version, or -1, which makes the learner publish again, as after a restart."""
         return self.version
 
-    async def wait_served(self, after: int, timeout_s: float) -> Served | None:
+    async def wait_served(self, after: int, timeout_s: float) -> ServedVersion | None:
         """Wait for a publication that is not number ``after``, and return it, or None after ``timeout_s``.
 
         Raises ``WeightsMismatch`` if an engine answered with another digest.

@@ -24,7 +24,7 @@ import rlpipe
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.quickstart import fetch_smollm2
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine

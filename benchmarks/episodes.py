@@ -42,8 +42,8 @@ from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.groups import open_player
 from rlpipe.episodes.parsing import parse_text
 from rlpipe.episodes.session import Deadline, Rules, SampledTurn
-from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.rollout.engine import Sample, build_rollout, num_threads
+from rlpipe.models.tiny_model import make_tiny_policy
+from rlpipe.rollout.engine import Sample, build_rollout, engine_threads
 from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, RolloutGroup
 
 FOLDER = Path("outputs/benchmarks/episodes")
@@ -183,7 +183,7 @@ def run_bare(file: Path) -> None:
 
     episodes: list[list[tuple[list[int], int]]] = json.loads(file.read_text())
     config = make_config("environment.path=benchmarks.episodes:Talk")
-    torch.set_num_threads(num_threads(config.rollout))  # as many as the engine of the run has
+    torch.set_num_threads(engine_threads(config.rollout))  # as many as the engine of the run has
     args = engine_args(config.model, config.rollout, config.weights, longest_conversation(config))
     engine = LLMEngine.from_engine_args(EngineArgs(**args))
     options = {**sampling_args(config.rollout.sampling), "ignore_eos": True}

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from benchmarks.peak_memory import peak_memory
-from rlpipe.algorithms.strided import document_budget, plan_row
+from rlpipe.algorithms.strided import document_budget, plan_strided_row
 from rlpipe.configs.schema.algorithm_config import StridedConfig
 from rlpipe.hardware.calibration import time_calls
 from rlpipe.kernels.strided_mask import StridedMask
@@ -68,7 +68,7 @@ def make_row(tokens: int, device: torch.device) -> StridedMask:
     """Make a row of about ``tokens`` tokens: documents with all their blocks."""
     config = StridedConfig()
     length = document_budget(tokens, config, SAMPLES) // DOCUMENTS
-    return make_mask(plan_row([length] * DOCUMENTS, config, num_samples=SAMPLES), device)
+    return make_mask(plan_strided_row([length] * DOCUMENTS, config, num_samples=SAMPLES), device)
 
 
 @torch.no_grad()

@@ -30,9 +30,9 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
+from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, ResourceRequest, start_actor
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import BucketMemory
 
@@ -162,7 +162,7 @@ def start_engines(model: ModelConfig, count: int) -> dict[str, ActorHandle]:
     rollout = RolloutConfig(num_threads=1, max_model_len=64, sampling=SamplingConfig(max_tokens=8))
     engines = {}
     for index in range(count):
-        need = Need(name=f"rollout-{index}")
+        need = ResourceRequest(name=f"rollout-{index}")
         engines[need.name] = start_actor(PathRolloutActor, need, need.name, max_concurrency=ENGINE_CALLS)
     ray.get([engine.start.remote(model, rollout, WeightsConfig(), 32) for engine in engines.values()])
     return engines
@@ -202,9 +202,13 @@ def main() -> None:
     ray.init(num_cpus=arguments.engines + 2, include_dashboard=False, log_to_driver=False)
     engines = start_engines(model, arguments.engines)
     weights = start_actor(
-        WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=60.0, max_concurrency=ASYNC_CALLS
+        WeightsActor,
+        ResourceRequest(name="weights"),
+        engines=list(engines),
+        timeout_s=60.0,
+        max_concurrency=ASYNC_CALLS,
     )
-    publisher = start_actor(Publisher, Need(name="publisher"), model, engines, weights)
+    publisher = start_actor(Publisher, ResourceRequest(name="publisher"), model, engines, weights)
     adapter_mb = ray.get(publisher.adapter_bytes.remote()) / 1e6
     print(f"adapter of {adapter_mb:.1f} MB, {arguments.engines} engines, load average {os.getloadavg()[0]:.1f}")
     found = measure(publisher, arguments.repetitions)

@@ -24,12 +24,12 @@ from rlpipe.common.formatting import MIB
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.packing import pack_step
-from rlpipe.hardware.calibration import own_device
+from rlpipe.hardware.calibration import measured_device
 from rlpipe.learner.policy import describe_policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.workload import full_rollouts, read_workload
 from rlpipe.models.loading import with_dtype
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_memory import plain_memory
 
 FOLDER = Path("outputs/benchmarks/plans")
@@ -81,7 +81,7 @@ def main() -> None:
         print(json.dumps(run_case(CASES[arguments.alone], arguments)))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = own_device(device)  # measured once, for all cases
+    machine = measured_device(device)  # measured once, for all cases
     print(f"{'case':26} {'MiB':>9} {'predicted':>9} {'error':>6}   {'s':>8} {'predicted':>9} {'error':>6}", flush=True)
     found = {name: run_alone(name, arguments) for name in arguments.cases}
     measured = [entry for entry in found.values() if "error" not in entry]
@@ -144,8 +144,8 @@ def config_of(case: Case, folder: Path, *, on_gpu: bool) -> Config:
 def compare(config: Config, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
     """Plan a learner and train it; return both figures, and the errors (predicted - measured) / measured."""
     config = replace(config, model=with_dtype(config.model, device))
-    drafts = TraceCache(describe_policy(config.model), own_device(device))
-    plan = LearnerCase(config=config, drafts=drafts, engines=None)
+    drafts = TraceCache(describe_policy(config.model), measured_device(device))
+    plan = LearnerEstimate(config=config, drafts=drafts, engines=None)
     if plan.problem is not None:
         raise SystemExit(f"it does not fit: {plan.problem}")
     assert plan.memory is not None
@@ -171,7 +171,7 @@ def compare(config: Config, device: torch.device, arguments: argparse.Namespace)
     }
 
 
-def memory_of_row(plan: LearnerCase) -> int:
+def memory_of_row(plan: LearnerEstimate) -> int:
     """Return the predicted device bytes for the rows that are run; a plan itself counts with no shared prompts."""
     if plan.decision is not None:  # its schedule is chosen for full rows
         assert plan.memory is not None

@@ -147,7 +147,7 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def prepare(num_steps: int) -> None:
     """Write the rows and a random policy."""
-    from rlpipe.models.tiny import make_tiny_policy
+    from rlpipe.models.tiny_model import make_tiny_policy
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, count, seed in (("train", num_steps * PAIRS_PER_STEP, 0), ("held_out", NUM_HELD_OUT, 1)):

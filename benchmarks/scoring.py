@@ -27,8 +27,8 @@ from rlpipe.actors.served import Lease, ServedSetup, deploy, make_scorer, start_
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
-from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.run.cluster import Need, start_actor
+from rlpipe.models.tiny_model import make_tiny_policy
+from rlpipe.run.cluster import ResourceRequest, start_actor
 from rlpipe.run.scoring_pools import ScorerPool, ScoringPool, ServedPool
 from rlpipe.scoring.feature_scorer import FeatureSequence, open_feature_network
 from rlpipe.scoring.rewards import RewardActor
@@ -84,7 +84,7 @@ def process_pool(model: ModelConfig, reward: Callable[..., Any], size: int) -> S
     rewards = {"reward": RewardConfig(num_processes=size)}
 
     def spawn(name: str, bundle: str) -> tuple[Any, ObjectRef]:
-        actor = start_actor(ScoringActor, Need(name=name), name)
+        actor = start_actor(ScoringActor, ResourceRequest(name=name), name)
         start: ObjectRef = actor.start.remote(rewards, {"reward": reward}, model, 0, os.getcwd())
         return actor, start
 
@@ -101,7 +101,7 @@ def served_pool(model: ModelConfig, replicas: int) -> ScoringPool:
         folder=os.getcwd(),
         serve=config,
         timeout_s=START_TIMEOUT_S,
-        lease=start_actor(Lease, Need(name=f"lease-{replicas}")),
+        lease=start_actor(Lease, ResourceRequest(name=f"lease-{replicas}")),
     )
     return ServedPool(
         "reward", rewards, deploy=lambda: deploy(setup, num_cpus=0.1, num_gpus=0.0), start_timeout_s=START_TIMEOUT_S

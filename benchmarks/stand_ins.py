@@ -31,7 +31,7 @@ from rlpipe.replay.ledger.restore import RunStart
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
+from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, ResourceRequest, start_actor
 from rlpipe.run.controller import Controller
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.scoring_pools import ScorerPool
@@ -237,10 +237,10 @@ class StandInWorkers:
 
 def start_workers(num_engines: int, num_scorers: int) -> StandInWorkers:
     """Start the processes of engines and scorers; ``run_pipeline`` opens the engines."""
-    needs = [Need(name=f"rollout-{index}") for index in range(num_engines)]
+    needs = [ResourceRequest(name=f"rollout-{index}") for index in range(num_engines)]
 
     def spawn(name: str, bundle: str) -> tuple[ActorHandle, ray.ObjectRef]:
-        actor = start_actor(InstantScoringActor, Need(name=name), name)
+        actor = start_actor(InstantScoringActor, ResourceRequest(name=name), name)
         return actor, actor.open.remote()
 
     return StandInWorkers(
@@ -261,9 +261,13 @@ async def run_pipeline(
     """Run ``config.algorithm.num_steps`` steps, with the ledger in ``folder``."""
     engines = workers.engines
     setup = ReplaySetup.of(config, folder / LEDGER, REWARDS)
-    replay = start_actor(ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS)
+    replay = start_actor(ReplayActor, ResourceRequest(name="replay"), setup, max_concurrency=ASYNC_CALLS)
     weights = start_actor(
-        WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=TIMEOUT_S, max_concurrency=ASYNC_CALLS
+        WeightsActor,
+        ResourceRequest(name="weights"),
+        engines=list(engines),
+        timeout_s=TIMEOUT_S,
+        max_concurrency=ASYNC_CALLS,
     )
     controller = Controller(
         Workers(

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # closed by the caller, as in `rlpipe config >&-`
             sys.stdout.flush()
     except RlpipeError as error:
-        print(f"rlpipe: error: {describe_error(error)}", file=sys.stderr)
+        print(f"rlpipe: error: {user_message(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("rlpipe: interrupted", file=sys.stderr)
@@ -77,7 +77,7 @@ def _is_useful(record: logging.LogRecord) -> bool:
     return not (refused or message.startswith(("Setting accelerator to CPU", "Failed to load CPU gemm_4bit")))
 
 
-def describe_error(error: RlpipeError) -> str:
+def user_message(error: RlpipeError) -> str:
     """Return the message in one line; if the error crossed Ray, its cause has the text without the remote traceback."""
     cause = getattr(error, "cause", None)
     return printable(" ".join(str(cause if isinstance(cause, RlpipeError) else error).split()))

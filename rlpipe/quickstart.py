@@ -39,14 +39,14 @@ def warm_up(config: Config, *options: str) -> None:
 
 def make_adder(config: Config) -> None:
     """Write a random policy of 1.6M parameters to ``config.model.path``; ``model.prepare`` of the warm-up."""
-    from rlpipe.models.tiny import make_tiny_policy
+    from rlpipe.models.tiny_model import make_tiny_policy
 
     make_tiny_policy(config.model.path, num_layers=2, seed=config.seed)
 
 
 def make_policy(config: Config) -> None:
     """Write a random policy of 3.2M parameters to ``config.model.path``; ``model.prepare`` of examples."""
-    from rlpipe.models.tiny import make_tiny_policy
+    from rlpipe.models.tiny_model import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)
 
@@ -102,7 +102,7 @@ def teach(
 
     Each of ``words`` is one token. For functions that ``model.prepare`` of an example names.
     """
-    from rlpipe.models.tiny import make_tiny_policy
+    from rlpipe.models.tiny_model import make_tiny_policy
 
     output = Path(config.model.path).parent
     shape = {"hidden_size": 128, "num_layers": 2, "intermediate_size": 384}

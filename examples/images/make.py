@@ -16,7 +16,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefi
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 import rlpipe
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 COLOURS = {
     "red": (220, 30, 30),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rlpipe
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.quickstart import cold_start
 
 RIGHT, WRONG = "5", "1"

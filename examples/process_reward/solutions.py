@@ -84,7 +84,7 @@ def forget_carries(numbers: Sequence[int], draws: random.Random, *, share: float
 
 def make_model(config: rlpipe.Config) -> None:
     """Write a random model of 0.4M parameters, in which each number up to 59 is a token, to ``config.model.path``."""
-    from rlpipe.models.tiny import make_tiny_policy
+    from rlpipe.models.tiny_model import make_tiny_policy
 
     words = [str(number) for number in range(10, 60)]
     make_tiny_policy(

@@ -116,7 +116,7 @@ def document_budget(max_tokens: int, config: StridedConfig, num_samples: int) ->
     return int(max_tokens / (1 + num_samples * config.generate_tokens / tokens_per_block))
 
 
-def plan_row(
+def plan_strided_row(
     lengths: Sequence[int], config: StridedConfig, *, num_samples: int, prompt_lengths: Sequence[int] | None = None
 ) -> StridedRow:
     """Lay out documents of ``lengths`` in one row, with ``num_samples`` adjacent columns for each block."""

@@ -167,10 +167,10 @@ def precompute_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
     from rlpipe.learner.policy import load_policy, pads_sequences
     from rlpipe.learner.step import Learner
     from rlpipe.models.gguf_models import model_folder
-    from rlpipe.models.loading import own_device, with_dtype
+    from rlpipe.models.loading import torch_device, with_dtype
 
     algorithm, options = config.algorithm, config.learner
-    device = own_device() if options.num_gpus else torch.device("cpu")
+    device = torch_device() if options.num_gpus else torch.device("cpu")
     model = with_dtype(replace(config.model, path=model_folder(config.model.path)), device)
     cache = ReferenceCache(reference_folder(config.data, model))
     num_cached = len(cache)

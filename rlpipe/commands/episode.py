@@ -57,7 +57,7 @@ def play_episode(config: Config, *, row: int, seed: int, temperature: float | No
 
 
 def _prompt(config: Config, tokenizer: PreTrainedTokenizerBase, row: int) -> Prompt:
-    source, _ = open_run_prompts(config, config.model, tokenizer, tried=False)
+    source, _ = open_run_prompts(config, config.model, tokenizer, require_usable_rows=False)
     ref = find_row(source, row)
     if ref is None:
         raise DataError(f"--row {row}: the data has fewer rows")

@@ -34,7 +34,7 @@ from rlpipe.replay.ledger.query import (
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts, last_turn
-from rlpipe.tracking.view import Column, one_line, print_table, show_count, show_number, show_start, show_time
+from rlpipe.tracking.metric_text import Column, one_line, print_table, show_count, show_number, show_start, show_time
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
 POLL_S = 0.5

@@ -67,9 +67,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
         raise InputError(f"--top-p {arguments.top_p:g}: give a number above 0 and at most 1")
     if not all(prompts):
         raise InputError("the prompt is empty; give one as an argument or on standard input")
-    from rlpipe.commands.sample_texts import SamplingRequest, resolve_dtype, sample_texts
+    from rlpipe.commands.sample_texts import SamplingRequest, sample_texts, sampling_dtype
 
-    dtype, line = resolve_dtype(arguments.model, arguments.dtype)
+    dtype, line = sampling_dtype(arguments.model, arguments.dtype)
     if line is not None:
         print(line, file=sys.stderr)
     request = SamplingRequest(

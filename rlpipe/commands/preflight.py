@@ -67,7 +67,7 @@ def add_plan(commands: Commands) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> None:
     from rlpipe.configs.compose import load_config
-    from rlpipe.hardware.devices import OWN_MACHINE, find_device
+    from rlpipe.hardware.device_profiles import OWN_MACHINE, find_device
 
     if arguments.calibrate and arguments.device not in (None, OWN_MACHINE):
         raise InputError(f"--calibrate measures this machine, not --device {arguments.device}: leave one of them out")
@@ -97,7 +97,7 @@ def measure_machine() -> Device:
 
 
 def print_measurement(device: Device, *, as_json: bool) -> None:
-    from rlpipe.hardware.devices import path_of
+    from rlpipe.hardware.device_profiles import path_of
     from rlpipe.plan.sections import device_section, to_text
 
     section, path = device_section(device, [*device.matmul_flops]), path_of(device.name)

@@ -105,14 +105,14 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
         engine.stop()
 
 
-def resolve_dtype(model: str, asked: str) -> tuple[str, str | None]:
+def sampling_dtype(model: str, asked: str) -> tuple[str, str | None]:
     """Return the type that ``asked`` selects on this machine, and a line about it for the user, or None."""
     if asked == WIDE:  # float32 is slow on no device
         return asked, None
     # GPUs are queried through the driver's library: torch would start CUDA in this process, from which vLLM forks.
     import torch
 
-    from rlpipe.actors.node import node_types
+    from rlpipe.actors.node_dtypes import node_types
 
     products = None if torch.cuda.device_count() else model_products(model, os.cpu_count() or 1)
     devices = node_types(asked, products)

@@ -59,7 +59,7 @@ class Renderers(Generic[Item]):
 class Split(Generic[Item]):
     """The training rows and the held-out rows of a data config.
 
-    If ``tried``, data without a usable row fails at once.
+    If ``require_usable_rows``, data without a usable row fails at once.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Split(Generic[Item]):
         renderers_of: Callable[[DataConfig], Renderers[Item]],
         seed: int,
         *,
-        tried: bool,
+        require_usable_rows: bool,
     ) -> None:
         self._seed = seed
-        self._tried = tried
+        self._require_usable_rows = require_usable_rows
         self._sources = [
             _Source.open(source, number, seed, renderers_of(source.data), rendering)
             for number, source in enumerate(all_sources(data))
@@ -91,7 +91,7 @@ class Split(Generic[Item]):
         """Return the source of training rows."""
         keep_out = self._keep_out if self.held_out else None
         rows = RowSource([source.training_part(keep_out, self._seed) for source in self._sources])
-        if self._tried:
+        if self._require_usable_rows:
             rows.examples()
         return rows
 
@@ -116,7 +116,7 @@ class Split(Generic[Item]):
             rows = self._hold_out(source, order, share, level=logging.INFO) if share else []
             source.indices = np.setdiff1d(source.indices, rows)
             source.num_split_off = len(rows)
-            if (rows or self._tried) and (len(rows) < share or not len(source.indices)):
+            if (rows or self._require_usable_rows) and (len(rows) < share or not len(source.indices)):
                 requested = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
                 usable = f"which has {len(order)} rows, of which {len(rows)} can be held out"
                 fix = "set it lower" if source.name else f"set it below {len(rows)}"
@@ -154,7 +154,7 @@ class Split(Generic[Item]):
                 logger.log(level, "%s can't be held out: %s", location, problem.reason)
             if len(rendered) == count:
                 break
-        if not rendered and self._tried:
+        if not rendered and self._require_usable_rows:
             raise DataError(
                 f"data.held_out: none of the rows of {source.rows.name} can be held out, for example {reason}"
             )

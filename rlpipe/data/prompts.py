@@ -41,7 +41,7 @@ def open_prompts(
     ebft: EbftConfig | None = None,
     processor: ImageProcessor | None = None,
     as_rows: bool = False,
-    tried: bool = True,
+    require_usable_rows: bool = True,
     max_truth_tokens: int | None = None,
 ) -> tuple[PromptSource, list[Prompt]]:
     """Open the source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
@@ -51,7 +51,7 @@ def open_prompts(
 
     The held-out rows are those of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows
     that ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises
-    ``DataError`` if the data can't be read, lacks a column, or, if ``tried``, yields no prompt.
+    ``DataError`` if the data can't be read, lacks a column, or, if ``require_usable_rows``, yields no prompt.
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Prompt]:
@@ -78,7 +78,7 @@ def open_prompts(
         return Renderers(check=renderer.check, prompt=render, trained=render_trained)
 
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=prompt_settings(ebft, as_rows=as_rows))
-    split = Split(data, rendering, renderers_of, seed, tried=tried)
+    split = Split(data, rendering, renderers_of, seed, require_usable_rows=require_usable_rows)
     return split.source(), split.held_out
 
 
@@ -101,7 +101,7 @@ def open_sft_rows(
     processor: ImageProcessor | None = None,
     preference: RowOptions | None = None,
     pads_pairs: Callable[[], bool] = lambda: False,
-    tried: bool = True,
+    require_usable_rows: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the source of sequences of at most ``max_tokens`` tokens, and the held-out sequences.
 
@@ -141,7 +141,7 @@ def open_sft_rows(
         return Renderers(check=renderer.check, prompt=render, trained=render_trained, count_chunks=chunks)
 
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data, preference))
-    split = Split(data, rendering, renderers_of, seed, tried=tried)
+    split = Split(data, rendering, renderers_of, seed, require_usable_rows=require_usable_rows)
     return split.source(), split.render_held_out()
 
 
@@ -177,7 +177,7 @@ def sequence_renderer(
 def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | SequenceSource:
     """Open the training rows to look at them, even if none is usable; raise ``DataError`` as ``open_prompts`` does."""
     if config.algorithm.kind == "rl":
-        return open_run_prompts(config, config.model, tokenizer, tried=False)[0]
+        return open_run_prompts(config, config.model, tokenizer, require_usable_rows=False)[0]
     return open_run_sequences(
         config.data,
         config.model,
@@ -185,12 +185,12 @@ def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSou
         algorithm=config.algorithm,
         learner=config.learner,
         seed=config.seed,
-        tried=False,
+        require_usable_rows=False,
     )[0]
 
 
 def open_run_prompts(
-    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, tried: bool = True
+    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, require_usable_rows: bool = True
 ) -> tuple[PromptSource, list[Prompt]]:
     """Open the prompts of an RL run with ``open_prompts``; ``model`` may be a prepared form of the config's model."""
     trains_truth = config.algorithm.ebft.reward and config.algorithm.ebft.ce_coef
@@ -198,10 +198,10 @@ def open_run_prompts(
         config.data,
         tokenizer,
         seed=config.seed,
-        ebft=compared(config.algorithm),
+        ebft=ebft_with_reward(config.algorithm),
         processor=processor_of(config.algorithm, model),
         as_rows=config.environment.takes_rows,
-        tried=tried,
+        require_usable_rows=require_usable_rows,
         max_truth_tokens=config.learner.max_tokens_per_microbatch if trains_truth else None,
     )
 
@@ -215,7 +215,7 @@ def open_run_sequences(
     learner: LearnerConfig,
     seed: int,
     pads_pairs: Callable[[], bool] = lambda: False,
-    tried: bool = True,
+    require_usable_rows: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """Open the sequences of a run that trains on rows with ``open_sft_rows``."""
     return open_sft_rows(
@@ -226,7 +226,7 @@ def open_run_sequences(
         processor=processor_of(algorithm, model),
         preference=preference_of(algorithm),
         pads_pairs=pads_pairs,
-        tried=tried,
+        require_usable_rows=require_usable_rows,
     )
 
 
@@ -267,7 +267,7 @@ def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcess
     nothing would read them.
     """
     is_reward_model = algorithm.kind in ("reward_model", "process_reward_model")
-    if is_reward_model or algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
+    if is_reward_model or algorithm.kind == "ebft_strided" or ebft_with_reward(algorithm) is not None:
         if model.processor_kwargs:
             kind = "a reward model" if is_reward_model else "EBFT"
             raise ConfigError(f"model.processor_kwargs has no effect: {kind} takes no images; remove it")
@@ -285,6 +285,6 @@ def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:
     return document_budget(learner.max_tokens_per_microbatch, algorithm.ebft.strided, algorithm.group_size)
 
 
-def compared(algorithm: AlgorithmConfig) -> EbftConfig | None:
+def ebft_with_reward(algorithm: AlgorithmConfig) -> EbftConfig | None:
     """Return the EBFT options if rewards compare completions with a ground truth, else None."""
     return algorithm.ebft if algorithm.ebft.reward else None

@@ -40,7 +40,7 @@ from rlpipe.data.cached_rows import (
     sequence_settings,
     source_digest,
 )
-from rlpipe.data.prompts import AnyRenderer, compared, preference_of, processor_of, sequence_renderer
+from rlpipe.data.prompts import AnyRenderer, ebft_with_reward, preference_of, processor_of, sequence_renderer
 from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.row import RowLocation, Rows, UnusableRow, dump_values
@@ -106,7 +106,7 @@ def prepare_rows(
 
     def recipe(source: DataConfig) -> _Prompts | _Sequences:
         if config.algorithm.kind == "rl":
-            return _Prompts(source, tokenizer, processor, compared(config.algorithm))
+            return _Prompts(source, tokenizer, processor, ebft_with_reward(config.algorithm))
         preference = preference_of(config.algorithm)
         renderer = sequence_renderer(tokenizer, source, max_tokens=2**31, processor=processor, preference=preference)
         return _Sequences(renderer, sequence_settings(data, preference))
@@ -332,26 +332,26 @@ def _read(file: Path) -> PreparedRows | None:
 class _Relay(logging.Handler):
     """A log handler that passes each message on once."""
 
-    def __init__(self, emit: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
+    def __init__(self, show_message: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
         super().__init__()
-        self._report, self._seen = emit, set[str]()
+        self._show_message, self._seen = show_message, set[str]()
         self.addFilter(lambda record: accepts(record.levelno))
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message not in self._seen:
             self._seen.add(message)
-            self._report(message)
+            self._show_message(message)
 
 
 @contextmanager
 def forward_logs(
-    emit: Callable[[str], None], *, warnings: bool, loggers: Sequence[str] = USER_LOGGERS
+    show_message: Callable[[str], None], *, warnings: bool, loggers: Sequence[str] = USER_LOGGERS
 ) -> Iterator[None]:
-    """Forward INFO messages of ``loggers`` to ``emit``, and with ``warnings`` those of ``rlpipe.data``."""
-    relays = [(name, _Relay(emit, lambda level: level == logging.INFO)) for name in loggers]
+    """Forward INFO messages of ``loggers`` to ``show_message``, and with ``warnings`` those of ``rlpipe.data``."""
+    relays = [(name, _Relay(show_message, lambda level: level == logging.INFO)) for name in loggers]
     if warnings:
-        relays.append(("rlpipe.data", _Relay(emit, lambda level: level >= logging.WARNING)))
+        relays.append(("rlpipe.data", _Relay(show_message, lambda level: level >= logging.WARNING)))
     levels = {name: logging.getLogger(name).level for name in loggers}
     for name in loggers:
         logging.getLogger(name).setLevel(logging.INFO)

@@ -22,7 +22,7 @@ from rlpipe.doctor.observations import Observation, ok, problem, skipped, warnin
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES, find_device, own_name
+from rlpipe.hardware.device_profiles import DEVICES, find_device, own_name
 from rlpipe.hardware.dtype_speed import cpu_types, gpu_device_types
 from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes, cpu_name
 from rlpipe.plan.dtype_work import engine_products, learner_products

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_PRINTED_BYTES = 2**18
 SERVER_MARK = "RLPIPE_MCP_SERVER"
 """Variable by which the processes of one server are known."""
-NO_GROUP = -1
+NO_PROCESS_GROUP = -1
 
 
 class ServerToolFailed(Exception):
@@ -78,7 +78,7 @@ class ServerProcess:
     def end(self) -> None:
         """Kill the server with all that it has started."""
         self.has_ended = True
-        end_processes(partial(find_survivors, NO_GROUP, f"{SERVER_MARK}={self._mark}", self._unrelated.find()))
+        end_processes(partial(find_survivors, NO_PROCESS_GROUP, f"{SERVER_MARK}={self._mark}", self._unrelated.find()))
 
 
 class McpTool:

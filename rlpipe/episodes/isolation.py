@@ -38,11 +38,11 @@ REASON_S = 1.0
 """Seconds to wait for the reason why a process has ended."""
 
 
-class Ended(Exception):
+class ProcessEnded(Exception):
     """Raised for a call of an object whose process has ended; the message is the reason."""
 
 
-class Raised(Exception):
+class MethodRaised(Exception):
     """Raised for what a method raised in its process; the message is the error."""
 
 
@@ -214,10 +214,10 @@ class ObjectLink:
         """Whether a call was cancelled, which has ended the process."""
 
     async def ask(self, name: str, *arguments: Any) -> dict[str, Any]:
-        """Return a method's answer; raise ``Ended``, ``Raised`` or ``InvalidArguments``."""
+        """Return a method's answer; raise ``ProcessEnded``, ``MethodRaised`` or ``InvalidArguments``."""
         async with self._one_at_a_time:
             if self._end is not None:
-                raise Ended(self._end)
+                raise ProcessEnded(self._end)
             try:
                 answer = await self._exchange(pickle.dumps((name, arguments)))
             except asyncio.CancelledError:
@@ -226,18 +226,18 @@ class ObjectLink:
                 raise
             except ValueError as error:
                 self.close(f"its process wrote {error}")
-                raise Ended(f"its process wrote {error}") from None
+                raise ProcessEnded(f"its process wrote {error}") from None
             except (OSError, EOFError) as error:
                 reason = f"its process ended ({describe_error(error)})"
                 try:
                     reason = await asyncio.to_thread(self._reason) or reason
                 finally:
                     self.close(reason)
-                raise Ended(reason) from None
+                raise ProcessEnded(reason) from None
         if "invalid" in answer:
             raise InvalidArguments(answer["invalid"])
         if "raised" in answer:
-            raise Raised(answer["raised"])
+            raise MethodRaised(answer["raised"])
         return answer
 
     @property
@@ -310,7 +310,7 @@ class IsolatedEnvironment(Environment):
     async def ask(self, name: str, *arguments: Any) -> dict[str, Any]:
         """Return a method's answer, after ``reset``; raise as ``ObjectLink.ask`` does."""
         if self._link is None:
-            raise Ended("it has not begun")
+            raise ProcessEnded("it has not begun")
         return await self._link.ask(name, *arguments)
 
     async def close(self) -> None:

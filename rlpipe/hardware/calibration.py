@@ -25,7 +25,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 from rlpipe.hardware.cgroup import host_memory_bytes, num_cores
 from rlpipe.hardware.device import STATE_DTYPES, Curve, Device, Link, adding
-from rlpipe.hardware.devices import Transfers, load_usable, own_name, store
+from rlpipe.hardware.device_profiles import Transfers, load_usable, own_name, store
 from rlpipe.hardware.dtype_speed import forget_rates, threads
 from rlpipe.hardware.dtypes import cpu_name
 from rlpipe.hardware.host_memory import HostBuffer, add_up
@@ -324,7 +324,7 @@ def calibrate(device: torch.device) -> Device:
     return measured
 
 
-def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
+def measured_device(device: torch.device, *, scale: float = 1.0) -> Device:
     """Return the stored measurement of this device; without one, measure it and try to store the result.
 
     In a process group of several ranks all of them must call this, and all get the same result: rank 0 loads or

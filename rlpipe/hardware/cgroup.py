@@ -92,7 +92,7 @@ def _folders(groups: Path, own: Path, controller: str) -> Iterator[Path]:
             yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(top))
 
 
-def num_threads(learner: LearnerConfig) -> int:
+def learner_threads(learner: LearnerConfig) -> int:
     """Return the number of threads: as configured, or else the number of CPUs that Ray reserves.
 
     A rank with a GPU whose weights are updated on the host takes at least its share of the machine's cores, which are

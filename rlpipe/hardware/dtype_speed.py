@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.atomic_io import write_whole
-from rlpipe.hardware.devices import machines_folder, own_name
+from rlpipe.hardware.device_profiles import machines_folder, own_name
 from rlpipe.hardware.dtypes import NARROW, WIDE, DeviceTypes, cpu_name, cpu_switches, gpu_types, rocm_types
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def products(*, rows: int, widths: tuple[int, int], num_threads: int, backward: 
     )
 
 
-def device_types(device: torch.device, made: Products) -> DeviceTypes:
+def device_types(device: torch.device, layer: Products) -> DeviceTypes:
     """Return the dtypes that a device of this process computes in, for these products."""
-    return gpu_device_types(device) if device.type == "cuda" else cpu_types(made)
+    return gpu_device_types(device) if device.type == "cuda" else cpu_types(layer)
 
 
 def gpu_device_types(device: torch.device) -> DeviceTypes:
@@ -75,26 +75,26 @@ def gpu_device_types(device: torch.device) -> DeviceTypes:
     return rocm_types(name) if torch.version.hip else gpu_types(name, torch.cuda.get_device_capability(device))
 
 
-def cpu_types(made: Products, dtype: str = NARROW) -> DeviceTypes:
+def cpu_types(layer: Products, dtype: str = NARROW) -> DeviceTypes:
     """Return the dtypes that this machine's CPU computes in, with its rates for these products."""
-    return DeviceTypes(device=cpu_name(), switches=cpu_switches(), rates=cpu_rates(made, dtype))
+    return DeviceTypes(device=cpu_name(), switches=cpu_switches(), rates=cpu_rates(layer, dtype))
 
 
-def cpu_rates(made: Products, dtype: str) -> dict[str, float]:
+def cpu_rates(layer: Products, dtype: str) -> dict[str, float]:
     """Return the FLOP/s in float32 and in ``dtype`` on this machine: the stored rates, or newly timed ones.
 
     Timing takes less than a second after the import of torch. A dtype that torch can't multiply in is left out.
     """
-    if (stored := kept_rates(made, dtype)) is not None:
+    if (stored := kept_rates(layer, dtype)) is not None:
         return stored
-    rates = time_products(made, dtype)
-    _store(made, rates)
+    rates = time_products(layer, dtype)
+    _store(layer, rates)
     return rates
 
 
-def kept_rates(made: Products, dtype: str) -> dict[str, float] | None:
+def kept_rates(layer: Products, dtype: str) -> dict[str, float] | None:
     """Return the stored rates for this processor, these switches and this torch version; does not import torch."""
-    stored = _read().get(_machine(), {}).get(made.key, {})
+    stored = _read().get(_machine(), {}).get(layer.key, {})
     try:
         return {name: float(stored[name]) for name in {WIDE: None, dtype: None}}
     except (KeyError, TypeError, ValueError):
@@ -106,24 +106,24 @@ def forget_rates() -> None:
     _path().unlink(missing_ok=True)
 
 
-def time_products(made: Products, dtype: str) -> dict[str, float]:
+def time_products(layer: Products, dtype: str) -> dict[str, float]:
     """Return the FLOP/s in float32 and in ``dtype``, each from the fastest of many alternating passes."""
-    with threads(made.num_threads):
+    with threads(layer.num_threads):
         passes: dict[str, Pass] = {}
         for name in {WIDE: None, dtype: None}:
             try:
-                passes[name] = _feed_forward(made, name)
+                passes[name] = _feed_forward(layer, name)
             except RuntimeError:  # no such products
                 if name == WIDE:
                     raise
-        rows = _affordable_rows(made, passes)
+        rows = _affordable_rows(layer, passes)
         best = {name: _seconds(run, rows) for name, run in passes.items()}
         deadline = time.perf_counter() + REPETITIONS_S
         for _ in range(REPETITIONS):
             if time.perf_counter() > deadline:
                 break
             best = {name: min(best[name], _seconds(run, rows)) for name, run in passes.items()}
-    flops = 4 * rows * made.width * made.inner_width * (3 if made.backward else 1)
+    flops = 4 * rows * layer.width * layer.inner_width * (3 if layer.backward else 1)
     return {name: flops / seconds for name, seconds in best.items()}
 
 

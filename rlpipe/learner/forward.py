@@ -29,11 +29,11 @@ LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling",)
 LOGIT_CAP = "final_logit_softcapping"
 LOGIT_CHANGES = ("logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
-"""Config names of logit changes that ``Head`` does not implement; models that set one are refused."""
+"""Config names of logit changes that ``LmHead`` does not implement; models that set one are refused."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Head:
+class LmHead:
     """The lm_head's weights and settings; its tensors are the model's own, so it is read anew for each use."""
 
     weight: Tensor  # [V, H]
@@ -46,7 +46,7 @@ class Head:
     """Dtype of the matrix products."""
 
     @classmethod
-    def read(cls, model: PreTrainedModel, dtype: torch.dtype) -> Head:
+    def read(cls, model: PreTrainedModel, dtype: torch.dtype) -> LmHead:
         """Read the lm_head of a model, with its LoRA unless that is disabled."""
         head = model.get_output_embeddings()
         base = cast(nn.Linear, head.base_layer if isinstance(head, LoraLinear) else head)
@@ -115,7 +115,7 @@ def check_adapter(model: PreTrainedModel) -> None:
 
 
 def check_logits(model: PreTrainedModel) -> None:
-    """Raise ``ModelError`` if the model changes its logits in a way that ``Head`` does not implement."""
+    """Raise ``ModelError`` if the model changes its logits in a way that ``LmHead`` does not implement."""
     config = model.config.get_text_config()
     for name in LOGIT_CHANGES:
         if getattr(config, name, None) is not None:
@@ -338,9 +338,9 @@ class LogprobModel(nn.Module):
             return states.flatten(0, 1).index_select(0, row.attention.selected)
         return states[0]
 
-    def _head(self) -> Head:
+    def _head(self) -> LmHead:
         self.announce(self.causal_model.get_output_embeddings())
-        return Head.read(self.causal_model, self.compute_dtype)
+        return LmHead.read(self.causal_model, self.compute_dtype)
 
 
 def _vision_inputs(row: Row) -> dict[str, Any]:

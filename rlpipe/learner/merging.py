@@ -40,7 +40,7 @@ from rlpipe.learner.adapter_patches import (
     over_nf4,
     over_scaled,
 )
-from rlpipe.learner.forward import Head
+from rlpipe.learner.forward import LmHead
 from rlpipe.learner.policy import find_source
 from rlpipe.models.adapter import read_adapter, read_peft_config, read_record
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units
@@ -67,7 +67,7 @@ def data_bytes(path: Path) -> int:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
-class Streamed:
+class StreamedModel:
     """An empty model whose modules load their weights from files; create it before an adapter is put on the model."""
 
     def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[WeightGroup]) -> None:
@@ -145,7 +145,7 @@ CHUNK_TOKENS = 128
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
-class Texts:
+class TextBatch:
     """Texts to compare log-probs on, padded at the end."""
 
     token_ids: Tensor  # [B, T]
@@ -158,21 +158,21 @@ class Texts:
         return self.token_ids.roll(-1, 1).masked_fill(last, IGNORED)
 
 
-def fill_up(texts: Sequence[Sequence[int]]) -> Texts:
+def fill_up(texts: Sequence[Sequence[int]]) -> TextBatch:
     rows = [torch.tensor(text) for text in texts]
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return Texts(token_ids=padded, lengths=torch.tensor([len(row) for row in rows]))
+    return TextBatch(token_ids=padded, lengths=torch.tensor([len(row) for row in rows]))
 
 
-class Gap:
+class MergeDifference:
     """The error of merges against the unmerged adapter; ``live`` patches the files' weights to the adapter's base."""
 
     def __init__(
-        self, model: PreTrainedModel, adapted: PeftModel, weights: Streamed, live: Mapping[str, Patch]
+        self, model: PreTrainedModel, adapted: PeftModel, weights: StreamedModel, live: Mapping[str, Patch]
     ) -> None:
         self._model, self._adapted, self._weights, self._live = model, adapted, weights, live
 
-    def sample(self, *, num: int, num_tokens: int, start: int, seed: int = 0) -> Texts:
+    def sample(self, *, num: int, num_tokens: int, start: int, seed: int = 0) -> TextBatch:
         """Sample texts from the unmerged adapter on its base, each starting with the token ``start``."""
         with torch.random.fork_rng(), self._weights.running(self._live):
             torch.manual_seed(seed)
@@ -181,9 +181,9 @@ class Gap:
         ends = self._model.generation_config.eos_token_id
         after_end = torch.isin(sampled[:, 1:], torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
         lengths = (~after_end).sum(1) + 2  # with the start token, which may be an end token, and the end token
-        return Texts(token_ids=sampled, lengths=lengths.clamp(max=sampled.shape[1]))
+        return TextBatch(token_ids=sampled, lengths=lengths.clamp(max=sampled.shape[1]))
 
-    def measure(self, texts: Texts, merges: Mapping[str, Mapping[str, Patch]]) -> dict[str, float]:
+    def measure(self, texts: TextBatch, merges: Mapping[str, Mapping[str, Patch]]) -> dict[str, float]:
         """Return the mean absolute difference of log-probs, in nats, for each merge."""
         live = self._logprobs(texts, self._live, adapter=True)
         counted = texts.targets != IGNORED
@@ -192,7 +192,7 @@ class Gap:
             for name, patches in merges.items()
         }
 
-    def _logprobs(self, texts: Texts, patches: Mapping[str, Patch], *, adapter: bool) -> Tensor:
+    def _logprobs(self, texts: TextBatch, patches: Mapping[str, Patch], *, adapter: bool) -> Tensor:
         """Return the log-probs of the targets ``[B, T]``."""
         dtype = self._model.dtype
         with (
@@ -203,7 +203,7 @@ class Gap:
             with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
                 hidden = self._model.base_model(input_ids=texts.token_ids, use_cache=False).last_hidden_state
             with self._weights.filled(self._model.get_output_embeddings(), patches):
-                logprobs, _ = Head.read(self._model, dtype).logprobs(
+                logprobs, _ = LmHead.read(self._model, dtype).logprobs(
                     hidden.flatten(0, 1), texts.targets.flatten(), chunk_tokens=CHUNK_TOKENS, with_entropy=False
                 )
         return logprobs.view_as(texts.token_ids)
@@ -252,7 +252,7 @@ def merge(request: MergeRequest) -> Iterator[str]:
     if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):
         model = named_model
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
-    quantized, weights = nf4_parameters(model), Streamed(model, files, units)
+    quantized, weights = nf4_parameters(model), StreamedModel(model, files, units)
     record = read_record(adapter)
     weights.check_complete(model)
     adapted, patches = load_adapter(model, adapter, config, tensors)
@@ -265,7 +265,7 @@ def merge(request: MergeRequest) -> Iterator[str]:
             "--text: nothing is measured for an adapter that was trained on the unchanged base: leave it out"
         )
     if trained_on == "nf4":
-        gap = Gap(model, adapted, weights, live=over_nf4({}, quantized))
+        gap = MergeDifference(model, adapted, weights, live=over_nf4({}, quantized))
         texts = _read_texts(request.text, base) if request.text is not None else _sample_texts(gap, base)
         gaps = gap.measure(texts, merges)
         yield from (f"base in {name}: log-probs differ by {nats:.3g} nats on average" for name, nats in gaps.items())
@@ -288,7 +288,7 @@ def named_base(adapter: Path) -> str:
     return base
 
 
-def _read_texts(path: Path, base: Path) -> Texts:
+def _read_texts(path: Path, base: Path) -> TextBatch:
     tokenizer = load_tokenizer(ModelConfig(path=str(base)))
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
@@ -301,7 +301,7 @@ def _read_texts(path: Path, base: Path) -> Texts:
     return fill_up(texts)
 
 
-def _sample_texts(gap: Gap, base: Path) -> Texts:
+def _sample_texts(gap: MergeDifference, base: Path) -> TextBatch:
     tokenizer = load_tokenizer(ModelConfig(path=str(base)))
     start = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return gap.sample(num=SAMPLED_TEXTS, num_tokens=SAMPLED_TOKENS, start=start)

@@ -114,7 +114,7 @@ class Reference(Protocol):
         """Return the parameters that training changes, by name; a checkpoint must hold them."""
 
 
-class AdapterOff:
+class BaseModelReference:
     """The policy's model with its LoRA adapter disabled, which takes no extra memory."""
 
     def __init__(self, policy: Policy) -> None:
@@ -189,7 +189,7 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
             "algorithm.reference.sync_steps updates the frozen copy in full training; "
             "with a LoRA adapter the reference is the base model: set it to 0"
         )
-    return AdapterOff(policy)
+    return BaseModelReference(policy)
 
 
 class Inputs(Protocol):
@@ -216,7 +216,7 @@ class Objective(Protocol[Prepared]):
     def prepare(self, mini_batch: MiniBatch) -> list[Prepared]:
         """Return the mini batch's inputs, equally many on all ranks."""
 
-    def remember(self, inputs: Prepared) -> None:
+    def store_old_logprobs(self, inputs: Prepared) -> None:
         """Store what the loss needs of the current weights, because these change before it is computed."""
 
     def loss(self, mini_batch: MiniBatch, inputs: Prepared) -> LossOutput:
@@ -235,7 +235,7 @@ class PackedRows:
     def begin(self, step: int) -> None:
         """Do nothing; these objectives do not depend on the step."""
 
-    def remember(self, inputs: LearnerInputs) -> None:
+    def store_old_logprobs(self, inputs: LearnerInputs) -> None:
         """Do nothing; these losses are those of the current weights alone."""
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
@@ -294,7 +294,7 @@ class PackedRows:
         return pieces + [empty_micro_batch(with_reference=with_reference)] * (max_pieces - len(pieces))
 
 
-class Supervised(PackedRows):
+class SupervisedObjective(PackedRows):
     """The negative log-likelihood of rows."""
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
@@ -319,7 +319,7 @@ class PolicyGradient(PackedRows):
         super().__init__(policy, learner)
         self._algorithm, self._reference, self._bonus = algorithm, reference, bonus
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
-        self._truths = Supervised(policy, learner)
+        self._truths = SupervisedObjective(policy, learner)
         self.differences: list[tuple[NDArray[np.int64], Tensor]] = []
         """Indices of the step's loss tokens, and their log-probs before the step minus the engine's ``[K]``."""
 
@@ -330,7 +330,7 @@ class PolicyGradient(PackedRows):
         truths = [] if mini_batch.truth is None else self._truths.prepare(mini_batch.truth)
         return super().prepare(mini_batch) + [replace(inputs, is_truth=True) for inputs in truths]
 
-    def remember(self, inputs: LearnerInputs) -> None:
+    def store_old_logprobs(self, inputs: LearnerInputs) -> None:
         if inputs.is_truth or inputs.old_logprobs is not None:
             return
         with self._policy.inference():

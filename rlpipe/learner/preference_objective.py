@@ -88,7 +88,7 @@ class Preferences(PackedRows):
         return logprobs_by_key
 
 
-class Pairs(Preferences):
+class PairObjective(Preferences):
     """The losses of a chosen and a rejected completion, which share their prompt's tokens in a row.
 
     ``temperature`` is that at which they were sampled; None if they come from rows.
@@ -122,7 +122,7 @@ class Pairs(Preferences):
         return self.with_token_counts(output, inputs)
 
 
-class Labelled(Preferences):
+class KtoObjective(Preferences):
     """KTO's loss of completions that are good or bad.
 
     The KL to the reference, which both are compared with, is estimated once an update, from its mismatched completions.
@@ -164,7 +164,7 @@ class Labelled(Preferences):
         return mean.clamp(min=0).to(self._policy.device)
 
 
-class RewardPairs(PackedRows):
+class RewardModelObjective(PackedRows):
     """The loss of the rewards of a chosen and a rejected completion, which share their prompt's tokens in a row."""
 
     sequences_together = 2
@@ -181,7 +181,7 @@ class RewardPairs(PackedRows):
         return self.with_token_counts(bradley_terry_loss(pairs, self._options), inputs)
 
 
-class LabelledSteps(PackedRows):
+class StepLabelObjective(PackedRows):
     """The loss of the labels of steps, one for each loss token."""
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:

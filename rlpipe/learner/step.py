@@ -20,9 +20,23 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.critic import Critic
-from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
+from rlpipe.learner.objectives import (
+    RUN,
+    SHARED,
+    Inputs,
+    Objective,
+    PolicyGradient,
+    SupervisedObjective,
+    make_reference,
+)
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.preference_objective import Labelled, LabelledSteps, Pairs, Preferences, RewardPairs
+from rlpipe.learner.preference_objective import (
+    KtoObjective,
+    PairObjective,
+    Preferences,
+    RewardModelObjective,
+    StepLabelObjective,
+)
 from rlpipe.learner.step_advantages import StepAdvantages
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
@@ -80,16 +94,16 @@ class Learner:
     def _make_objective(self, temperature: float, max_completion_tokens: int, seed: int) -> Objective[Any]:
         policy, learner, algorithm, reference = self.policy, self._config, self._algorithm, self.reference
         if algorithm.kind == "sft":
-            return Supervised(policy, learner)
+            return SupervisedObjective(policy, learner)
         if algorithm.compares_pairs:
             sampling_temperature = temperature if algorithm.samples_pairs else None
-            return Pairs(policy, learner, algorithm.preference, reference, temperature=sampling_temperature)
+            return PairObjective(policy, learner, algorithm.preference, reference, temperature=sampling_temperature)
         if algorithm.kind == "preference":
-            return Labelled(policy, learner, algorithm.preference, reference)
+            return KtoObjective(policy, learner, algorithm.preference, reference)
         if algorithm.kind == "reward_model":
-            return RewardPairs(policy, learner, algorithm.reward_model)
+            return RewardModelObjective(policy, learner, algorithm.reward_model)
         if algorithm.kind == "process_reward_model":
-            return LabelledSteps(policy, learner)
+            return StepLabelObjective(policy, learner)
         if algorithm.kind == "ebft_strided":
             assert reference is not None, "make_reference makes the feature network"
             return Strided(policy, learner, algorithm, reference, seed=seed)
@@ -130,7 +144,7 @@ class Learner:
             assert batch.rewards is not None, "batches come with rewards if the learner computes advantages"
             credit_metrics = self._credit.assign(batch.rewards, updates)
         for inputs in (inputs for update in updates[1:] for inputs in update):  # the first has the initial weights
-            self._objective.remember(inputs)
+            self._objective.store_old_logprobs(inputs)
         sums: MetricSums | None = None
         norms = []
         entropy_weight = self.entropy_bonus.weight
@@ -199,7 +213,7 @@ class Learner:
         or of a reward model.
         """
         has_own_loss = self._algorithm.kind in ("preference", *REWARD_HEADS)
-        objective = self._objective if has_own_loss else Supervised(self.policy, self._config)
+        objective = self._objective if has_own_loss else SupervisedObjective(self.policy, self._config)
         values = self._measure(objective, held_out)
         return {f"eval/{name}": value for name, value in values.items() if not name.startswith("tokens/")}
 

@@ -21,7 +21,7 @@ from rlpipe.algorithms.advantages import compute_advantages
 from rlpipe.algorithms.features import FeatureScores, feature_rewards, join_layers, layer_indices, pool, score_features
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.algorithms.strided import StridedRow, plan_row
+from rlpipe.algorithms.strided import StridedRow, plan_strided_row
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, FeatureConfig, StridedConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.kernels.strided_mask import StridedMask
@@ -80,7 +80,7 @@ def plan_strided(
         len(mask) if group_id == NO_GROUP else first if first > 1 else 0
         for mask, first, group_id in zip(masks, firsts, micro_batch.group_ids, strict=True)
     ]
-    plan = plan_row(np.diff(starts).tolist(), config, num_samples=num_samples, prompt_lengths=prompts)
+    plan = plan_strided_row(np.diff(starts).tolist(), config, num_samples=num_samples, prompt_lengths=prompts)
 
     mask = make_mask(plan, device)
     return StridedInputs(
@@ -234,7 +234,7 @@ class Strided:
         num_columns = int(self._policy.sharding.reduce(local_columns, Reduce.SUM))
         return [replace(inputs, num_columns_of_update=num_columns) for inputs in planned]
 
-    def remember(self, inputs: StridedInputs) -> None:
+    def store_old_logprobs(self, inputs: StridedInputs) -> None:
         """Do nothing; blocks are sampled from the current weights."""
 
     def loss(self, mini_batch: MiniBatch, inputs: StridedInputs) -> LossOutput:

@@ -101,7 +101,7 @@ def unknown_token(token_ids: NDArray[np.integer], num_embeddings: int) -> str | 
     return f"token {largest} is beyond the model's {num_embeddings} embeddings: use its own tokenizer, or resize them"
 
 
-def own_device() -> torch.device:
+def torch_device() -> torch.device:
     """Return the GPU of this process, or the CPU if it has none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.calibration import num_ranks, own_device
+from rlpipe.hardware.calibration import measured_device, num_ranks
 from rlpipe.hardware.cgroup import free_host_bytes
 from rlpipe.hardware.device import Device
-from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.decision import Capacity, Decision, Knobs
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.planner.fake_trace import traceable_experts
@@ -33,6 +32,7 @@ from rlpipe.offload.planner.planner import (
 )
 from rlpipe.offload.planner.profiler import make_profile, rates_of, trace_on
 from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.representative_batch import representative_batch
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free
 from rlpipe.offload.units import find_units, take_inventory
 from rlpipe.offload.updates import ChunkedUpdates
@@ -78,7 +78,7 @@ def offload(
     check_free(model, optimizer)
     tensors = dict(batch) if batch is not None else representative_batch(model, num_tokens)
     precision, knobs, part_counts = precision or Precision(), knobs or {}, choices_of(sharing, num_ranks())
-    hardware = None if is_given(knobs) else own_device(device)
+    hardware = None if is_given(knobs) else measured_device(device)
     decision = agree(
         capacity or free_memory(device, replaced=model),
         lambda free: plan(
@@ -222,7 +222,7 @@ class OffloadedAdamW:
         named = dict(offloaded.model.named_parameters()).items()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._updates = ChunkedUpdates(
-            offloaded, trained, config, report=lambda message: logger.info("offload: %s", message)
+            offloaded, trained, config, show_message=lambda message: logger.info("offload: %s", message)
         )
 
     def step(self, *, max_norm: float | None = None, learning_rate: float | None = None) -> float:

@@ -26,16 +26,16 @@ class ChunkedUpdates:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         *,
-        report: Callable[[str], None],
+        show_message: Callable[[str], None],
         resets_peak: bool = False,
     ) -> None:
         """Set up the updates of trained ``parameters``, by name.
 
-        ``report`` gets a line that compares the third update with its prediction, if there is one. ``resets_peak``
-        resets the device's peak memory before that update, so that loading does not count; it is torch's peak, of which
-        the process has only one.
+        ``show_message`` gets a line that compares the third update with its prediction, if there is one.
+        ``resets_peak`` resets the device's peak memory before that update, so that loading does not count; it is
+        torch's peak, of which the process has only one.
         """
-        self._report, self._resets_peak = report, resets_peak
+        self._show_message, self._resets_peak = show_message, resets_peak
         self._num_updates = 0
         self._offloaded, self._chunks = offloaded, offloaded.optimizer
         chunks = {name: offloaded.chunk_of(parameter) for name, parameter in parameters.items()}
@@ -90,7 +90,7 @@ class ChunkedUpdates:
             host_bytes=self._offloaded.host_bytes,
             process_bytes=psutil.Process().memory_info().rss,
         )
-        self._report(comparison)
+        self._show_message(comparison)
 
     def drop(self) -> None:
         self._offloaded.end_update()

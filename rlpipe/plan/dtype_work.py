@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.hardware.cgroup import num_threads as learner_threads
+from rlpipe.hardware.cgroup import learner_threads
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import own_name
+from rlpipe.hardware.device_profiles import own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types, products
 from rlpipe.hardware.dtypes import NARROW, WIDE, cpu_name
 from rlpipe.models.model_files import model_products, read_widths
-from rlpipe.rollout.engine import default_sequences
-from rlpipe.rollout.engine import num_threads as engine_threads
+from rlpipe.rollout.engine import default_sequences, engine_threads
 
 
 def engine_products(config: Config) -> Products | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import larger_devices
+from rlpipe.hardware.device_profiles import larger_devices
 from rlpipe.plan.engine_memory import (
     ELEMENT_BYTES,
     EngineMemory,
@@ -201,7 +201,7 @@ def _gpu_users(config: Config) -> Iterator[tuple[str, float]]:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class EngineCase:
+class EngineEstimate:
     """A setup on a device; proposed changes are tried on modified copies."""
 
     setup: EngineSetup
@@ -256,17 +256,17 @@ COMPLETION_STEP = 64
 """Tokens; proposed completion lengths are multiples of it."""
 
 
-def remedies(case: EngineCase) -> list[Remedy]:
+def remedies(case: EngineEstimate) -> list[Remedy]:
     """Return the single changes with which the engine fits; if there are none, the pairs of changes."""
     alone = [_describe(text, changed) for _, text, changed in _smaller(case)]
     return alone or list(_pairs(case))
 
 
-def _describe(text: str, case: EngineCase) -> Remedy:
+def _describe(text: str, case: EngineEstimate) -> Remedy:
     return Remedy(change=text, seconds=case.speed.seconds)
 
 
-def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
+def _smaller(case: EngineEstimate) -> Iterator[tuple[str, str, EngineEstimate]]:
     """Yield the smallest change of each kind with which the engine fits, with the kind's name."""
     for kind, changes in _KINDS.items():
         for text, changed in changes(case):
@@ -275,7 +275,7 @@ def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
                 break
 
 
-def _pairs(case: EngineCase) -> Iterator[Remedy]:
+def _pairs(case: EngineEstimate) -> Iterator[Remedy]:
     """Yield for each two kinds the smallest change of one that fits with the smallest of the other."""
     pairs: list[set[str]] = []
     for kind, changes in _KINDS.items():
@@ -286,7 +286,7 @@ def _pairs(case: EngineCase) -> Iterator[Remedy]:
                     yield _describe(f"{first} {second}", changed)
 
 
-def _higher_utilization(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _higher_utilization(case: EngineEstimate) -> Iterator[tuple[str, EngineEstimate]]:
     setup = case.setup
     if setup.kind == "vllm" and setup.cpu_kv_bytes is None:
         utilization = int(100 * MAX_UTILIZATION / setup.engines_per_device) / 100
@@ -296,7 +296,7 @@ def _higher_utilization(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
         )
 
 
-def _smaller_batch(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _smaller_batch(case: EngineEstimate) -> Iterator[tuple[str, EngineEstimate]]:
     setup = case.setup
     fitting = case.memory.sequences_full // setup.group_size * setup.group_size
     if setup.kind == "hf" and fitting:
@@ -305,7 +305,7 @@ def _smaller_batch(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
         yield f"rollout.engine_args.max_batch_size={fitting}", changed
 
 
-def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _shorter(case: EngineEstimate) -> Iterator[tuple[str, EngineEstimate]]:
     """Yield the least ``max_model_len`` that is needed, if that fits, or else the longest completions that fit."""
     setup = case.setup
     tight = replace(case, setup=replace(setup, max_model_len=setup.num_tokens))
@@ -313,7 +313,7 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
         yield f"rollout.max_model_len={setup.num_tokens}", tight
         return
 
-    def cut(tokens: int) -> EngineCase:
+    def cut(tokens: int) -> EngineEstimate:
         sampled = min(tokens, setup.completion_tokens)
         changed = replace(setup, completion_tokens=sampled, observed_tokens=tokens - sampled)
         return replace(case, setup=replace(changed, max_model_len=setup.prompt_tokens + tokens))
@@ -327,7 +327,7 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
         yield f"rollout.sampling.max_tokens={tokens}", cut(tokens)
 
 
-def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _more_devices(case: EngineEstimate) -> Iterator[tuple[str, EngineEstimate]]:
     """Yield setups with doubled GPUs per engine, up to ``MAX_DEVICES``, if their number divides the heads."""
     setup = case.setup
     if setup.kind != "vllm" or setup.cpu_kv_bytes is not None or setup.engines_per_device > 1:
@@ -339,13 +339,13 @@ def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
             yield f"rollout.tensor_parallel_size={count} rollout.num_gpus={count}", changed
 
 
-def _larger_device(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _larger_device(case: EngineEstimate) -> Iterator[tuple[str, EngineEstimate]]:
     """Yield the larger devices of the table, the smallest first."""
     for device in larger_devices(case.device):
         yield f"--device {device.name}", replace(case, device=device)
 
 
-_KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
+_KINDS: dict[str, Callable[[EngineEstimate], Iterator[tuple[str, EngineEstimate]]]] = {
     "utilization": _higher_utilization,
     "batch": _smaller_batch,
     "length": _shorter,
@@ -355,13 +355,13 @@ _KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
 """Changes by kind, the smallest of each kind first."""
 
 
-def accelerations(case: EngineCase, speed: EngineSpeed) -> list[Remedy]:
+def accelerations(case: EngineEstimate, speed: EngineSpeed) -> list[Remedy]:
     """Return the changes that sample a step's groups in less time, those that take more GPUs last."""
     tried = [(text, changed.speed.seconds) for text, changed in _faster(case, speed)]
     return [Remedy(change=text, seconds=seconds) for text, seconds in tried if seconds < 0.99 * speed.seconds]
 
 
-def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineCase]]:
+def _faster(case: EngineEstimate, speed: EngineSpeed) -> Iterator[tuple[str, EngineEstimate]]:
     setup = case.setup
     work = setup.groups_per_engine * setup.group_size
     if speed.running == setup.max_sequences < work:
@@ -405,7 +405,7 @@ def plan_engine(config: Config, described: PreTrainedConfig, device: Device) -> 
     is not supported by the plan, and ``ModelError`` if the model can't be described.
     """
     setup = read_engine_setup(config, described, device)
-    case = EngineCase(setup=setup, shape=read_shape(described, config.model), described=described, device=device)
+    case = EngineEstimate(setup=setup, shape=read_shape(described, config.model), described=described, device=device)
     problem = case.problem
     speed = case.speed if problem is None else None
     return EnginePlan(

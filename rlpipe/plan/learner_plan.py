@@ -15,13 +15,13 @@ from rlpipe.configs.constraints import contradictions
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import larger_devices
+from rlpipe.hardware.device_profiles import larger_devices
 from rlpipe.learner.strategies.chunked import UNPLANNED_TOWER
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.decision import Knobs
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES
 from rlpipe.plan.engine_memory import EngineSetup
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_memory import LearnerMemory, MemoryBudget
 from rlpipe.plan.learner_time import StepTime, Work
 from rlpipe.plan.remedy import Remedy
@@ -38,17 +38,17 @@ Options = Mapping[str, Any]
 """Values by dotted option name, as on the command line."""
 
 
-def remedies(case: LearnerCase) -> list[Remedy]:
+def remedies(case: LearnerEstimate) -> list[Remedy]:
     """Return the smallest change of each kind with which the learner fits; if there are none, pairs of changes."""
     return _alone(case) or list(islice(_pairs(case), MAX_PAIRS))
 
 
-def _alone(case: LearnerCase) -> list[Remedy]:
+def _alone(case: LearnerEstimate) -> list[Remedy]:
     changes = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
     return [*changes, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
 
 
-def _pairs(case: LearnerCase) -> Iterator[Remedy]:
+def _pairs(case: LearnerEstimate) -> Iterator[Remedy]:
     """Yield pairs of changes with which the learner fits; not all, because planning one takes up to seconds.
 
     Each pair has the change that saves most (chunked offload, or else more ranks) and the smallest sufficient change of
@@ -71,7 +71,7 @@ def _pairs(case: LearnerCase) -> Iterator[Remedy]:
 
 
 def _with_hardware(
-    case: LearnerCase, options: Options, larger: Callable[[LearnerCase], Iterator[Remedy]]
+    case: LearnerEstimate, options: Options, larger: Callable[[LearnerEstimate], Iterator[Remedy]]
 ) -> Iterator[Remedy]:
     changed = _change(case, options)
     if changed is not None:
@@ -95,7 +95,7 @@ def read_option(config: Config, name: str) -> Any:
     return attrgetter(name)(config)
 
 
-def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
+def _kinds(case: LearnerEstimate) -> Iterator[list[Options]]:
     """Yield the options of each kind of change, ordered from the smallest change."""
     config, learner = case.config, case.config.learner
     is_full_training = config.model.adapter.kind == "none"
@@ -132,13 +132,13 @@ def _unlimited(config: Config) -> list[Options]:
     return [*({name: None} for name in names), dict.fromkeys(names)]
 
 
-def _more_ranks(case: LearnerCase) -> list[Options]:
+def _more_ranks(case: LearnerEstimate) -> list[Options]:
     """Return options with more ranks, each of which holds less."""
     sharded = {"learner.strategy": "fsdp2"} if case.config.learner.strategy == "single" else {}
     return [{**sharded, "learner.num_ranks": count} for count in RANKS if count > case.config.learner.num_ranks]
 
 
-def _other_ranks(case: LearnerCase) -> Iterator[Remedy]:
+def _other_ranks(case: LearnerEstimate) -> Iterator[Remedy]:
     """Yield the first number of ranks that fits: more; or fewer, because the ranks of a machine share its memory."""
     fewer = [{"learner.num_ranks": count} for count in range(case.config.learner.num_ranks - 1, 0, -1)]
     for options in (*_more_ranks(case), *fewer):
@@ -148,7 +148,7 @@ def _other_ranks(case: LearnerCase) -> Iterator[Remedy]:
             return
 
 
-def _more_host_memory(case: LearnerCase) -> Iterator[Remedy]:
+def _more_host_memory(case: LearnerEstimate) -> Iterator[Remedy]:
     """Yield the least host memory that is enough, in doublings."""
     device = case.device
     for doubled in range(1, MAX_DOUBLED + 1):
@@ -169,7 +169,7 @@ def _shorter(config: Config) -> Iterator[int]:
         yield tokens
 
 
-def _first_that_fits(case: LearnerCase, kind: list[Options]) -> Remedy | None:
+def _first_that_fits(case: LearnerEstimate, kind: list[Options]) -> Remedy | None:
     """Return the first change of a kind that fits; only tried if the last one, which takes least memory, fits."""
     tried = [changed for options in kind if (changed := _change(case, options)) is not None]
     if not tried or not _fits(tried[-1][1]):
@@ -177,7 +177,7 @@ def _first_that_fits(case: LearnerCase, kind: list[Options]) -> Remedy | None:
     return _describe(*next(entry for entry in tried if _fits(entry[1])))
 
 
-def _change(case: LearnerCase, options: Options) -> tuple[str, LearnerCase] | None:
+def _change(case: LearnerEstimate, options: Options) -> tuple[str, LearnerEstimate] | None:
     """Return the changed case with its text; None if nothing changes, or if the options contradict each other."""
     options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
     config = with_options(case.config, options)
@@ -186,19 +186,19 @@ def _change(case: LearnerCase, options: Options) -> tuple[str, LearnerCase] | No
     return " ".join(f"{name}={_text(value)}" for name, value in options.items()), replace(case, config=config)
 
 
-def _fits(case: LearnerCase) -> bool:
+def _fits(case: LearnerEstimate) -> bool:
     try:
         return case.problem is None
     except RlpipeError:
         return False
 
 
-def _describe(text: str, case: LearnerCase) -> Remedy:
+def _describe(text: str, case: LearnerEstimate) -> Remedy:
     assert case.memory is not None, "what fits has a memory"
     return Remedy(change=text, seconds=case.time.seconds, num_bytes=case.memory.device.total)
 
 
-def _larger_device(case: LearnerCase) -> Iterator[Remedy]:
+def _larger_device(case: LearnerEstimate) -> Iterator[Remedy]:
     """Yield the smallest device of the table that is large enough."""
     for device in larger_devices(case.device):
         changed = replace(case, drafts=replace(case.drafts, device=device))
@@ -257,10 +257,10 @@ def plan_learner(
     Raises ``ConfigError`` if the learner does not run on such a device or if its options are impossible, and
     ``ModelError`` if the model can't be described or traced.
     """
-    return plan_case(LearnerCase(config=config, drafts=TraceCache(described, device), engines=engines))
+    return plan_case(LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=engines))
 
 
-def plan_case(case: LearnerCase) -> LearnerPlan:
+def plan_case(case: LearnerEstimate) -> LearnerPlan:
     """Plan the learner of a case; raises as ``plan_learner`` does."""
     problem, learner = case.problem, case.config.learner
     return LearnerPlan(
@@ -280,7 +280,7 @@ def plan_case(case: LearnerCase) -> LearnerPlan:
     )
 
 
-def _notes(case: LearnerCase) -> Iterator[str]:
+def _notes(case: LearnerEstimate) -> Iterator[str]:
     if case.misses_tower:
         yield UNPLANNED_TOWER
     if case.work.update_sequences < AMORTISING_SEQUENCES:

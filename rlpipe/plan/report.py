@@ -17,9 +17,9 @@ from rlpipe.hardware.dtypes import AUTO
 from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.dtype_work import planned_dtype
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_plan import plan_case
-from rlpipe.plan.machine import plan_machine
+from rlpipe.plan.machine_plan import plan_machine
 from rlpipe.plan.model_shape import describe_offline, read_shape
 from rlpipe.plan.scorer_plan import ScorerPlan, plan_scorers
 from rlpipe.plan.sections import (
@@ -56,7 +56,7 @@ def make_report(config: Config, device: Device) -> Report:
     return Report(sections=[*make_sections(config, described, device)])
 
 
-def resolve_dtype(config: Config, device: Device) -> Config:
+def with_planned_dtype(config: Config, device: Device) -> Config:
     """Replace ``auto`` by the dtype that a run on such devices chooses.
 
     Raises ``ConfigError`` if another option is incompatible with that dtype.
@@ -71,13 +71,13 @@ def resolve_dtype(config: Config, device: Device) -> Config:
 
 def make_sections(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
     """Yield the sections in the order in which they are shown, one for each kind of actor."""
-    requested, config = config, resolve_dtype(config, device)
+    requested, config = config, with_planned_dtype(config, device)
     yield device_section(device, [config.model.dtype])
     yield model_section(config, described, requested_dtype=requested.model.dtype)
     if config.algorithm.kind == "ebft_strided":
         yield unplanned_section(config.algorithm.kind)
     elif config.algorithm.kind != "rl":
-        case = LearnerCase(config=config, drafts=TraceCache(described, device), engines=None)
+        case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=None)
         yield learner_section(plan_case(case), device)
         yield machine_section(plan_machine(case, None, [], device), device)
     else:
@@ -90,7 +90,7 @@ def _make_rl_sections(
     """Yield the sections of an RL run; scorers get the dtypes as requested, because they settle ``auto`` themselves."""
     engine = plan_engine(config, described, device)
     yield engine_section(engine, device)
-    case = LearnerCase(config=config, drafts=TraceCache(described, device), engines=engine.setup)
+    case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=engine.setup)
     learner = plan_case(case)
     yield learner_section(learner, device)
     engines = engine_kind(config, engine)

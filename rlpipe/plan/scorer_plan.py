@@ -13,7 +13,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import larger_devices
+from rlpipe.hardware.device_profiles import larger_devices
 from rlpipe.learner.workload import reads_features, sequence_tokens
 from rlpipe.offload.api import SHARE_USED
 from rlpipe.plan.actors import ActorKind, Placed, fill
@@ -45,7 +45,7 @@ class ScorerMemory:
 
 
 @dataclass(kw_only=True, frozen=True)
-class ScorerCase:
+class ScorerEstimate:
     """A setup on a device; proposed changes are tried on modified copies.
 
     Properties raise ``ModelError`` for models that can't be traced.
@@ -130,7 +130,7 @@ def describe_neighbours(neighbours: Sequence[Placed]) -> str:
     return f" next to {shown}" if shown else ""
 
 
-def remedies(case: ScorerCase) -> list[Remedy]:
+def remedies(case: ScorerEstimate) -> list[Remedy]:
     """Return the single changes with which the scorer fits."""
     return [
         Remedy(change=text, seconds=changed.seconds, num_bytes=changed.memory.total)
@@ -139,7 +139,7 @@ def remedies(case: ScorerCase) -> list[Remedy]:
     ]
 
 
-def _smaller_batch(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
+def _smaller_batch(case: ScorerEstimate) -> Iterator[tuple[str, ScorerEstimate]]:
     """Yield the largest batch that fits, by halving, if a single sequence fits."""
     tokens, min_tokens = case.setup.batch_tokens, case.setup.sequence_tokens
     if replace(case, setup=replace(case.setup, batch_tokens=min_tokens)).problem is not None:
@@ -152,12 +152,12 @@ def _smaller_batch(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
             return
 
 
-def _whole_gpu(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
+def _whole_gpu(case: ScorerEstimate) -> Iterator[tuple[str, ScorerEstimate]]:
     if 0 < case.setup.num_gpus < 1:
         yield f"{case.setup.option}.num_gpus=1", replace(case, setup=replace(case.setup, num_gpus=1))
 
 
-def _larger_device(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
+def _larger_device(case: ScorerEstimate) -> Iterator[tuple[str, ScorerEstimate]]:
     """Yield the smallest device that is large enough; nothing with neighbours, whose memory there is not known."""
     if case.neighbours or not case.is_on_gpu:
         return
@@ -222,12 +222,12 @@ def plan_scorers(
     ``ConfigError`` for scorers that do not run on such a device, or that can't be made.
     """
     plans: list[ScorerPlan | UnplannedScorer] = [*_unknown(config)]
-    cases: list[ScorerCase] = []
+    cases: list[ScorerEstimate] = []
     actors: list[ActorKind] = []
     for setup in read_scorer_setups(config, device):
         try:
             model = meta_scorer(setup, config, described)
-            case = ScorerCase(setup=setup, model=model, device=device, others=others)
+            case = ScorerEstimate(setup=setup, model=model, device=device, others=others)
             actors.append(case.actor)  # traces the model
         except ModelError as error:
             plans.append(UnplannedScorer(name=setup.name, reason=f"not planned: {error}"))
@@ -239,7 +239,7 @@ def plan_scorers(
     return plans
 
 
-def _plan(case: ScorerCase, full_tokens: int) -> ScorerPlan:
+def _plan(case: ScorerEstimate, full_tokens: int) -> ScorerPlan:
     setup, problem = case.setup, case.problem
     note = None
     if setup.sequence_tokens < full_tokens:

@@ -13,7 +13,7 @@ from rlpipe.plan.engine_plan import EnginePlan, EngineSpeed, Sharing
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
 from rlpipe.plan.learner_plan import LearnerPlan
 from rlpipe.plan.learner_time import StepTime
-from rlpipe.plan.machine import MachinePlan
+from rlpipe.plan.machine_plan import MachinePlan
 from rlpipe.plan.scorer_plan import ScorerPlan, UnplannedScorer, describe_neighbours
 
 

@@ -129,7 +129,7 @@ def _is_built_for_gpus() -> bool:
     return False
 
 
-def num_threads(rollout: RolloutConfig) -> int:
+def engine_threads(rollout: RolloutConfig) -> int:
     """Return the number of CPU threads of an engine."""
     return rollout.num_threads or max(1, int(rollout.num_cpus))
 

@@ -297,9 +297,9 @@ def open_engine(
     """
     model = replace(model, dtype=rollout.dtype or model.dtype)
     if model.dtype == "auto":  # vLLM would read auto as the type of the model's files
-        from rlpipe.models.loading import own_device, with_dtype
+        from rlpipe.models.loading import torch_device, with_dtype
 
-        model = with_dtype(model, own_device())
+        model = with_dtype(model, torch_device())
     engine = resolve_engine(rollout)
     if rollout.engine == "auto" and engine == "hf":
         logger.warning("engine %s samples with transformers, which is slower: %s", name, why_no_vllm(rollout))

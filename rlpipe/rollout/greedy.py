@@ -13,7 +13,7 @@ FIRST_GREEDY_ID = 2**45
 """First request id for greedy completions; no group's id is in this range."""
 
 
-class WithGreedy(WrappedEngine):
+class GreedyBaselineEngine(WrappedEngine):
     """An engine that also samples ``with_greedy`` requests; all other requests go to the wrapped engine unchanged.
 
     Such a request becomes two, for the group and for one completion at temperature 0, which is the last rollout of the

@@ -35,13 +35,13 @@ from rlpipe.rollout.engine import (
     DEFAULT_SEQUENCES,
     Sample,
     build_group,
+    engine_threads,
     failed_group,
-    num_threads,
     too_long,
     without_base,
     without_image,
 )
-from rlpipe.rollout.hf_sampling import Ending, Sampler
+from rlpipe.rollout.hf_sampling import Sampler, StopCriterion
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import (
     BASE_DIGEST,
@@ -111,7 +111,7 @@ class HfEngine:
         self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
     ) -> None:
         _check_options(rollout)
-        torch.set_num_threads(num_threads(rollout))
+        torch.set_num_threads(engine_threads(rollout))
         self._name = name
         self._kind = WeightsKind(published_kind(model, weights))
         self._sampling = rollout.sampling
@@ -242,7 +242,7 @@ class HfEngine:
             mask[row, width - len(prompt) :] = 1
         device = self._base.device
         sampler = Sampler(requests, sampling, mask.to(device))
-        ending = Ending(
+        ending = StopCriterion(
             [
                 min(r.max_tokens, self._max_model_len - len(r.prompt.token_ids))
                 for r in requests

@@ -75,7 +75,7 @@ class Sampler(LogitsProcessor):
         return torch.where(counts > 0, penalised, scores)
 
 
-class Ending(StoppingCriteria):
+class StopCriterion(StoppingCriteria):
     """A criterion that ends sequences at an end token, a stop string, or a length limit, and records where and why."""
 
     def __init__(

@@ -15,7 +15,7 @@ FIRST_PART_ID = 2**40
 SEED_STEP = 1_000_003
 
 
-class TurnByTurn(WrappedEngine):
+class MultiTurnEngine(WrappedEngine):
     """An engine that also samples prompts with ``turns``; all other requests go to the wrapped engine unchanged.
 
     The first turn is sampled for the whole group. After each answer that ended by itself, the prompt's next turn is

@@ -42,7 +42,7 @@ END_TIMEOUT_S = 60.0
 
 
 @dataclass(kw_only=True, frozen=True)
-class Need:
+class ResourceRequest:
     """Resources that one process of the run requests from the cluster."""
 
     name: str
@@ -64,7 +64,7 @@ class Need:
         return {name: amount for name, amount in self.all_resources.items() if amount}
 
 
-def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
+def connect(cluster: ClusterConfig, needs: Sequence[ResourceRequest]) -> bool:
     """Join the cluster of the config or of RAY_ADDRESS, or else start a local one; return whether one was started.
 
     Raises ``ConfigError`` if the run needs more than the cluster has, and ``RunError`` if Ray does not start.
@@ -101,7 +101,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
     return starts
 
 
-def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
+def check_fit(needs: Sequence[ResourceRequest], available: Mapping[str, float]) -> None:
     """Raise ``ConfigError`` if the cluster has too little of a resource, naming the processes that need it."""
     total: Counter[str] = Counter()
     for need in needs:
@@ -123,7 +123,7 @@ class Reservation:
     ``check_fit`` compares the needs with the whole cluster's resources beforehand.
     """
 
-    def __init__(self, needs: Sequence[Need], timeout_s: float) -> None:
+    def __init__(self, needs: Sequence[ResourceRequest], timeout_s: float) -> None:
         self._bundles = {need.name: need.requested for need in needs if need.requested}
         self._index = {name: index for index, name in enumerate(self._bundles)}
         self._group = placement_group(list(self._bundles.values())) if self._bundles else None
@@ -169,7 +169,7 @@ def insufficient_resources(requested: Mapping[str, Mapping[str, float]], timeout
 
 def start_actor(
     actor_class: type,
-    need: Need,
+    need: ResourceRequest,
     *args: Any,
     reservation: Reservation | None = None,
     bundle: str | None = None,

@@ -40,7 +40,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.remote import await_remote
-from rlpipe.actors.weights import NotLoaded, Served
+from rlpipe.actors.weights import NotLoaded, ServedVersion
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
@@ -126,7 +126,7 @@ class Controller:
             replay,
             config.cluster,
             report=self._report,
-            message=reporter.message,
+            show_message=reporter.message,
             first_step=first_step if num_steps_logged is None else num_steps_logged,
             last_event=resume_state.last_event,
         )
@@ -237,7 +237,9 @@ class Controller:
         self, groups: Sequence[RolloutGroup], prompts: Mapping[int, Prompt]
     ) -> list[RolloutGroup]:
         """Discard groups whose row of the data is another one now, and return the others; prompts are by group id."""
-        changed = {group.group_id: ROW_CHANGED for group in groups if not answers(group, prompts[group.group_id])}
+        changed = {
+            group.group_id: ROW_CHANGED for group in groups if not was_sampled_from(group, prompts[group.group_id])
+        }
         if changed:
             call: Any = self._replay.discard.remote(changed)
             await self._replace_discarded(await self._ask(call, f"discard {len(changed)} groups"))
@@ -353,7 +355,7 @@ class Controller:
         """Open further steps whenever the engines serve a new version, and start the evaluations that are due."""
         number, version = 0, self._first_step - 1
         while True:
-            served: Served | None = await await_remote(
+            served: ServedVersion | None = await await_remote(
                 self._weights.wait_served.remote(number, POLL_S),
                 "the weights actor to report the version that is served",
                 within=POLL_S + self._cluster.call_timeout_s,
@@ -377,7 +379,7 @@ class Controller:
             if version == self._num_steps:
                 self._last_version.set()
 
-    def _take_served(self, served: Served) -> None:
+    def _take_served(self, served: ServedVersion) -> None:
         self._pool.published(served.version)
         for name, failure in served.lost.items():
             self._pool.failed(name, failure)
@@ -442,7 +444,7 @@ def _cursor(group: GroupTicket) -> Cursor:
     return Cursor(epoch=group.epoch, position=group.position)
 
 
-def answers(group: RolloutGroup, prompt: Prompt) -> bool:
+def was_sampled_from(group: RolloutGroup, prompt: Prompt) -> bool:
     """Return whether a group was sampled from ``prompt``; an environment writes its own, from the same row."""
     if any(rollout.episode is not None for rollout in group):
         return group.prompt.prompt_id == prompt.prompt_id

@@ -20,7 +20,7 @@ Metrics = dict[str, float]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Evaluated:
+class EvaluationResult:
     """A finished evaluation."""
 
     metrics: Metrics
@@ -48,7 +48,7 @@ class Evaluator:
         self._kept: dict[int, RolloutGroup] = {}
         self._next_id = -1
 
-    def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Evaluated]]:
+    def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[EvaluationResult]]:
         """Return the requests of one evaluation of ``version`` or a newer policy, and a future of its outcome.
 
         ``eval/accuracy`` is the share of all held-out prompts whose reward, or the one named by ``correct_by``, is
@@ -108,7 +108,7 @@ class _Evaluation:
     def __init__(self, num_groups: int, config: HeldOutConfig) -> None:
         self._num_groups, self._config = num_groups, config
         self._groups: list[RolloutGroup] = []
-        self.result: asyncio.Future[Evaluated] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[EvaluationResult] = asyncio.get_running_loop().create_future()
 
     def add(self, group: RolloutGroup) -> None:
         self._groups.append(group)
@@ -116,7 +116,7 @@ class _Evaluation:
             scored = [entry for entry in self._groups if entry.failure is None]
             first = sorted(self._groups, key=lambda entry: -entry.group_id)[:MAX_HELD_OUT]
             groups = [entry for entry in first if entry.failure is None]
-            self.result.set_result(Evaluated(metrics=self._metrics(scored), groups=groups))
+            self.result.set_result(EvaluationResult(metrics=self._metrics(scored), groups=groups))
 
     def _is_correct(self, rollout: Rollout) -> bool:
         by = self._config.correct_by

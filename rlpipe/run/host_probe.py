@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rlpipe.actors.node import start_on_nodes
+from rlpipe.actors.node_dtypes import start_on_nodes
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
@@ -33,7 +33,7 @@ class ClusterState:
     """Resources that the run needs beyond those of the whole cluster, used by others or not; None if it fits."""
 
 
-def look(file: str) -> tuple[float, bool]:
+def read_clock_and_file(file: str) -> tuple[float, bool]:
     """Return this host's time, in seconds since 1970, and whether it has a file."""
     return time.time(), Path(file).exists()
 
@@ -52,7 +52,7 @@ def probe_cluster(config: Config, file: Path) -> ClusterState:
 
 def _probe(node: Mapping[str, Any], file: Path, config: Config) -> HostState:
     sent_at = time.time()
-    (answer,) = start_on_nodes([node["NodeID"]], look, str(file))
+    (answer,) = start_on_nodes([node["NodeID"]], read_clock_and_file, str(file))
     host_time, sees_file = get_remote(
         answer,
         f"host {node['NodeManagerAddress']} to tell its time",

@@ -61,13 +61,13 @@ class _Contact:
 
 
 class HostWatch:
-    """State of each host of a run, whose changes are reported to ``say``; ``clock`` counts seconds.
+    """State of each host of a run, whose changes are reported to ``show_message``; ``clock`` counts seconds.
 
     ``hosts`` and ``head_silent_s`` may be read in another thread.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(self, show_message: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._show_message, self._clock = show_message, clock
         self._contacts: dict[str, _Contact] = {}
 
     @property
@@ -95,7 +95,7 @@ class HostWatch:
         if contact is None:
             return
         if contact.since is not None:
-            self._say(f"host {contact.host.address} answers again, after {self._silence(contact):.0f} s")
+            self._show_message(f"host {contact.host.address} answers again, after {self._silence(contact):.0f} s")
         contact.heard_at, contact.since = self._clock(), None
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class HostWatch:
             is_relevant = contact.runs or contact.host.is_head
             if is_relevant and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
                 contact.since = time.time() - self._silence(contact)
-                self._say(
+                self._show_message(
                     f"{_name(contact)} has been silent since {_time_of_day(contact.since)}{_running_note(contact)}"
                 )
 
@@ -114,7 +114,9 @@ class HostWatch:
     def _report_lost(self, contact: _Contact) -> None:
         if contact.runs:
             silence = f", after {self._silence(contact):.0f} s of silence" if contact.since is not None else ""
-            self._say(f"{_name(contact)} is lost to Ray{silence}{_running_note(contact)}, now restarting elsewhere")
+            self._show_message(
+                f"{_name(contact)} is lost to Ray{silence}{_running_note(contact)}, now restarting elsewhere"
+            )
 
 
 def _name(contact: _Contact) -> str:
@@ -134,7 +136,7 @@ def describe_actors(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
 
 
-async def watch_hosts(say: Callable[[str], None], again: str) -> None:
+async def watch_hosts(show_message: Callable[[str], None], again: str) -> None:
     """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head.
 
     ``again`` is the command that continues, in words. ``LEAVE_S`` later the process ends with that error, whatever else
@@ -146,7 +148,7 @@ async def watch_hosts(say: Callable[[str], None], again: str) -> None:
         f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started again, "
         f"{again} continues from the newest checkpoint and the ledger"
     )
-    watch, stopped = HostWatch(say), threading.Event()
+    watch, stopped = HostWatch(show_message), threading.Event()
     guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, stopped), daemon=True)
     guard.start()
     listing = asyncio.ensure_future(_list(watch))
@@ -231,7 +233,7 @@ class RunMonitor:
         cluster: ClusterConfig,
         *,
         report: Callable[[StepReport], None],
-        message: Callable[[str], None],
+        show_message: Callable[[str], None],
         first_step: int,
         last_event: int = 0,
         events: StepLog | None = None,
@@ -239,7 +241,7 @@ class RunMonitor:
         """Create a monitor; ``events`` keeps events that are in no ledger."""
         self._events = events
         self._name, self._batches, self._cluster = name, batches, cluster
-        self._report, self._message = report, message
+        self._report, self._show_message = report, show_message
         self._last_step, self._last_event = first_step - 1, last_event
         self._stops = False
         self._evaluated_at = 0.0
@@ -253,7 +255,7 @@ class RunMonitor:
             updates: RunUpdates = await self.ask(call, "report updates", more_s=POLL_S)
             for event in updates.events:
                 self._last_event = event.number
-                self._message(event.message)
+                self._show_message(event.message)
                 if self._events is not None:
                     self._events.append(self._last_step + 1, [asdict(event)])
             for report in updates.reports:

@@ -38,7 +38,7 @@ from rlpipe.preload import preloading
 from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.run import precision, workers
-from rlpipe.run.cluster import Need, connect, end_actors, placement_groups, release_placement_groups
+from rlpipe.run.cluster import ResourceRequest, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.run.controller import Controller
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
@@ -232,7 +232,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 batches,
                 config.cluster,
                 report=reporter.trained,
-                message=reporter.message,
+                show_message=reporter.message,
                 first_step=start.step,
                 events=StepLog(run.output / EVENTS_FILE, start.step),
             )
@@ -412,7 +412,7 @@ def _first_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
+def _cluster(config: Config, needs: Sequence[ResourceRequest]) -> Iterator[bool]:
     """Join or start a cluster that the run fits on, and yield whether it was started; end the run's actors at exit."""
     joined = ray.is_initialized()
     actors_before = set(ray.util.list_named_actors()) if joined else set()

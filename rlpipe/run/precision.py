@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from rlpipe.actors.node import ask_nodes, node_types
+from rlpipe.actors.node_dtypes import ask_nodes, node_types
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.constraints import check_engine_dtype, check_model
 from rlpipe.configs.schema.root_config import ClusterConfig
@@ -18,16 +18,18 @@ from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.rollout.serving_choice import serve_alone, settle_serving
-from rlpipe.run.cluster import Need
+from rlpipe.run.cluster import ResourceRequest
 from rlpipe.run.prepare import Run
 from rlpipe.scoring.pools import FEATURE_PATH
 from rlpipe.scoring.rewards import RewardActor, load_reward
 
-Ask = Callable[[Need, str], Sequence[DeviceTypes]]
+Ask = Callable[[ResourceRequest, str], Sequence[DeviceTypes]]
 """Returns the types of the devices that a process may be placed on; of CPUs with their speed in the given type."""
 
 
-def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
+def resolve_dtype(
+    run: Run, needs: Sequence[ResourceRequest], ask: Ask, *, begun: str | None = None
+) -> tuple[Run, list[str]]:
     """Return the run with ``auto`` replaced by a type, and lines about the choice for the user.
 
     ``needs`` are those of the processes that hold the policy, all of which compute in the type. ``begun`` is the
@@ -52,7 +54,7 @@ def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | Non
     return resolved, [*lines, *_reward_lines(run, dtype, ask)]
 
 
-def engine_type_lines(run: Run, engines: Sequence[Need], ask: Ask) -> list[str]:
+def engine_type_lines(run: Run, engines: Sequence[ResourceRequest], ask: Ask) -> list[str]:
     """Return a line for the user if ``rollout.dtype`` is slow on a device of the engines."""
     requested = run.config.rollout.dtype
     if requested in (None, WIDE):
@@ -90,7 +92,7 @@ def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
             continue
         source, requested = model
         products = None if reward.num_gpus else scorer_products(source, reward.num_cpus)
-        need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
+        need = ResourceRequest(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
         choice = choose_dtype(requested, ask(need, requested), option=option)
         if choice.line is not None and (requested != AUTO or choice.dtype != policy_dtype):
             yield choice.line
@@ -115,7 +117,7 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
     """Return a function that asks each node for its types once; ``is_own``: the cluster is this machine alone."""
     types_by_node: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
 
-    def ask(need: Need, dtype: str) -> list[DeviceTypes]:
+    def ask(need: ResourceRequest, dtype: str) -> list[DeviceTypes]:
         products = need.products
         # Unmeasured products are timed by another process, because this one does not import torch.
         if is_own and (products is None or kept_rates(products, NARROW if dtype == AUTO else dtype) is not None):
@@ -134,7 +136,7 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
     return ask
 
 
-def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+def nodes_for(need: ResourceRequest, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the ids of Ray's living nodes that meet a process's needs, or of all living nodes if none does alone."""
     alive = [node for node in nodes if node["Alive"]]
     matching = [

@@ -31,8 +31,8 @@ from rlpipe.run.cluster import (
     ENGINE_CALLS,
     QUESTION_CALLS,
     TURN_CALLS,
-    Need,
     Reservation,
+    ResourceRequest,
     end_actors,
     start_actor,
     until_ready,
@@ -98,10 +98,10 @@ COORDINATING: dict[str, Any] = {
 """Options of the actors that coordinate learner ranks and controller."""
 
 
-def engine_needs(config: Config) -> list[Need]:
+def engine_needs(config: Config) -> list[ResourceRequest]:
     rollout, products = config.rollout, engine_products(config)
     return [
-        Need(
+        ResourceRequest(
             name=f"rollout-{index}",
             num_cpus=rollout.num_cpus,
             num_gpus=rollout.num_gpus,
@@ -113,10 +113,10 @@ def engine_needs(config: Config) -> list[Need]:
     ]
 
 
-def learner_needs(config: Config) -> list[Need]:
+def learner_needs(config: Config) -> list[ResourceRequest]:
     learner, products = config.learner, learner_products(config)
     return [
-        Need(
+        ResourceRequest(
             name=f"learner-{rank}",
             num_cpus=learner.num_cpus,
             num_gpus=learner.num_gpus,
@@ -128,32 +128,33 @@ def learner_needs(config: Config) -> list[Need]:
     ]
 
 
-def pool_need(pool: RewardPool) -> Need:
+def pool_need(pool: RewardPool) -> ResourceRequest:
     """Return the resources that one process of a pool requests."""
     if pool.is_served:
         name, remedy = f"replica-{pool.name}", "lower serve.replicas, num_cpus or num_gpus of what Ray Serve serves"
     else:
         name = pool.name
         remedy = "lower scoring.num_processes or the rewards' num_processes, num_cpus or num_gpus"
-    return Need(name=name, num_cpus=pool.num_cpus, num_gpus=pool.num_gpus, remedy=remedy)
+    return ResourceRequest(name=name, num_cpus=pool.num_cpus, num_gpus=pool.num_gpus, remedy=remedy)
 
 
-def pool_needs(pools: Iterable[RewardPool], *, served: bool) -> list[Need]:
+def pool_needs(pools: Iterable[RewardPool], *, served: bool) -> list[ResourceRequest]:
     """Return the needs of the scoring processes that this run starts, or of the replicas that Ray Serve places."""
     needs = [(pool_need(pool), pool.size) for pool in pools if pool.is_served == served]
     return [replace(need, name=f"{need.name}-{index}") for need, size in needs for index in range(size)]
 
 
-def episode_needs(config: Config) -> list[Need]:
+def episode_needs(config: Config) -> list[ResourceRequest]:
     """Return the needs of the processes that play episodes; none if the run has no environment."""
     count = config.environment.num_processes if config.environment.is_used else 0
     remedy = "lower environment.num_processes or environment.num_cpus"
     return [
-        Need(name=f"episodes-{index}", num_cpus=config.environment.num_cpus, remedy=remedy) for index in range(count)
+        ResourceRequest(name=f"episodes-{index}", num_cpus=config.environment.num_cpus, remedy=remedy)
+        for index in range(count)
     ]
 
 
-def generation_needs(config: Config, rewards: Mapping[str, RewardConfig] | None = None) -> list[Need]:
+def generation_needs(config: Config, rewards: Mapping[str, RewardConfig] | None = None) -> list[ResourceRequest]:
     """Return the needs of all processes that generate and score groups; ``rewards`` are by default the config's."""
     pools = resolve_pools(config, rewards).values()
     needs = [*engine_needs(config), *episode_needs(config)]
@@ -181,7 +182,7 @@ def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Itera
         return
     from rlpipe.actors.served import Lease, end_apps, start_serve  # Ray Serve takes a second to import
 
-    lease = start_actor(Lease, Need(name="lease"), on_driver_host=True)
+    lease = start_actor(Lease, ResourceRequest(name="lease"), on_driver_host=True)
     started = start_serve()
     pools = {f"{run.config.name}-{pool.name}-{uuid4().hex[:8]}": pool for pool in served}
     try:
@@ -283,7 +284,7 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
 
 
 def start_episodes(
-    run: Run, needs: Sequence[Need], reservation: Reservation, engines: Mapping[str, ActorHandle]
+    run: Run, needs: Sequence[ResourceRequest], reservation: Reservation, engines: Mapping[str, ActorHandle]
 ) -> EpisodePool:
     """Start the processes that play episodes, without waiting until they are ready."""
     setup = EpisodeSetup(
@@ -325,7 +326,7 @@ def start_pools(run: Run, reservation: Reservation, engines: Engines) -> list[Sc
 
 def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
     """Start the actor that serves supervised rows, and wait until it has opened them."""
-    config, need = run.config, Need(name="dataset")
+    config, need = run.config, ResourceRequest(name="dataset")
     setup = DatasetSetup(
         data=config.data,
         model=run.model,
@@ -349,19 +350,19 @@ def start_replay(run: Run) -> ActorHandle:
     if run.config.scoring.on_rollouts_scored is not None:
         hook = start_actor(
             HookActor,
-            Need(name="hook"),
+            ResourceRequest(name="hook"),
             run.config.scoring.on_rollouts_scored,
             os.getcwd(),
             restarts=True,
             on_driver_host=True,
         )
         setup = replace(setup, hook=hook)
-    return start_actor(ReplayActor, Need(name="replay"), setup, **COORDINATING)
+    return start_actor(ReplayActor, ResourceRequest(name="replay"), setup, **COORDINATING)
 
 
 def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
     """Start the actor that passes weights to the engines."""
-    need, names, timeout_s = Need(name="weights"), list(engines), config.weights.timeout_s
+    need, names, timeout_s = ResourceRequest(name="weights"), list(engines), config.weights.timeout_s
     if config.weights.transport == "object_store":
         return start_actor(WeightsActor, need, engines=names, timeout_s=timeout_s, **COORDINATING)
     workers = config.rollout.tensor_parallel_size
@@ -376,7 +377,7 @@ def _callables_of(run: Run, members: Mapping[str, RewardConfig]) -> dict[str, Re
 
 
 def _spawner(
-    run: Run, members: Mapping[str, RewardConfig], need: Need, reservation: Reservation, engines: Engines
+    run: Run, members: Mapping[str, RewardConfig], need: ResourceRequest, reservation: Reservation, engines: Engines
 ) -> Spawn:
     callables = _callables_of(run, members)
     memory = memory_limit(run.config, members)

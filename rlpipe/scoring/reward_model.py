@@ -29,7 +29,7 @@ from rlpipe.data.render.processor import check_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
-from rlpipe.models.loading import COMPLETE, load_complete, own_device, own_dtype
+from rlpipe.models.loading import COMPLETE, load_complete, own_dtype, torch_device
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import RolloutGroup
 
@@ -74,7 +74,7 @@ class ClassifierReward(RewardActor):
         )
 
     def setup(self) -> None:
-        self._device = own_device()
+        self._device = torch_device()
         dtype = getattr(torch, own_dtype(self._device, self.source) if self.dtype == AUTO else self.dtype)
         with reading_files(f"the reward model {self.source} can't be loaded", COMPLETE, error=ModelError):
             check_ids(Path(self.source))

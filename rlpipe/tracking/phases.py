@@ -76,13 +76,13 @@ class Phases:
             if self._is_pending:
                 self._start, self._is_pending = None, False
 
-    def hand_over(self, say: Callable[[str], None]) -> None:
-        """Print lines through ``say`` from now on, and leave the live line to a display that calls ``describe``."""
+    def hand_over(self, show_message: Callable[[str], None]) -> None:
+        """Print lines with ``show_message`` from now on; leave the live line to a display that calls ``describe``."""
         with self._lock:
             self._clear()
             self._stream = None
             if self._print is not None:
-                self._print = say
+                self._print = show_message
 
     @contextmanager
     def run(self) -> Iterator[Start]:

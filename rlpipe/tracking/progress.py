@@ -24,8 +24,8 @@ from rlpipe.common.atomic_io import write_whole
 from rlpipe.common.formatting import printable
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.jsonl import read_rows
+from rlpipe.tracking.metric_text import PHASE_PREFIX, RunProgress, format_duration, is_phase
 from rlpipe.tracking.phases import PHASES
-from rlpipe.tracking.view import PHASE_PREFIX, RunView, format_duration, is_phase
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class PlainProgress:
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._view = RunView(clock)
+        self._view = RunProgress(clock)
         self._first_step = 0
         self._printed_at = -math.inf
 
@@ -114,7 +114,7 @@ class LiveProgress:
 
     def __init__(self, console: Console, run_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._run_name = run_name
-        self._view = RunView(clock)
+        self._view = RunProgress(clock)
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=REFRESHES_PER_SECOND)
 
     def start(self, total: int, done: int = 0) -> None:

@@ -17,7 +17,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
 from rlpipe.tracking.jsonl import JsonlTracker
-from rlpipe.tracking.services import MlflowTracker, TrackioTracker, WandbTracker
+from rlpipe.tracking.service_trackers import MlflowTracker, TrackioTracker, WandbTracker
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge

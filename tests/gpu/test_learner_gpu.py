@@ -19,7 +19,7 @@ from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, O
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.publish import named_weights
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.rollout.hf_engine import HfEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

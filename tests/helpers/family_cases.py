@@ -26,7 +26,7 @@ from transformers import (
     set_seed,
 )
 
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 SIZES = {
     "hidden_size": 64,

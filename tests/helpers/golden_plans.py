@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.configs.compose import load_config
-from rlpipe.hardware.devices import find_device
+from rlpipe.hardware.device_profiles import find_device
 from rlpipe.plan.report import make_report
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rlpipe.data.row import RowLocation
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")
 TOKENIZER = make_tokenizer()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rlpipe.algorithms.strided import StridedRow, plan_row
+from rlpipe.algorithms.strided import StridedRow, plan_strided_row
 from rlpipe.configs.schema.algorithm_config import StridedConfig
 from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.learner.strided_objective import make_mask
@@ -21,7 +21,7 @@ class Case:
     prompts: tuple[int, ...] | None = None
 
     def plan(self) -> StridedRow:
-        return plan_row(self.lengths, self.blocks, num_samples=self.num_samples, prompt_lengths=self.prompts)
+        return plan_strided_row(self.lengths, self.blocks, num_samples=self.num_samples, prompt_lengths=self.prompts)
 
 
 def blocks(stride: int, context: int, num_tokens: int, prefix: int = 0) -> StridedConfig:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import ray
 
-from rlpipe.actors.weights import Served, WeightsActor
+from rlpipe.actors.weights import ServedVersion, WeightsActor
 
 Actor = TypeVar("Actor", bound=WeightsActor)
 Engine = TypeVar("Engine")
@@ -42,7 +42,7 @@ def play(make: Callable[[], Actor], act: Callable[[Actor], Coroutine[Any, Any, A
     return asyncio.run(run())
 
 
-async def served(actor: WeightsActor, after: int = 0) -> Served:
+async def served(actor: WeightsActor, after: int = 0) -> ServedVersion:
     news = await actor.wait_served(after, 1.0)
     assert news is not None
     return news

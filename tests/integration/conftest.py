@@ -17,7 +17,7 @@ import rlpipe
 from rlpipe.actors.ray_internals import patient_start
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.preload import preloading
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine

@@ -14,7 +14,7 @@ from run_cases import HOLDS_LOGP_TO, make_config, trained_steps
 from signal_cases import assert_accounts_add_up, ledger_of
 
 import rlpipe
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

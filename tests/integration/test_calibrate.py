@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlpipe import cli
-from rlpipe.hardware.devices import load_stored, own_name, path_of, stored_names
+from rlpipe.hardware.device_profiles import load_stored, own_name, path_of, stored_names
 
 pytestmark = [
     pytest.mark.usefixtures("empty_cache"),

@@ -29,7 +29,7 @@ from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import WeightsMismatch
 from rlpipe.replay.ledger.restore import RunStart
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.run.cluster import Need, start_actor
+from rlpipe.run.cluster import ResourceRequest, start_actor
 from rlpipe.run.controller import Controller
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.scoring_pools import ScorerPool
@@ -52,7 +52,7 @@ def config(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_fact
 @pytest.fixture(scope="module")
 def engine(config: Config) -> Iterator[ActorHandle]:
     """Yield one vLLM engine for all cases, each of which ends with no request waiting in it."""
-    actor = start_actor(RolloutActor, Need(name=ENGINE), ENGINE, max_concurrency=16)
+    actor = start_actor(RolloutActor, ResourceRequest(name=ENGINE), ENGINE, max_concurrency=16)
     ray.get(actor.start.remote(config.model, config.rollout, config.weights, config.data.max_prompt_tokens))
     yield actor
     ray.kill(actor)
@@ -60,7 +60,7 @@ def engine(config: Config) -> Iterator[ActorHandle]:
 
 @pytest.fixture(scope="module")
 def scorer(config: Config) -> Iterator[ActorHandle]:
-    actor = start_actor(ScoringActor, Need(name="canary-scorer"), "canary-scorer")
+    actor = start_actor(ScoringActor, ResourceRequest(name="canary-scorer"), "canary-scorer")
     ray.get(actor.start.remote(REWARDS, {}, config.model, config.algorithm.num_steps, os.getcwd()))
     yield actor
     ray.kill(actor)
@@ -160,9 +160,9 @@ async def run(
     """Run the controller with its real parts, except for the learner."""
     engines = {ENGINE: engine}
     setup = ReplaySetup.of(config, folder / "ledger.sqlite", REWARDS)
-    replay = start_actor(ReplayActor, Need(name="canary-replay"), setup, max_concurrency=100)
+    replay = start_actor(ReplayActor, ResourceRequest(name="canary-replay"), setup, max_concurrency=100)
     weights = start_actor(
-        WeightsActor, Need(name="canary-weights"), engines=list(engines), timeout_s=60.0, max_concurrency=100
+        WeightsActor, ResourceRequest(name="canary-weights"), engines=list(engines), timeout_s=60.0, max_concurrency=100
     )
     pool = ScorerPool(
         "canary-scorer", REWARDS, size=1, spawn=lambda name, place: (scorer, ray.put(None)), start_timeout_s=60.0

@@ -15,7 +15,7 @@ from rank_cases import Ranks
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import ALIGNMENT, DIVERSITY, GroundTruth, Prompt, RolloutGroup

@@ -10,8 +10,8 @@ from rank_cases import Ranks
 
 from rlpipe.errors import ModelError, RunError
 from rlpipe.hardware import calibration
-from rlpipe.hardware.calibration import TENSOR_BYTES, on_rank0, own_device
-from rlpipe.hardware.devices import load_stored, own_name
+from rlpipe.hardware.calibration import TENSOR_BYTES, measured_device, on_rank0
+from rlpipe.hardware.device_profiles import load_stored, own_name
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def ranks() -> Iterator[Ranks]:
 def check_own_device(cache: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        first = own_device(CPU, scale=0.01)
+        first = measured_device(CPU, scale=0.01)
         assert first.link is not None
         curves = [first.link.all_gather, first.link.reduce_scatter, first.link.all_reduce]
         for curve, rounds in zip(curves, (1, 1, 2), strict=True):
@@ -40,7 +40,7 @@ def check_own_device(cache: Path) -> None:
         assert found == [first, first]
         stored = load_stored(own_name("cpu"))
         assert stored == first
-        again = own_device(CPU, scale=0.01)
+        again = measured_device(CPU, scale=0.01)
         assert (again.measured_at, again.host_adam) == (first.measured_at, first.host_adam)
 
 
@@ -63,7 +63,7 @@ def check_errors() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_find_or_measure", lambda *_: fail_to_find(RuntimeError("no such clock")))
         with pytest.raises(RuntimeError if is_first else RunError, match="no such clock"):
-            own_device(CPU)
+            measured_device(CPU)
     assert on_rank0(dist.get_rank) == 0
 
 

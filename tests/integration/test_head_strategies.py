@@ -38,7 +38,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.learner.checkpoints import export_policy
 from rlpipe.learner.publish import whole_weights
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 pytestmark = pytest.mark.covering(0)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4

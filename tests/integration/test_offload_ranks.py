@@ -34,7 +34,7 @@ from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.offload.api import OffloadedAdamW, offload
 from rlpipe.offload.decision import Capacity, Decision, Knobs, Mode
 from rlpipe.offload.planner.cost import predict
@@ -419,7 +419,7 @@ class Failing(Chunked):
 
 def fail_to_decide(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "own_device", lambda _: None)
+        patch.setattr(chunked, "measured_device", lambda _: None)
         sharding = Failing(LearnerConfig(strategy="fsdp2", offload="chunked"), CPU, Workload())
         module = load_logprob_model(make_model_config(folder, adapter="none"), CPU)
         with pytest.raises(OSError if sharding.rank == 0 else RunError, match="no space"):

@@ -24,7 +24,7 @@ from rlpipe.configs.schema.preference_config import PAIR_LOSSES
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 pytestmark = pytest.mark.covering(0)
 NUM_RANKS, NUM_STEPS = 2, 3

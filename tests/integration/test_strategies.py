@@ -22,7 +22,7 @@ from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, O
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.step import Learner
 from rlpipe.models.adapter import WEIGHTS_FILE
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 
 pytestmark = pytest.mark.covering(1)

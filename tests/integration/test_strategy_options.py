@@ -20,7 +20,7 @@ from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig, Opti
 from rlpipe.configs.schema.model_config import AdapterConfig
 from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.publish import weight_specs, whole_weights
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4

@@ -22,7 +22,7 @@ from rlpipe.configs.schema.algorithm_config import (
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import TrainBatch
 
 pytestmark = pytest.mark.covering(1)

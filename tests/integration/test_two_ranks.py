@@ -26,7 +26,7 @@ from rlpipe.errors import LearnerFailed
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
 NUM_RANKS = 2

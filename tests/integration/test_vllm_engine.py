@@ -29,7 +29,7 @@ from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.merging import MergeRequest, merge
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import VLLM_GPU_SEQUENCES, Engine
 from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import GroupRequest

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, set_seed
 
 from rlpipe.errors import ModelError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.rollout.engine import Engine
 
 pytest.importorskip("vllm")

@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import FloatArray
 
 NUM_GROUPS, GROUP_SIZE = 5, 4

@@ -15,7 +15,7 @@ from benchmarks import counting_task, examples, lora_sync, overlap, viewer, vs_t
 from benchmarks.ideal_schedule import PROMPT
 from rlpipe.configs.compose import compose_tree
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.types import GroupRequest
 
 

@@ -25,7 +25,7 @@ from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
 from rlpipe.episodes.load_environment import import_kind
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.scoring.code_execution import passes_tests
 from rlpipe.scoring.rewards import load_reward, missing_columns
 from rlpipe.scoring.toolbox import gsm8k_accuracy, math_answer

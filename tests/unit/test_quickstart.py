@@ -10,7 +10,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import ModelError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 CONFIG = load_config(["experiment=quickstart", "model.prepare=rlpipe.quickstart:warm_up"])
 

@@ -15,7 +15,7 @@ from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ModelError
-from rlpipe.hardware.calibration import own_device
+from rlpipe.hardware.calibration import measured_device
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.row_plan import Row, plan_row
@@ -24,11 +24,11 @@ from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import CannotBeTraced, choices_of, free_memory, is_given, plan
-from rlpipe.offload.batches import BlankImages, blank_images
 from rlpipe.offload.decision import Capacity, Decision, Knobs
 from rlpipe.offload.layout import CHUNK_SIZES
 from rlpipe.offload.planner.planner import agree, ranks_of
 from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.representative_batch import BlankImages, blank_images
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, least_arrangement, least_memory
 from rlpipe.offload.updates import ChunkedUpdates
@@ -169,7 +169,7 @@ class Chunked:
         self._offloaded.append(offloaded)
 
     def _decide(self, module: LogprobModel, precision: Precision) -> Decision:
-        hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
+        hardware = None if is_given(fixed_knobs(self._config)) else measured_device(self.device)
         free = capacity(self._config, self.device, replaced=module)
         if self._copy is not None:
             free = free.less(least_memory(self._copy, sizes=chunk_sizes(self._config)))
@@ -215,10 +215,10 @@ class Chunked:
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
-        def report(message: str) -> None:
+        def show_message(message: str) -> None:
             self.notes.append(f"learner.offload=chunked: {message}")
 
-        return ChunkedUpdates(self._offloaded[0], parameters, config, report=report, resets_peak=True)
+        return ChunkedUpdates(self._offloaded[0], parameters, config, show_message=show_message, resets_peak=True)
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

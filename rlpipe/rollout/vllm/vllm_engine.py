@@ -25,8 +25,8 @@ from rlpipe.models.served_weights import ServedWeights
 from rlpipe.rollout.engine import (
     Sample,
     build_group,
+    engine_threads,
     failed_group,
-    num_threads,
     sample_seed,
     too_long,
     without_base,
@@ -391,7 +391,7 @@ class VllmEngine:
 
 def _open_llm(args: dict[str, Any], rollout: RolloutConfig) -> LLMEngine:
     if current_platform.is_cpu():
-        torch.set_num_threads(num_threads(rollout))
+        torch.set_num_threads(engine_threads(rollout))
         # Packed weights can neither be replaced in place nor read back; ``pack_layers`` packs copies of them.
         setattr(LinearBase, "_cpu_skip_gemm_dispatch", not args.get("enable_lora"))  # noqa: B010
         # vLLM compiles one small sampling function, which takes ten seconds.

@@ -12,7 +12,7 @@ from rlpipe.actors.dataset import ANSWER_LEAVES_S, DatasetActor, DatasetSetup
 from rlpipe.configs.compose import load_config
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import Rollout, TrainBatch
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from weights_actor_cases import next_answer, place_engines, served
 
 from rlpipe.actors.remote import KILLED
-from rlpipe.actors.weights import Cause, DirectWeightsActor, NotLoaded, Served
+from rlpipe.actors.weights import Cause, DirectWeightsActor, NotLoaded, ServedVersion
 from rlpipe.errors import WeightsMismatch
 from rlpipe.types import TensorSpec, Transfer, WeightsKind, WeightsManifest
 
@@ -68,13 +68,13 @@ def play(act: Callable[[DirectWeightsActor], Coroutine[Any, Any, Any]], timeout_
 
 
 def test_every_worker_of_every_engine_gets_a_rank_alongside_the_learner(engines: dict[str, FakeEngine]) -> None:
-    async def act(actor: DirectWeightsActor) -> Served:
+    async def act(actor: DirectWeightsActor) -> ServedVersion:
         assert await send(actor, 0) == 1 + 2 * WORKERS
         assert await send(actor, 0) == 0, "it is served already"
         assert await send(actor, 1) == 1 + 2 * WORKERS
         return await served(actor, 1)
 
-    news: Served = play(act)
+    news: ServedVersion = play(act)
     assert (news.version, news.engines, dict(news.lost)) == (1, ("a", "b"), {})
     for name, first_rank in {"a": 1, "b": 3}.items():
         assert [(one.first_rank, one.num_processes) for one in engines[name].transfers] == [(first_rank, 5)] * 2

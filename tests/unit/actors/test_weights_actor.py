@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from weights_actor_cases import next_answer, place_engines, served
 
 from rlpipe.actors.remote import KILLED
-from rlpipe.actors.weights import Cause, NotLoaded, Served, WeightsActor
+from rlpipe.actors.weights import Cause, NotLoaded, ServedVersion, WeightsActor
 from rlpipe.errors import EngineNotStarted, WeightsMismatch
 from rlpipe.types import WeightsKind, WeightsManifest
 
@@ -52,12 +52,12 @@ def play(act: Callable[[WeightsActor], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def test_every_engine_gets_every_version(engines: dict[str, FakeEngine]) -> None:
-    async def act(actor: WeightsActor) -> Served:
+    async def act(actor: WeightsActor) -> ServedVersion:
         for version in (0, 1):
             await actor.publish(manifest(version), [], 1)
         return await served(actor, 1)
 
-    news: Served = play(act)
+    news: ServedVersion = play(act)
     assert (news.version, news.engines, dict(news.lost)) == (1, ("a", "b"), {})
     assert engines["a"].versions == engines["b"].versions == [0, 1]
 
@@ -99,7 +99,7 @@ def test_a_learner_that_begins_again_publishes_older_versions(engines: dict[str,
 def test_an_engine_that_fails_is_named_and_gets_nothing_until_it_is_asked_for(engines: dict[str, FakeEngine]) -> None:
     engines["b"].answers = [WrongTensors()]
 
-    async def act(actor: WeightsActor) -> Served:
+    async def act(actor: WeightsActor) -> ServedVersion:
         await actor.publish(manifest(0), [], 1)
         first = await served(actor)
         await actor.publish(manifest(1), [], 1)
@@ -108,7 +108,7 @@ def test_an_engine_that_fails_is_named_and_gets_nothing_until_it_is_asked_for(en
         assert (await served(actor, 2)).engines == ("a", "b")
         return first
 
-    first: Served = play(act)
+    first: ServedVersion = play(act)
     reason = "it could not load weights version 0: WrongTensors: no"
     assert (first.engines, dict(first.lost)) == (("a",), {"b": NotLoaded(Cause.ENGINE, reason)})
     assert engines["b"].versions == [1, 2]
@@ -127,18 +127,18 @@ class WrongTensors(ray.exceptions.RayError):
 def test_a_dead_engine_is_named(engines: dict[str, FakeEngine], death: Exception) -> None:
     engines["b"].answers = [death]
 
-    async def act(actor: WeightsActor) -> Served:
+    async def act(actor: WeightsActor) -> ServedVersion:
         await actor.publish(manifest(0), [], 1)
         return await served(actor)
 
-    news: Served = play(act)
+    news: ServedVersion = play(act)
     assert (news.engines, dict(news.lost)) == (("a",), {"b": NotLoaded(Cause.PROCESS, KILLED)})
 
 
 def test_an_engine_that_ray_cannot_reach_may_be_alive(engines: dict[str, FakeEngine]) -> None:
     engines["b"].answers = [ActorUnavailableError("no connection", None)]
 
-    async def act(actor: WeightsActor) -> Served:
+    async def act(actor: WeightsActor) -> ServedVersion:
         await actor.publish(manifest(0), [], 1)
         return await served(actor)
 
@@ -148,12 +148,12 @@ def test_an_engine_that_ray_cannot_reach_may_be_alive(engines: dict[str, FakeEng
 def test_an_engine_that_came_back_before_anyone_was_told_is_not_lost(engines: dict[str, FakeEngine]) -> None:
     engines["b"].answers = [RayActorError()]
 
-    async def act(actor: WeightsActor) -> Served:
+    async def act(actor: WeightsActor) -> ServedVersion:
         await actor.publish(manifest(0), [], 1)
         assert await actor.load_newest("b") == 0
         return await served(actor)
 
-    news: Served = play(act)
+    news: ServedVersion = play(act)
     assert (news.engines, dict(news.lost)) == (("a", "b"), {})
 
 
@@ -179,7 +179,7 @@ def test_the_first_version_of_a_new_process_is_news(engines: dict[str, FakeEngin
         await actor.publish(manifest(0), [], 1)
         return (await served(actor)).number
 
-    async def replaced(number: int) -> Served | None:
+    async def replaced(number: int) -> ServedVersion | None:
         actor = WeightsActor(engines=["a", "b"], timeout_s=1.0)
         waiting = asyncio.create_task(actor.wait_served(number, 4.0))
         await actor.publish(manifest(1), [], 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from strided_cases import ALL, Case, blocks, mask_of
 
-from rlpipe.algorithms.strided import block_contexts, document_budget, plan_row
+from rlpipe.algorithms.strided import block_contexts, document_budget, plan_strided_row
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -127,5 +127,5 @@ def test_no_rows_of_documents_that_fit_the_budget_are_too_long(stride: int, cont
     config, num_samples, most = blocks(stride, context, 8), 8, 4096
     budget = document_budget(most, config, num_samples)
     for length in (context + 8, context + 8 + stride, 200):
-        row = plan_row([length] * (budget // length), config, num_samples=num_samples)
+        row = plan_strided_row([length] * (budget // length), config, num_samples=num_samples)
         assert row.num_tokens <= most

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rlpipe import cli
 from rlpipe.data.row_view import split_row
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 CHATML = FAMILIES["chatml"].tokenizer()
 

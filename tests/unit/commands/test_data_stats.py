@@ -11,7 +11,7 @@ import pytest
 from data_cases import conversation, refused, write_run
 
 from rlpipe import cli
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

@@ -18,7 +18,7 @@ from rlpipe import cli
 from rlpipe.commands import sample_texts as module
 from rlpipe.commands.sample_texts import SamplingRequest, finished_in_order, render_prompts, sample_texts
 from rlpipe.errors import DataError, EngineFailed, ModelError
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import Sample, build_group, failed_group
 from rlpipe.types import GroupRequest, Prompt, RolloutGroup
 

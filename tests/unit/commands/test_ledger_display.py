@@ -23,7 +23,7 @@ from rlpipe import cli
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import Feed, GroupFilter, Row, find_groups, find_steps, to_tree
 from rlpipe.replay.ledger.run_ledger import Ledger, StepGroups

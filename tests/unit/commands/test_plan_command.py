@@ -11,7 +11,7 @@ from rlpipe import cli
 from rlpipe.commands.preflight import print_measurement
 from rlpipe.configs.compose import load_config
 from rlpipe.hardware.device import Curve, Link
-from rlpipe.hardware.devices import find_device, path_of, stored_names
+from rlpipe.hardware.device_profiles import find_device, path_of, stored_names
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_plan import plan_learner
 from rlpipe.plan.model_shape import describe_offline

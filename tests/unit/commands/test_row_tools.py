@@ -15,7 +15,7 @@ from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.data.row_renderer import GroundTruthRenderer, PromptRenderer, SequenceRenderer
-from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
 
 TEMPLATE = "{% if tools %}<|system|>{{ tools | map(attribute='function.name') | join(' ') }}<|end|>{% endif %}"
 TOKENIZER = make_tokenizer()

@@ -17,7 +17,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import DataError
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.publish import publish_weights
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.rollout.engine_thread import open_engine
 from rlpipe.types import WeightsKind
 

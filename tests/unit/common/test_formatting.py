@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlpipe.cli import describe_error
+from rlpipe.cli import user_message
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import message_of
 from rlpipe.errors import ModelError
@@ -30,7 +30,7 @@ def test_a_hostile_text_is_escaped() -> None:
 
 
 def test_errors_are_safe_to_print() -> None:
-    for text in (message_of(ValueError(HOSTILE)), describe_error(ModelError(HOSTILE))):
+    for text in (message_of(ValueError(HOSTILE)), user_message(ModelError(HOSTILE))):
         assert "done" in text
         assert not set(CONTROLS) & set(text)
 
@@ -50,7 +50,7 @@ def test_completions_on_a_terminal_are_escaped_and_those_in_a_file_are_not(monke
 
     sampled = SimpleNamespace(to_text=lambda: "red \x1b[31m", to_json=lambda: "{}")
     monkeypatch.setattr(sample_texts, "sample_texts", lambda prompts, request: [sampled])
-    monkeypatch.setattr(sample_texts, "resolve_dtype", lambda model, asked: ("float32", None))
+    monkeypatch.setattr(sample_texts, "sampling_dtype", lambda model, asked: ("float32", None))
     from rlpipe.cli import parse_arguments
 
     for is_terminal, shown in ((True, "red \\x1b[31m\n"), (False, "red \x1b[31m\n")):

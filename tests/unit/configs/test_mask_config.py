@@ -16,7 +16,7 @@ from rlpipe.data.masks.rules import resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 

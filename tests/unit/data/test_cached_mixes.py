@@ -18,7 +18,7 @@ from prepared_cases import config_of, prepare, story, write
 
 import rlpipe
 from rlpipe.data.render_rows import forward_logs
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 CHATS = [conversation("q" * (number % 9 + 1), f"a{number}", "and?", "yes") for number in range(30)]
 ROWS = [{"question": f"{number}?", "completion": f"{number}!", "level": number} for number in range(20)]

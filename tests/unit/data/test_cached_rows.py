@@ -20,7 +20,7 @@ from rlpipe import cli
 from rlpipe.data.row import dump_values, load_values
 from rlpipe.data.sources.row_source import RowRef
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
 
 DYING = """
 import os

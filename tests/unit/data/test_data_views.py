@@ -18,7 +18,7 @@ from prepared_cases import config_of, open_run, write
 from rlpipe import cli
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.row_view import split_row
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

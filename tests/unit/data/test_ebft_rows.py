@@ -18,7 +18,7 @@ from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import Row, Rows, UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from rlpipe.types import ChatMessages, Prompt
 
 TOKENIZER = make_tokenizer()

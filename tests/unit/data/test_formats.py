@@ -16,7 +16,7 @@ from rlpipe.data.render.messages import chat_messages
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.types import Rollout
 
 PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")

@@ -28,7 +28,7 @@ from rlpipe.data.render.processor import ImageProcessor, export_processor, load_
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.errors import ConfigError, DataError, ModelError
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import without_image
 from rlpipe.types import PlacedImage, Prompt
 

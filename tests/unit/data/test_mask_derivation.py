@@ -13,7 +13,7 @@ from rlpipe.data.masks.rules import find_boundaries, resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 DATA = DataConfig(source="jsonl")
 

@@ -14,7 +14,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import LossMask, TrainedEnds
 from rlpipe.data.masks.rules import resolve_mask
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 DATA = DataConfig(source="jsonl")
 STARTS = ("<|im_start|>{}\n", "<|im_start|>{}<|im_sep|>", "<|{}|>", "<|{}|>\n", "[{}]", "### {}:\n")

@@ -9,7 +9,7 @@ from chat_families import FAMILIES
 from mask_cases import assert_marks, turns
 
 from rlpipe.data.row import UnusableRow
-from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
 
 CHATML = FAMILIES["chatml"]
 ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -9,7 +9,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from rlpipe.types import ChatMessages
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -11,7 +11,7 @@ import pytest
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 TURN = "<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}BODY"
 LOOP = "{% for message in messages %}" + TURN + "{% endif %}{% endfor %}"

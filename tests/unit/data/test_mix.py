@@ -17,7 +17,7 @@ from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.types import Prompt
 
 TOKENIZER = make_tokenizer()

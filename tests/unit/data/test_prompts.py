@@ -17,7 +17,7 @@ from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.row import SkipKind
 from rlpipe.data.sources.row_source import MAX_LOGGED_SKIPS, Cursor
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.types import Prompt, Rollout, RolloutStatus
 
 TOKENIZER = make_tokenizer()

@@ -21,7 +21,7 @@ from rlpipe.data.render_rows import prepare_rows
 from rlpipe.data.row import SkipKind, UnusableRow
 from rlpipe.data.row_renderer import PromptRenderer
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.scoring.reward_model import SequenceReward, StepReward
 from rlpipe.types import Rollout, RolloutGroup
 

@@ -12,7 +12,7 @@ from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
 from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.errors import ConfigError, DataError, ModelError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout
 
 PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")

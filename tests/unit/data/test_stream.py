@@ -22,7 +22,7 @@ from rlpipe.data.sources.open_rows import open_rows, open_stream
 from rlpipe.data.sources.readers import KEPT_BLOCKS, BlockOrder, StreamedRow, StreamRows
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.types import Prompt
 
 TOKENIZER = make_tokenizer()

@@ -11,7 +11,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import Row, Rows, UnusableRow
 from rlpipe.errors import DataError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

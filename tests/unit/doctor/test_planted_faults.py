@@ -19,7 +19,7 @@ from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
 from rlpipe.doctor import machine_checks, reward_calls, run_checks
 from rlpipe.hardware.dtypes import gpu_types
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.report import Report
 from rlpipe.run.host_probe import ClusterState, HostState
 
@@ -273,7 +273,7 @@ def _with_hosts(patch: pytest.MonkeyPatch, options: list[str], other: HostState)
 
 
 def cluster_without_gpus(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
-    patch.setattr("rlpipe.run.host_probe.start_on_nodes", lambda nodes, look, file: [look(file)])
+    patch.setattr("rlpipe.run.host_probe.start_on_nodes", lambda nodes, read, file: [read(file)])
     patch.setattr("rlpipe.run.host_probe.get_remote", lambda answer, *_, **__: answer)
     patch.setattr("rlpipe.run.host_probe.connect", lambda cluster, needs: False)
     node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1", "Alive": True}

@@ -35,7 +35,7 @@ from rlpipe.episodes.parsing import PARSERS, open_parser, parse_text
 from rlpipe.episodes.session import SampledTurn, read_turn
 from rlpipe.episodes.tools import FunctionTool, Step
 from rlpipe.errors import ConfigError, EnvironmentFailed
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.types import NO_TURN, PlacedImage, RolloutStatus

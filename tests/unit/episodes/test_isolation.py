@@ -17,7 +17,7 @@ import pytest
 
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.isolated_host import HostSetup
-from rlpipe.episodes.isolation import Ended, Isolation, Raised, isolate
+from rlpipe.episodes.isolation import Isolation, MethodRaised, ProcessEnded, isolate
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.tools import Environment, Step, Toolbox, ToolCall
 from rlpipe.errors import ConfigError
@@ -203,7 +203,7 @@ def test_an_environment_that_can_no_longer_be_made_says_why_and_is_closed(file: 
 
     async def play() -> None:
         environment = kind.make()
-        with pytest.raises(Raised, match="KeyError"):
+        with pytest.raises(MethodRaised, match="KeyError"):
             await environment.reset({}, 3)  # type: ignore[misc]
         await environment.close()  # type: ignore[misc]
         unused = kind.make()
@@ -218,9 +218,9 @@ def test_what_a_method_raises_is_reported_and_the_episode_can_continue(kind: Epi
     async def play() -> None:
         environment = kind.make()
         await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
-        with pytest.raises(Raised, match="no such action"):
+        with pytest.raises(MethodRaised, match="no such action"):
             await environment.step("raise")  # type: ignore[misc]
-        with pytest.raises(Raised, match="can't be sent as JSON: TypeError: keys must be"):
+        with pytest.raises(MethodRaised, match="can't be sent as JSON: TypeError: keys must be"):
             await environment.step("odd")  # type: ignore[misc]
         assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
         box = Toolbox(environment.tools(), timeout_s=5)
@@ -240,16 +240,17 @@ def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str
         for environment in (bad, good):
             await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
         began = time.monotonic()
-        with pytest.raises((Ended, TimeoutError)):
+        with pytest.raises((ProcessEnded, TimeoutError)):
             async with asyncio.timeout(1.0 if action == "hang" else 20.0):
                 await bad.step(action)  # type: ignore[misc]
         assert action != "hang" or time.monotonic() - began < 3
-        with pytest.raises(Ended, match=words):
+        with pytest.raises(ProcessEnded, match=words):
             await bad.step("a")  # type: ignore[misc]
         if action == "hang":
             assert await bad.final_reward() == 0.0  # type: ignore[misc]
         else:
-            with pytest.raises(Ended, match=words):  # so that the episode fails, in place of one that was worth 0
+            # The episode fails, in place of one that was worth 0.
+            with pytest.raises(ProcessEnded, match=words):
                 await bad.final_reward()  # type: ignore[misc]
         await bad.close()  # type: ignore[misc]
         assert (await good.step("a")).observation == "1"  # type: ignore[misc]
@@ -275,7 +276,7 @@ def test_a_long_result_is_cut_off_in_its_process_and_what_is_no_step_is_named(on
         result = await Toolbox(environment.tools(), timeout_s=10).call(ToolCall(id="1", name="flood"))
         assert (result.failure, result.reward) == (None, 0.5)
         assert result.text == "x" * 16384 + f"\n[cut off: {2**25 - 16384} more characters]"
-        with pytest.raises(Raised, match=r"step returned \('so', 1.0, True\): return rlpipe.Step"):
+        with pytest.raises(MethodRaised, match=r"step returned \('so', 1.0, True\): return rlpipe.Step"):
             await environment.step("tuple")  # type: ignore[misc]
         assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
         await environment.close()  # type: ignore[misc]
@@ -294,7 +295,7 @@ def test_no_episode_gets_an_idle_process_that_is_about_to_end(one_kind: EpisodeK
         pid = int(firsts[0][0]["content"].split()[2])
         if dying == "replaced":
             await asyncio.to_thread(isolation._replace, isolation._host)
-            with suppress(Ended):
+            with suppress(ProcessEnded):
                 await environments[1].close()  # type: ignore[misc]
         elif dying == "host":
             isolation._host.process.kill()
@@ -361,7 +362,7 @@ def test_a_sandboxed_environment_reaches_neither_files_nor_the_network(file: Pat
                 try:
                     await environment.step(action)  # type: ignore[misc]
                     errors.append("")
-                except Raised as error:
+                except MethodRaised as error:
                     errors.append(str(error))
             await environment.close()  # type: ignore[misc]
             return errors
@@ -447,7 +448,7 @@ def test_a_process_that_cannot_be_started_costs_its_call_alone(file: Path) -> No
         begun = kind.make()
         await begun.reset({"word": "go"}, 3)  # type: ignore[misc]
         full.touch()
-        with pytest.raises(Ended, match="no process could be started for it: Resource temporarily unavailable"):
+        with pytest.raises(ProcessEnded, match="no process could be started for it: Resource temporarily unavailable"):
             await kind.tools[0].call({"number": 21})
         full.unlink()
         assert await kind.tools[0].call({"number": 21}) == "42"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.actors.node import node_types
+from rlpipe.actors.node_dtypes import node_types
 from rlpipe.configs.compose import load_config
 from rlpipe.doctor.run_checks import this_device
 from rlpipe.hardware import calibration, dtype_speed, dtypes
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES, own_name
+from rlpipe.hardware.device_profiles import DEVICES, own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types, forget_rates, kept_rates, products, time_products
 from rlpipe.models.model_files import read_widths
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.dtype_work import engine_products, learner_products, planned_dtype
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -36,7 +36,7 @@ class Machine:
         self.times_timed = 0
         monkeypatch.setattr(dtype_speed, "time_products", self._time)
 
-    def _time(self, made: Products, dtype: str) -> dict[str, float]:
+    def _time(self, layer: Products, dtype: str) -> dict[str, float]:
         self.times_timed += 1
         return {name: self.rates[name] for name in ("float32", dtype)}
 

@@ -14,7 +14,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig, RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, gpu_types
 from rlpipe.models import loading
 from rlpipe.models.loading import with_dtype
@@ -22,14 +22,14 @@ from rlpipe.plan import report
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.report import make_report
 from rlpipe.plan.scorer_model import meta_scorer, read_scorer_setups
-from rlpipe.run.cluster import Need
+from rlpipe.run.cluster import ResourceRequest
 from rlpipe.run.precision import nodes_for, resolve_dtype
 from rlpipe.run.prepare import Run
 
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
 NEW = DeviceTypes(device="a new CPU", rates={"float32": 300e9, "bfloat16": 900e9})
 H100 = gpu_types("H100", (9, 0))
-ENGINE, RANK = Need(name="rollout-0", num_cpus=1), Need(name="learner-0", num_cpus=2)
+ENGINE, RANK = ResourceRequest(name="rollout-0", num_cpus=1), ResourceRequest(name="learner-0", num_cpus=2)
 
 
 def cpu(speedup: float) -> DeviceTypes:
@@ -145,7 +145,7 @@ def test_engine_and_learner_on_different_machines_share_a_type() -> None:
 
 
 def test_float32_asks_nobody() -> None:
-    def ask(need: Need, dtype: str) -> list[DeviceTypes]:
+    def ask(need: ResourceRequest, dtype: str) -> list[DeviceTypes]:
         raise AssertionError("float32 is the same everywhere")
 
     run, lines = resolve_dtype(run_of("model.dtype=float32"), [ENGINE], ask)
@@ -166,9 +166,9 @@ def test_nodes_that_may_be_given_a_process_are_asked() -> None:
         {"NodeID": "b", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}},
         {"NodeID": "c", "Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}},
     ]
-    assert nodes_for(Need(name="x", num_gpus=1), nodes) == ["b"]
-    assert nodes_for(Need(name="x", num_cpus=1), nodes) == ["a", "b"]
-    assert nodes_for(Need(name="x", num_gpus=4), nodes) == ["a", "b"]
+    assert nodes_for(ResourceRequest(name="x", num_gpus=1), nodes) == ["b"]
+    assert nodes_for(ResourceRequest(name="x", num_cpus=1), nodes) == ["a", "b"]
+    assert nodes_for(ResourceRequest(name="x", num_gpus=4), nodes) == ["a", "b"]
 
 
 def test_a_plan_takes_the_type_of_its_device() -> None:
@@ -196,7 +196,7 @@ def test_a_plan_is_that_of_the_type_of_its_device(device: Device, expected: str)
     places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
     given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]
     auto = load_config(given, need_files=False)
-    assert report.resolve_dtype(auto, device) == replace(auto, model=replace(auto.model, dtype=expected))
+    assert report.with_planned_dtype(auto, device) == replace(auto, model=replace(auto.model, dtype=expected))
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> Non
         "plain": RewardConfig(path="rlpipe.scoring.toolbox:reasoning_gym"),
     }
     run = replace(run_of(), rewards=rewards)
-    gpu = Need(name="learner-0", num_gpus=1)
+    gpu = ResourceRequest(name="learner-0", num_gpus=1)
     _, lines = resolve_dtype(run, [gpu], lambda need, dtype: [H100 if need.num_gpus else OLD])
     assert [line.partition(" ")[0] for line in lines] == [
         "model.dtype=auto:",
@@ -275,6 +275,6 @@ def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:
 def test_a_model_that_is_loaded_without_a_run_has_the_type_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     for types in (NEW, OLD):
-        monkeypatch.setattr(loading, "device_types", lambda device, made, types=types: types)
+        monkeypatch.setattr(loading, "device_types", lambda device, layer, types=types: types)
         assert with_dtype(ModelConfig(path="m"), device).dtype == types.auto
     assert with_dtype(ModelConfig(path="m", dtype="float16"), device).dtype == "float16"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpipe.hardware.calibration import measure, own_device, rate
+from rlpipe.hardware.calibration import measure, measured_device, rate
 from rlpipe.hardware.cgroup import host_memory_bytes
 from rlpipe.hardware.device import ADDINGS, Device, Link
-from rlpipe.hardware.devices import load_stored, machines_folder, own_name, path_of, store, stored_names
+from rlpipe.hardware.device_profiles import load_stored, machines_folder, own_name, path_of, store, stored_names
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -62,13 +62,13 @@ def test_a_rate_counts_what_all_calls_do() -> None:
 def test_a_measurement_comes_back_as_it_was_stored(measured: Device) -> None:
     store(measured)
     assert load_stored(measured.name) == measured
-    assert own_device(CPU) == measured
+    assert measured_device(CPU) == measured
 
 
 def test_a_machine_is_measured_once(caplog: pytest.LogCaptureFixture) -> None:
-    first = own_device(CPU, scale=SMALL)
+    first = measured_device(CPU, scale=SMALL)
     assert stored_names() == [own_name("cpu")]
-    assert own_device(CPU, scale=SMALL) == first
+    assert measured_device(CPU, scale=SMALL) == first
     assert not caplog.records
 
 
@@ -77,13 +77,13 @@ def test_a_machine_is_measured_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_another_devices_measurement_is_replaced(measured: Device, change: dict[str, str]) -> None:
     other = replace(measured, measured_at="2020-01-01", **change)  # type: ignore[arg-type]
     store(other)
-    assert own_device(CPU, scale=SMALL).measured_at == measured.measured_at
+    assert measured_device(CPU, scale=SMALL).measured_at == measured.measured_at
     assert load_stored(own_name("cpu")).hardware == measured.hardware
 
 
 def test_a_damaged_measurement_is_taken_again(measured: Device, caplog: pytest.LogCaptureFixture) -> None:
     store(measured).write_text("{")
-    assert own_device(CPU, scale=SMALL).hardware == measured.hardware
+    assert measured_device(CPU, scale=SMALL).hardware == measured.hardware
     assert "is damaged" in caplog.text
     assert load_stored(own_name("cpu")).hardware == measured.hardware
 
@@ -93,7 +93,7 @@ def test_a_measurement_of_fewer_rates_is_taken_again(measured: Device, caplog: p
     content = json.loads(path.read_text())
     del content["host_adding"]
     path.write_text(json.dumps({**content, "link": 1e9, "host_adam": 1e9, "device_adam": 1e9}))
-    assert own_device(CPU, scale=SMALL).host_adding
+    assert measured_device(CPU, scale=SMALL).host_adding
     assert "the machine is measured again" in caplog.text
     assert load_stored(own_name("cpu")).host_adding
 
@@ -101,7 +101,7 @@ def test_a_measurement_of_fewer_rates_is_taken_again(measured: Device, caplog: p
 def test_the_share_of_the_memory_is_that_of_now(measured: Device) -> None:
     path = store(measured)
     path.write_text(json.dumps({**json.loads(path.read_text()), "host_memory_bytes": 10**9}))
-    assert own_device(CPU).host_memory_bytes == host_memory_bytes()
+    assert measured_device(CPU).host_memory_bytes == host_memory_bytes()
 
 
 def test_a_run_continues_where_nothing_can_be_stored(
@@ -110,7 +110,7 @@ def test_a_run_continues_where_nothing_can_be_stored(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        assert own_device(CPU, scale=SMALL).kind == "cpu"
+        assert measured_device(CPU, scale=SMALL).kind == "cpu"
     assert "the measurement can't be stored" in caplog.text
     assert not path_of(own_name("cpu")).exists()
     assert not machines_folder().exists()

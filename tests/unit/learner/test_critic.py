@@ -16,7 +16,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.objectives import LearnerInputs, prepare
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import Rollout
 
 ALGORITHM = AlgorithmConfig(

@@ -28,7 +28,7 @@ from rlpipe.errors import ModelError
 from rlpipe.learner.checkpoint_files import RECORD
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.models.adapter import FILE, WEIGHTS_FILE, TrainingRecord, read_record
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 LIMIT_S, LIMIT_BYTES = 20, 4 * 2**30
 """Limits on a command; the memory is what it may take beyond that of the process so far."""

@@ -14,7 +14,7 @@ from rlpipe.errors import ModelError
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.policy import load_logprob_model, load_policy
 from rlpipe.learner.strategies.fsdp2 import find_fsdp_units, share_of_root
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 
 @pytest.fixture(scope="module")

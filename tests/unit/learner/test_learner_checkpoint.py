@@ -40,7 +40,7 @@ from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.publish import named_weights, publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.models.adapter import TrainingRecord
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import WeightsKind
 from rlpipe.weights.buckets import unpack
 

@@ -13,7 +13,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import load_policy, pads_sequences
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import MicroBatch, Rollout
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import SingleRank
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import TrainBatch
 

@@ -4,7 +4,7 @@ import pytest
 
 from rlpipe.configs.schema.learner_config import LearnerConfig, Zero3Config
 from rlpipe.hardware import cgroup
-from rlpipe.hardware.cgroup import num_threads
+from rlpipe.hardware.cgroup import learner_threads
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_the_host_that_updates_has_its_share_of_the_machine(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(cgroup, "num_cores", lambda: 16)
-    assert num_threads(learner) == expected
+    assert learner_threads(learner) == expected

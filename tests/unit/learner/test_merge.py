@@ -24,7 +24,7 @@ from rlpipe.errors import ModelError, RunError
 from rlpipe.learner import merging
 from rlpipe.learner.merging import MergeRequest, merge, write_file
 from rlpipe.models.adapter import WEIGHTS_FILE
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 VARIANTS: dict[str, dict[str, Any]] = {

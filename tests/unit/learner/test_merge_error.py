@@ -19,10 +19,10 @@ from rlpipe import cli
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoints import export_policy
-from rlpipe.learner.merging import Gap, MergeRequest, merge
+from rlpipe.learner.merging import MergeDifference, MergeRequest, merge
 from rlpipe.models.adapter import FILE, TrainingRecord, read_record
 from rlpipe.models.nf4 import to_nf4_and_back
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 LINES = ["12+30=42", "7+5=12", "the sum of 1 and 2 is 3"]
 
@@ -104,7 +104,7 @@ def test_an_explicit_base_precision_overrides_the_closer_one(
 def test_the_smaller_gap_decides(
     base: Path, adapter: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gap, "measure", lambda *_: {"full": 0.1, "nf4": 0.2})
+    monkeypatch.setattr(MergeDifference, "measure", lambda *_: {"full": 0.1, "nf4": 0.2})
     lines = list(merge(MergeRequest(base=str(base), adapter=str(adapter), output=tmp_path / "merged", text=text)))
     assert lines[-1] == f"merged into the base in full: {tmp_path / 'merged'}"
 
@@ -168,5 +168,5 @@ def test_texts_that_begin_with_the_end_token_are_measured_up_to_their_own_end() 
     sampled = torch.tensor([[2, 5, 6, 2, 2], [2, 7, 8, 9, 9], [2, 2, 0, 0, 0]])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
     adapted = SimpleNamespace(generate=lambda **_: sampled)
-    gap = Gap(model, adapted, SimpleNamespace(running=lambda live: nullcontext()), None)  # type: ignore[arg-type]
+    gap = MergeDifference(model, adapted, SimpleNamespace(running=lambda live: nullcontext()), None)  # type: ignore[arg-type]
     assert gap.sample(num=3, num_tokens=4, start=2).lengths.tolist() == [4, 5, 2]

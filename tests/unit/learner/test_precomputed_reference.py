@@ -23,7 +23,7 @@ from rlpipe.data.reference_cache import ReferenceCache, all_micro_batches, refer
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import RunError
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import TrainBatch
 
 SAME = 1e-6

@@ -20,12 +20,12 @@ from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.preference_config import PAIR_LOSSES, WITHOUT_REFERENCE
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.data.reference_cache import ReferenceCache
-from rlpipe.learner.forward import Head
+from rlpipe.learner.forward import LmHead
 from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.step import Learner
 from rlpipe.models.nf4 import from_nf4
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import MiniBatch, Rollout, TrainBatch
 
 LOSSES = [
@@ -48,8 +48,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute in float64 what is float32 in any model of transformers and bitsandbytes, or in a float32 run's head."""
-    softmax, read = nn.functional.softmax, Head.read
-    monkeypatch.setattr(Head, "read", classmethod(lambda _, model, dtype: read(model, torch.float64)))
+    softmax, read = nn.functional.softmax, LmHead.read
+    monkeypatch.setattr(LmHead, "read", classmethod(lambda _, model, dtype: read(model, torch.float64)))
     monkeypatch.setattr(nn.functional, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
     monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
     monkeypatch.setattr(Linear4bit, "forward", lambda self, x: x @ from_nf4(self.weight, self).to(x.dtype).T)

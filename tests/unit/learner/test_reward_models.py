@@ -26,7 +26,7 @@ from rlpipe.learner.checkpoints import CheckpointStore, export_checkpoint, expor
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.workload import Workload, head_of, num_sequences, read_workload
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.scoring.reward_model import SequenceReward, StepReward
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 

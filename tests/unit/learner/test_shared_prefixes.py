@@ -12,7 +12,7 @@ from learner_cases import load_tiny, micro_batch_of
 
 from rlpipe.data.packing import PrefixIndex, common_length, pack_step
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import EpisodeTrace, PlacedImage, Rollout
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from rlpipe.errors import RunError
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.objectives import LearnerInputs
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import Rollout, TrainBatch
 
 COEF = 0.3

@@ -16,7 +16,7 @@ from rlpipe.errors import ModelError
 from rlpipe.learner.adapter_layers import apply_factors, normalize_weight_scales
 from rlpipe.learner.checkpoints import export_policy
 from rlpipe.learner.merging import MergeRequest, merge
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 
 def make_layers(*factors: float) -> nn.ModuleDict:

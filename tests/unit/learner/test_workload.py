@@ -13,11 +13,11 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.packing import pack_fullest, pack_step
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.hardware.calibration import own_device
+from rlpipe.hardware.calibration import measured_device
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.workload import Workload, full_rollouts, pack_full, read_workload
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.learner_plan import plan_learner, with_options
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def _rates() -> None:
     """Measure this machine roughly, in a tenth of the time, unless another test has measured it."""
-    own_device(CPU, scale=0.1)
+    measured_device(CPU, scale=0.1)
 
 
 def config_of(*overrides: str) -> Config:
@@ -117,7 +117,7 @@ def decide_twice(path: Path, room_gib: float, *overrides: str) -> str:
     own = ("learner.offload=chunked", "learner.chunked.chunk_mib=0.06", "model.gradient_checkpointing=false")
     room = (f"learner.chunked.device_memory_gib={room_gib}", "learner.chunked.host_memory_gib=1")
     config = config_of(f"model.path={path}", "learner.num_gpus=0", "rollout.num_gpus=0", *own, *room, *overrides)
-    plan = plan_learner(config, AutoConfig.from_pretrained(path), own_device(CPU))
+    plan = plan_learner(config, AutoConfig.from_pretrained(path), measured_device(CPU))
     policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
     assert plan.decision is not None
     assert policy.notes[0] == f"learner.offload=chunked: {plan.decision}"
@@ -144,7 +144,7 @@ def test_a_trained_tower_that_cannot_be_planned_is_named(
     path = make_family("qwen3-vl", tmp_path / "model")
     own = ("learner.offload=chunked", "model.gradient_checkpointing=false", "learner.num_gpus=0", "rollout.num_gpus=0")
     config = config_of(f"model.path={path}", "model.images=true", f"model.adapter.kind={adapter}", *own)
-    plan = plan_learner(config, AutoConfig.from_pretrained(path), own_device(CPU))
+    plan = plan_learner(config, AutoConfig.from_pretrained(path), measured_device(CPU))
     policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
     assert (chunked.UNPLANNED_TOWER in plan.notes) == is_said
     assert any(chunked.UNPLANNED_TOWER in note for note in policy.notes) == is_said

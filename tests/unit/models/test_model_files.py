@@ -22,7 +22,7 @@ from rlpipe.models.model_files import (
     read_known_config,
     read_widths,
 )
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.model_shape import describe_offline
 
 pytestmark = pytest.mark.usefixtures("empty_cache")

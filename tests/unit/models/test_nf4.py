@@ -14,7 +14,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_logprob_model, load_policy
 from rlpipe.models.nf4 import nf4_parameters, nf4_round_trip, resolve_nf4, to_nf4_and_back
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 
 
 def test_the_parameters_in_nf4_are_those_that_transformers_quantises(tmp_path: Path) -> None:

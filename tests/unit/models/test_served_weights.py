@@ -29,7 +29,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.hf_weight_map import untied_state
 from rlpipe.models.served_weights import ServedWeights
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.weights.buckets import add_checksum, digest_of_sums
 
 CPU = torch.device("cpu")

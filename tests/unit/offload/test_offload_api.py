@@ -38,19 +38,19 @@ from transformers import (
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
-from rlpipe.hardware.calibration import own_device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.calibration import measured_device
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.learner.policy import load_logprob_model
 from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.offload import api
 from rlpipe.offload.api import OffloadedAdamW, free_memory, offload
-from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.decision import Capacity, Mode
 from rlpipe.offload.planner.planner import describe_small_update
 from rlpipe.offload.planner.search import DoesNotFit
+from rlpipe.offload.representative_batch import representative_batch
 from rlpipe.offload.runtime.runtime import least_memory
 
 pytestmark = pytest.mark.covering(1)
@@ -65,7 +65,7 @@ T5 = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, 
 @pytest.fixture(autouse=True, scope="module")
 def _rates() -> None:
     """Measure this machine roughly, in a tenth of the time, unless another test has measured it."""
-    own_device(CPU, scale=0.1)
+    measured_device(CPU, scale=0.1)
 
 
 def make_classifier() -> nn.Module:
@@ -254,7 +254,7 @@ def test_a_copy_is_spread_after_what_is_trained(tmp_path: Path) -> None:
 
 def test_where_all_knobs_are_given_nothing_is_measured_or_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_qwen()
-    monkeypatch.setattr(api, "own_device", lambda _: 1 / 0)
+    monkeypatch.setattr(api, "measured_device", lambda _: 1 / 0)
     knobs = {"num_persistent": 1, "num_slots": 3, "num_swapped": 1, "num_checkpointed": 2, "num_offloaded": 1}
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with offload(model, device=CPU, optimizer=CONFIG, knobs=knobs, sizes=SIZES) as offloaded:
@@ -287,7 +287,7 @@ def test_updates_of_few_sequences_are_noted(tmp_path: Path, groups: int, is_note
 def test_room_is_left_for_a_frozen_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where transfers are slow, the best arrangement keeps as much on the device as fits.
     slow = replace(DEVICES["h100-80g"], host_to_device=1e6, device_to_host=1e6, both=1e6)
-    monkeypatch.setattr(chunked, "own_device", lambda _: slow)
+    monkeypatch.setattr(chunked, "measured_device", lambda _: slow)
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)
     chunks = ChunkedConfig(chunk_mib=0.06, device_memory_gib=2 / 1024, host_memory_gib=1.0)
     config = LearnerConfig(offload="chunked", chunked=chunks, max_tokens_per_microbatch=64)

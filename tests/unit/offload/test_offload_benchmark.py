@@ -16,7 +16,7 @@ from benchmarks.offload_cases import CASES, Case, Values, loss_of, make_module, 
 from benchmarks.offload_chunked import Roof, make_plan, moved_bytes, precision_of, sizes_of
 from benchmarks.offload_report import COLUMNS, line_of, summarize, write_report
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work

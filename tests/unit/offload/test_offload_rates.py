@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.hardware.device import Curve, Device, Link, adding
-from rlpipe.hardware.devices import find_device
+from rlpipe.hardware.device_profiles import find_device
 from rlpipe.offload.decision import Knobs, Mode
 from rlpipe.offload.planner.cost import (
     FREE_LINK,

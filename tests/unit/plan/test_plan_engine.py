@@ -10,7 +10,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import ADDINGS, Curve, Device, Link
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.plan.engine_memory import COLLECTIVE_BYTES, OUTSIDE_TORCH_BYTES
 from rlpipe.plan.engine_plan import HF_LAYER_S, VLLM_PASS_S, EnginePlan, plan_engine
 from rlpipe.plan.model_shape import describe_offline

@@ -13,11 +13,11 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Curve, Device, Link
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.learner.forward import find_layers
 from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_memory import CUDA_CONTEXT_BYTES, HOST_BYTES, DeviceBytes, HostBytes, meta_policy, nf4_bytes
 from rlpipe.plan.learner_plan import MAX_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
 from rlpipe.plan.learner_time import chunked_time, plain_time, read_work
@@ -46,8 +46,8 @@ def drafts_of(model: str, device: Device) -> TraceCache:
     return TraceCache(describe_offline(model, config_of(model).model), device)
 
 
-def case_of(config: Config, device: Device = H100) -> LearnerCase:
-    return LearnerCase(config=config, drafts=drafts_of(config.model.path, device), engines=None)
+def case_of(config: Config, device: Device = H100) -> LearnerEstimate:
+    return LearnerEstimate(config=config, drafts=drafts_of(config.model.path, device), engines=None)
 
 
 @cache

@@ -8,12 +8,12 @@ from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.learner.strategies.chunked import full_rows
 from rlpipe.offload.planner.fake_trace import traceable_experts
 from rlpipe.offload.planner.profiler import trace_on
 from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold
-from rlpipe.plan.learner_case import trace_policy
+from rlpipe.plan.learner_estimate import trace_policy
 from rlpipe.plan.learner_memory import MetaPolicy, meta_policy
 
 SMALL = {

@@ -13,9 +13,9 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.learner.policy import load_logprob_model
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.offload.api import SHARE_USED
 from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.plan.actors import ActorKind, fill

@@ -108,7 +108,7 @@ def exit_code(path: Path, call: Callable[[], None]) -> int:
         error = caught
     else:
         return 0
-    check_line(cli.describe_error(error), path)
+    check_line(cli.user_message(error), path)
     assert error.exit_code == 2, error
     return 2
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlpipe.rollout.engine import Sample, build_group, failed_group
-from rlpipe.rollout.greedy import FIRST_GREEDY_ID, WithGreedy
+from rlpipe.rollout.greedy import FIRST_GREEDY_ID, GreedyBaselineEngine
 from rlpipe.types import GroupRequest, Prompt, RolloutGroup
 
 
@@ -67,7 +67,7 @@ def make_request(group_id: int, *, with_greedy: bool = True) -> GroupRequest:
 
 def test_a_group_comes_back_once_with_its_greedy_completion_last() -> None:
     inner = ManualEngine()
-    engine = WithGreedy(inner)
+    engine = GreedyBaselineEngine(inner)
     engine.submit([make_request(5), make_request(6)])
     assert [(r.group_id, r.group_size, r.temperature) for r in inner.waiting] == [
         (5, 2, 0.7),
@@ -98,7 +98,7 @@ def test_a_group_comes_back_once_with_its_greedy_completion_last() -> None:
 
 def test_other_requests_pass_unchanged() -> None:
     inner = ManualEngine()
-    engine = WithGreedy(inner)
+    engine = GreedyBaselineEngine(inner)
     engine.submit([make_request(5, with_greedy=False)])
     assert len(inner.waiting) == 1
     inner.finish(0)
@@ -109,7 +109,7 @@ def test_other_requests_pass_unchanged() -> None:
 @pytest.mark.parametrize(("failing", "reason"), [(0, "too long"), (1, "greedy completion: too long")])
 def test_a_group_fails_if_a_half_does(failing: int, reason: str) -> None:
     inner = ManualEngine()
-    engine = WithGreedy(inner)
+    engine = GreedyBaselineEngine(inner)
     engine.submit([make_request(5)])
     inner.finish(failing, failure="too long")
     inner.finish(0)
@@ -119,7 +119,7 @@ def test_a_group_fails_if_a_half_does(failing: int, reason: str) -> None:
 
 def test_a_cancelled_group_leaves_nothing_behind() -> None:
     inner = ManualEngine()
-    engine = WithGreedy(inner)
+    engine = GreedyBaselineEngine(inner)
     engine.submit([make_request(5), make_request(6)])
     inner.finish(0)
     assert engine.step() == []
@@ -131,7 +131,7 @@ def test_a_cancelled_group_leaves_nothing_behind() -> None:
 
 def test_a_group_that_is_submitted_twice_comes_back_twice() -> None:
     inner = ManualEngine()
-    engine = WithGreedy(inner)
+    engine = GreedyBaselineEngine(inner)
     engine.submit([make_request(5)])
     inner.finish(0)
     assert engine.step() == []

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.rollout import engine as engines
 from rlpipe.rollout.engine import Engine, resolve_engine
 from rlpipe.rollout.engine_thread import open_engine

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpipe.rollout.multi_turn import FIRST_PART_ID, TurnByTurn
+from rlpipe.rollout.multi_turn import FIRST_PART_ID, MultiTurnEngine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup, RolloutStatus
 
 END = 2
@@ -84,7 +84,7 @@ def by_length(request: GroupRequest, index: int) -> tuple[list[int], RolloutStat
 
 def test_each_sibling_continues_from_what_it_has_said() -> None:
     inner = ScriptedEngine(by_length)
-    engine = TurnByTurn(inner)
+    engine = MultiTurnEngine(inner)
     engine.submit([make_request()])
     assert engine.step() == []
     inner.version = 1
@@ -104,7 +104,7 @@ def test_each_sibling_continues_from_what_it_has_said() -> None:
 
 def test_a_cancelled_conversation_ends_in_the_middle() -> None:
     inner = ScriptedEngine(by_length)
-    engine = TurnByTurn(inner)
+    engine = MultiTurnEngine(inner)
     engine.submit([make_request(), make_request(6)])
     assert engine.step() == []
     engine.cancel({5})
@@ -115,7 +115,7 @@ def test_a_cancelled_conversation_ends_in_the_middle() -> None:
 
 def test_further_turns_ask_as_the_first_did_with_seeds_of_their_own() -> None:
     inner = ScriptedEngine(by_length)
-    engine = TurnByTurn(inner)
+    engine = MultiTurnEngine(inner)
     engine.submit([make_request(), replace(make_request(6), seed=4)])
     while not (finished := engine.step()):
         pass
@@ -135,7 +135,7 @@ def test_a_turn_that_is_cut_off_is_the_last() -> None:
         is_cut = index == 1 or len(request.prompt.token_ids) > 10
         return tokens, RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED
 
-    engine = TurnByTurn(ScriptedEngine(cut))
+    engine = MultiTurnEngine(ScriptedEngine(cut))
     engine.submit([make_request()])
     assert engine.step() == []
     assert engine.step() == []
@@ -150,7 +150,7 @@ def test_a_turn_that_fails_fails_the_group() -> None:
         return tokens, RolloutStatus.FAILED if request.group_id == FIRST_PART_ID + 1 else completed
 
     inner = ScriptedEngine(fail_later)
-    engine = TurnByTurn(inner)
+    engine = MultiTurnEngine(inner)
     engine.submit([make_request()])
     assert engine.step() == []
     found = engine.step() or engine.step()
@@ -161,7 +161,7 @@ def test_a_turn_that_fails_fails_the_group() -> None:
 @pytest.mark.parametrize("failed", [True, False])
 def test_groups_without_further_turns_pass_through(failed: bool) -> None:
     status = RolloutStatus.FAILED if failed else RolloutStatus.COMPLETED
-    engine = TurnByTurn(ScriptedEngine(lambda request, index: ([END], status)))
+    engine = MultiTurnEngine(ScriptedEngine(lambda request, index: ([END], status)))
     engine.submit([make_request(turns=()), make_request(6)] if failed else [make_request(turns=())])
     finished = engine.step()
     assert [group.group_id for group in finished] == ([5, 6] if failed else [5])

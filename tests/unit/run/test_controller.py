@@ -24,7 +24,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> Controller:
     """Return the controller of a run that resumes with one group to score, by scorers that never answer."""
     monkeypatch.setattr(controller, "watch_hosts", forever)
     monkeypatch.setattr(controller, "shares_gpus", lambda config: False)
-    monkeypatch.setattr(controller, "answers", lambda group, prompt: True)
+    monkeypatch.setattr(controller, "was_sampled_from", lambda group, prompt: True)
     group = MagicMock(group_id=3)
     own = object.__new__(Controller)
     own._stopped, own._last_version, own._evaluations = asyncio.Event(), asyncio.Event(), []

@@ -5,24 +5,29 @@ import pytest
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
-from rlpipe.run.cluster import Need, check_fit, shares_gpus
+from rlpipe.run.cluster import ResourceRequest, check_fit, shares_gpus
 from rlpipe.run.workers import memory_limit, pool_needs
 from rlpipe.scoring.pools import resolve_pools
 
 
 def test_a_run_that_fits_passes() -> None:
-    check_fit([Need(name="rollout-0", num_cpus=1.5), Need(name="learner-0", num_cpus=0.5)], {"CPU": 2.0})
+    check_fit(
+        [ResourceRequest(name="rollout-0", num_cpus=1.5), ResourceRequest(name="learner-0", num_cpus=0.5)], {"CPU": 2.0}
+    )
 
 
 def test_more_gpus_than_the_cluster_has_are_named() -> None:
-    needs = [Need(name="rollout-0", num_gpus=2, remedy="lower rollout.num_gpus"), Need(name="learner-0", num_gpus=1)]
+    needs = [
+        ResourceRequest(name="rollout-0", num_gpus=2, remedy="lower rollout.num_gpus"),
+        ResourceRequest(name="learner-0", num_gpus=1),
+    ]
     with pytest.raises(ConfigError, match=r"needs 3 GPU \(rollout-0 2, learner-0 1\).* has 1: lower rollout.num_gpus"):
         check_fit(needs, {"CPU": 8.0, "GPU": 1.0})
 
 
 def test_custom_resources_are_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"needs 1 big_node .* has 0"):
-        check_fit([Need(name="rollout-0", resources={"big_node": 1.0})], {"CPU": 8.0})
+        check_fit([ResourceRequest(name="rollout-0", resources={"big_node": 1.0})], {"CPU": 8.0})
 
 
 @pytest.mark.parametrize(("engine", "rank", "shared"), [(0.5, 0.5, True), (1.0, 1.0, False), (0.0, 0.0, False)])

@@ -23,7 +23,7 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.learner.checkpoint_files import complete_checkpoint
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.ledger.restore import open_ledger
 from rlpipe.run.pipeline import train
 from rlpipe.run.precision import resolve_serving

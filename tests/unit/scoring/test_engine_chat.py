@@ -11,7 +11,7 @@ import pytest
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.errors import ConfigError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.rollout.engine import Sample, build_group, failed_group
 from rlpipe.scoring import engine_chat
 from rlpipe.scoring.engine_chat import EngineChat, EngineClient, EngineSilent

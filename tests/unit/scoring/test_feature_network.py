@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
-from rlpipe.learner.objectives import AdapterOff
+from rlpipe.learner.objectives import BaseModelReference
 from rlpipe.learner.policy import load_policy
 from rlpipe.models.loading import open_model
-from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence, open_feature_network
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_the_learners_weights_with_the_adapter_off_give_the_same_features(tmp_pa
     for parameter in policy.trainable_parameters().values():
         parameter.data += 0.05
     shared = FeatureReader(
-        AdapterOff(policy).depths,
+        BaseModelReference(policy).depths,
         config,
         num_layers=policy.module.num_layers,
         layout=policy.module.layout,

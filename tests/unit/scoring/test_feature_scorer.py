@@ -16,7 +16,7 @@ from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmCon
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.row_renderer import GroundTruthRenderer
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.replay.assemble import reward_metrics, set_advantages
 from rlpipe.scoring.feature_scorer import FeatureScorer, FeatureSequence
 from rlpipe.scoring.pools import feature_configs

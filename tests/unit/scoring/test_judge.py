@@ -18,7 +18,7 @@ from http_cases import Reply, Server, in_turn, serving
 
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.scoring import http
 from rlpipe.scoring.http import RequestFailed
 from rlpipe.scoring.judge import AnswerCache, Judge, NumberJudge, PairwiseJudge, RubricJudge

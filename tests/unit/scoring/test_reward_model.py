@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rlpipe.errors import ModelError
-from rlpipe.models.tiny import make_tokenizer
+from rlpipe.models.tiny_model import make_tokenizer
 from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 

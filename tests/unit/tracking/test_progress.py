@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from rlpipe.configs.schema.root_config import TrackingConfig
-from rlpipe.tracking import view
+from rlpipe.tracking import metric_text
+from rlpipe.tracking.metric_text import RunProgress, format_duration, format_number
 from rlpipe.tracking.progress import LiveProgress, NoProgress, PlainProgress, open_progress
-from rlpipe.tracking.view import RunView, format_duration, format_number
 
 METRICS = {
     "reward": 0.5,
@@ -110,7 +110,7 @@ def test_loss_is_shown_for_sft() -> None:
 
 def test_eta_follows_the_recent_pace_without_the_first_step() -> None:
     clock = Clock()
-    view = RunView(clock)
+    view = RunProgress(clock)
     view.start(total=101, done=0)
     clock.now += 60  # compiling
     view.update(1, {})
@@ -126,7 +126,7 @@ def test_eta_follows_the_recent_pace_without_the_first_step() -> None:
 
 def test_eta_stands_still_during_an_outage() -> None:
     clock = Clock()
-    view = RunView(clock)
+    view = RunProgress(clock)
     view.start(total=1000, done=0)
     for step in range(1, 41):
         clock.now += 2.0
@@ -138,7 +138,7 @@ def test_eta_stands_still_during_an_outage() -> None:
 @pytest.mark.parametrize("steps_since", [1, 5, 10, 19])
 def test_eta_does_not_take_an_outage_for_the_pace(steps_since: int) -> None:
     clock = Clock()
-    view = RunView(clock)
+    view = RunProgress(clock)
     view.start(total=1000, done=0)
     for step in range(1, 41):
         clock.now += 200.0 if step == 41 - steps_since else 2.0
@@ -148,7 +148,7 @@ def test_eta_does_not_take_an_outage_for_the_pace(steps_since: int) -> None:
 
 def test_eta_counts_steps_that_end_in_bursts_with_the_pauses_between() -> None:
     clock = Clock()
-    view = RunView(clock)
+    view = RunProgress(clock)
     view.start(total=1000, done=0)
     for step in range(1, 41):
         clock.now += 5.8 if step % 3 == 0 else 0.1
@@ -158,7 +158,7 @@ def test_eta_counts_steps_that_end_in_bursts_with_the_pauses_between() -> None:
 
 def test_second_update_of_a_step_is_not_a_step() -> None:
     clock = Clock()
-    view = RunView(clock)
+    view = RunProgress(clock)
     view.start(total=10, done=0)
     for step in (1, 2, 3):
         clock.now += 1.0
@@ -170,7 +170,7 @@ def test_second_update_of_a_step_is_not_a_step() -> None:
 
 
 def test_old_accuracy_says_its_step() -> None:
-    view = RunView(Clock())
+    view = RunProgress(Clock())
     view.start(total=10, done=0)
     view.update(1, {"eval/accuracy": 0.5})
     assert view.figures() == [("accuracy", "0.500")]
@@ -180,7 +180,7 @@ def test_old_accuracy_says_its_step() -> None:
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0, math.nan, 1.0]])
 def test_sparkline_bears_constant_and_missing_rewards(rewards: list[float]) -> None:
-    view = RunView(Clock())
+    view = RunProgress(Clock())
     view.start(total=10, done=0)
     for step, reward in enumerate(rewards, start=1):
         view.update(step, {"reward": reward})
@@ -255,12 +255,12 @@ def test_numbers(value: float, text: str) -> None:
 
 
 def test_a_step_that_ends_while_the_display_is_drawn_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = RunView(Clock())
+    state = RunProgress(Clock())
     state.update(1, METRICS)
 
     def is_reward(metric: str) -> bool:
         state.update(2, {f"new/{metric}": 1.0})  # as the event loop does in the midst of what another thread draws
         return False
 
-    monkeypatch.setattr(view, "is_reward", is_reward)
+    monkeypatch.setattr(metric_text, "is_reward", is_reward)
     assert ("reward", "0.500") in state.figures()

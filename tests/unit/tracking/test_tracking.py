@@ -27,7 +27,7 @@ from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, StepLog, num_steps_logged, read_rows, rows_of_step
 from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
-from rlpipe.tracking.services import TrackioTracker
+from rlpipe.tracking.service_trackers import TrackioTracker
 from rlpipe.tracking.trackers import (
     BackgroundTracker,
     RayMetricsTracker,

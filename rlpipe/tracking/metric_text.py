@@ -56,7 +56,7 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Metrics with their labels and formats, in the order shown."""
 
 
-class RunView:
+class RunProgress:
     """State of a run, updated with its steps' metrics; ``clock`` counts seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

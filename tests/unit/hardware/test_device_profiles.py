@@ -9,7 +9,15 @@ import pytest
 
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Curve, Link
-from rlpipe.hardware.devices import DEVICES, find_device, load_stored, machines_folder, own_name, store, stored_names
+from rlpipe.hardware.device_profiles import (
+    DEVICES,
+    find_device,
+    load_stored,
+    machines_folder,
+    own_name,
+    store,
+    stored_names,
+)
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

@@ -11,7 +11,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
-from rlpipe.plan.learner_case import LearnerCase
+from rlpipe.plan.learner_estimate import LearnerEstimate
 from rlpipe.plan.learner_plan import MAX_DOUBLED, with_options
 from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.scoring.pools import resolve_pools
@@ -43,7 +43,7 @@ class MachinePlan:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class MachineCase:
+class MachineEstimate:
     """The kinds of actors of a run, on identical machines; proposed changes are tried on modified copies."""
 
     kinds: Sequence[ActorKind]
@@ -71,20 +71,20 @@ class MachineCase:
     def fits(self) -> bool:
         return self.num_bytes <= self.device.host_memory_bytes
 
-    def changed(self, kind: ActorKind, other: ActorKind) -> MachineCase:
+    def changed(self, kind: ActorKind, other: ActorKind) -> MachineEstimate:
         """Return a copy with ``other`` in place of ``kind``."""
         return replace(self, kinds=[other if entry is kind else entry for entry in self.kinds])
 
 
 def plan_machine(
-    learner: LearnerCase, engine: ActorKind | None, scorers: Sequence[ScorerPlan], device: Device
+    learner: LearnerEstimate, engine: ActorKind | None, scorers: Sequence[ScorerPlan], device: Device
 ) -> MachinePlan:
     """Plan the host memory of the actors of ``learner``'s config, including that of Ray and the driver."""
     ranks = rank_kind(learner.config, learner.memory, learner.budget, device)
     engines = [] if engine is None else [engine]
     scorer_actors = [scorer.actor for scorer in scorers]
     kinds = [*engines, ranks, *scorer_actors, *_reward_kinds(learner.config, scorers), _run_kind()]
-    case = MachineCase(kinds=kinds, device=device)
+    case = MachineEstimate(kinds=kinds, device=device)
     return MachinePlan(
         num_machines=case.num_machines,
         placed=case.placed,
@@ -94,7 +94,7 @@ def plan_machine(
     )
 
 
-def _describe(case: MachineCase) -> str:
+def _describe(case: MachineEstimate) -> str:
     assumed = " (an assumption; set --host-memory-gib)" if case.device.measured_at is None else ""
     return f"the actors need {gib(case.num_bytes)}, and the machine has {gib(case.device.host_memory_bytes)}{assumed}"
 
@@ -113,7 +113,9 @@ def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[Act
             )
 
 
-def _remedies(case: MachineCase, learner: LearnerCase, ranks: ActorKind, engine: ActorKind | None) -> Iterator[str]:
+def _remedies(
+    case: MachineEstimate, learner: LearnerEstimate, ranks: ActorKind, engine: ActorKind | None
+) -> Iterator[str]:
     """Yield the changes with which the actors fit, each alone."""
     if engine is not None:
         yield from _fewer_engines(case, engine)
@@ -124,14 +126,14 @@ def _remedies(case: MachineCase, learner: LearnerCase, ranks: ActorKind, engine:
     yield from _more_machines(case)
 
 
-def _fewer_engines(case: MachineCase, engine: ActorKind) -> Iterator[str]:
+def _fewer_engines(case: MachineEstimate, engine: ActorKind) -> Iterator[str]:
     for count in range(engine.count - 1, 0, -1):
         if case.changed(engine, replace(engine, count=count)).fits:
             yield f"rollout.num_engines={count}"
             return
 
 
-def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) -> Iterator[str]:
+def _less_for_chunks(case: MachineEstimate, learner: LearnerEstimate, ranks: ActorKind) -> Iterator[str]:
     """Yield the limit that the other actors leave; ranks choose chunks as if the whole machine was theirs."""
     num_ranks = sum(count for kind, count in case.placed if kind is ranks)
     memory = learner.memory
@@ -149,7 +151,7 @@ def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) 
             yield f"learner.chunked.host_memory_gib={gibs}"
 
 
-def _more_memory(case: MachineCase) -> Iterator[str]:
+def _more_memory(case: MachineEstimate) -> Iterator[str]:
     """Yield the least host memory that is enough, in doublings; not for chunks, which would use more of it."""
     for doubled in range(1, MAX_DOUBLED + 1):
         larger = replace(case.device, host_memory_bytes=case.device.host_memory_bytes * 2**doubled)
@@ -158,7 +160,7 @@ def _more_memory(case: MachineCase) -> Iterator[str]:
             return
 
 
-def _more_machines(case: MachineCase) -> Iterator[str]:
+def _more_machines(case: MachineEstimate) -> Iterator[str]:
     """Yield the largest number of GPUs per machine that fits, below the present one."""
     max_gpus = min(DEVICES_PER_MACHINE, math.ceil(case.num_gpus)) - 1
     for count in range(max_gpus, 0, -1):

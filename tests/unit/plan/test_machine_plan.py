@@ -6,14 +6,14 @@ import pytest
 
 from rlpipe.configs.compose import load_config
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.device_profiles import DEVICES
 from rlpipe.plan.actors import ActorKind, engine_kind, rank_kind
 from rlpipe.plan.engine_memory import HOST_BYTES as ENGINE_BYTES
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
 from rlpipe.plan.learner_memory import CPU_HOST_BYTES, HOST_BYTES
 from rlpipe.plan.learner_plan import with_options
-from rlpipe.plan.machine import REWARD_BYTES, RUN_BYTES, MachineCase, MachinePlan, plan_machine
+from rlpipe.plan.machine_plan import REWARD_BYTES, RUN_BYTES, MachineEstimate, MachinePlan, plan_machine
 from rlpipe.plan.model_shape import describe_offline
 
 GIB = 2**30
@@ -22,13 +22,13 @@ CPU = replace(H100, name="laptop", kind="cpu", memory_bytes=32 * GIB, host_memor
 ON_CPU = ("rollout.num_gpus=0", "learner.num_gpus=0")
 
 
-def cases(*overrides: str, device: Device = H100) -> tuple[LearnerCase, ActorKind]:
+def cases(*overrides: str, device: Device = H100) -> tuple[LearnerEstimate, ActorKind]:
     """Return cases with one engine, one rank, and one process of reward functions."""
     options = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "learner.max_tokens_per_microbatch=1536"]
     config = load_config([*options, "model.dtype=bfloat16", "scoring.num_processes=1", *overrides], need_files=False)
     described = describe_offline(config.model.path, config.model)
     engine = plan_engine(config, described, device)
-    learner = LearnerCase(config=config, drafts=TraceCache(described, device), engines=engine.setup)
+    learner = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=engine.setup)
     return learner, engine_kind(config, engine)
 
 
@@ -59,11 +59,11 @@ def test_eight_gpus_are_one_machine() -> None:
     ranks = ActorKind(name="rank", count=8, num_gpus=1, gpu_bytes=0, host_bytes=3 * GIB)
     engines = ActorKind(name="engine", count=6, num_gpus=1, gpu_bytes=0, host_bytes=5 * GIB)
     worker = ActorKind(name="worker", count=4, num_gpus=0, gpu_bytes=0, host_bytes=GIB)
-    case = MachineCase(kinds=[ranks, engines, worker], device=H100)
+    case = MachineEstimate(kinds=[ranks, engines, worker], device=H100)
     assert case.num_machines == 2
     assert case.placed == [(ranks, 2), (engines, 6), (worker, 4)]  # most memory per GPU first
     assert case.num_bytes == (2 * 3 + 6 * 5 + 4) * GIB
-    assert MachineCase(kinds=[engines, replace(ranks, count=2)], device=H100).num_machines == 1
+    assert MachineEstimate(kinds=[engines, replace(ranks, count=2)], device=H100).num_machines == 1
 
 
 @pytest.mark.slow
@@ -129,5 +129,5 @@ def test_runs_without_engines_have_ranks_and_a_driver() -> None:
         [*options, "model.dtype=bfloat16", "learner=single_gpu", "scoring.rewards={}"], need_files=False
     )
     drafts = TraceCache(describe_offline(config.model.path, config.model), H100)
-    found = plan_machine(LearnerCase(config=config, drafts=drafts, engines=None), None, [], H100)
+    found = plan_machine(LearnerEstimate(config=config, drafts=drafts, engines=None), None, [], H100)
     assert counts(found) == {"learner rank": 1, "driver with Ray": 1}

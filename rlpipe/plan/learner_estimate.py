@@ -181,7 +181,7 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclass(kw_only=True, frozen=True)
-class LearnerCase:
+class LearnerEstimate:
     """A config on a device; changes are tried on modified copies. Properties raise as ``plan_learner`` does."""
 
     config: Config

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.hardware.devices import load_usable, own_name
+from rlpipe.hardware.device_profiles import load_usable, own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types
 from rlpipe.hardware.dtypes import AUTO, NARROW, DeviceTypes, gpu_types
 
