@@ -36,10 +36,16 @@ def import_object(path: str, *, what: str = "object", error: type[InputError] = 
     return target
 
 
+class RelayedError(Exception):
+    """Error of another process, whose message says all, its type included."""
+
+
 def describe_error(error: BaseException) -> str:
     """Return an exception's type and the first line of its message, with the second if the first announces it."""
     lines = message_of(error).splitlines()
     text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1]) if lines else ""
+    if isinstance(error, RelayedError) and text:
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import RelayedError, describe_error
 from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import EndpointAccess, FunctionAgent, Reward
@@ -38,11 +38,11 @@ REASON_S = 1.0
 """Seconds to wait for the reason why a process has ended."""
 
 
-class ProcessEnded(Exception):
+class ProcessEnded(RelayedError):
     """Raised for a call of an object whose process has ended; the message is the reason."""
 
 
-class MethodRaised(Exception):
+class MethodRaised(RelayedError):
     """Raised for what a method raised in its process; the message is the error."""
 
 

@@ -462,6 +462,17 @@ def test_a_process_that_cannot_be_started_costs_its_call_alone(file: Path) -> No
         os.fork = fork
 
 
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_the_policy_reads_the_same_of_an_error_wherever_it_was_raised(file: Path, isolation: str) -> None:
+    file.write_text(file.read_text() + "\ndef lost(at: str) -> str:\n    return {}[at]\n")
+    config = EnvironmentConfig(tools=[f"{file}:lost"], timeout_s=20, isolation=isolation)
+    kind = isolate(import_kind(config), config)
+    result = asyncio.run(Toolbox(kind.tools, timeout_s=10.0).call(ToolCall(id="1", name="lost", arguments={"at": "x"})))
+    assert result.text == "Error: KeyError: 'x'"
+    if isolation == "process":
+        kind.tools[0].tool._isolation.close()  # type: ignore[attr-defined]
+
+
 def test_calls_have_no_more_processes_than_episodes_are_played(file: Path) -> None:
     config = EnvironmentConfig(tools=[f"{file}:double"], timeout_s=20, concurrency=2)
     kind = isolate(import_kind(config), config)
