@@ -45,7 +45,7 @@ CHUNKED = {
 }
 ADAPTERS = ["none", "lora"]
 ROOT = Path(__file__).parents[2]
-CASE = Path(__file__).with_name("torchrun_case.py")
+TORCHRUN_RANK = ROOT / "tests" / "helpers" / "torchrun_rank.py"
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_ranks_that_torchrun_starts_train_as_plain_pytorch(tiny: Path, tmp_path:
         str(folder) for folder in (ROOT, ROOT / "tests" / "helpers", *filter(None, [os.environ.get("PYTHONPATH")]))
     ]
     subprocess.run(
-        [*command, str(CASE), str(tiny), strategy, str(tmp_path)],
+        [*command, str(TORCHRUN_RANK), str(tiny), strategy, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         timeout=300,
