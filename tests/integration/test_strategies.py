@@ -22,7 +22,6 @@ from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, O
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.step import Learner
 from rlpipe.models.adapter import WEIGHTS_FILE
-from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 
 pytestmark = pytest.mark.covering(1)
@@ -46,11 +45,6 @@ CHUNKED = {
 ADAPTERS = ["none", "lora"]
 ROOT = Path(__file__).parents[2]
 TORCHRUN_RANK = ROOT / "tests" / "helpers" / "torchrun_rank.py"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
 @pytest.fixture(scope="module")
