@@ -1,4 +1,4 @@
-"""Fixtures for the runs of the integration tests: a local Ray, a tiny policy, and a file of prompts."""
+"""Fixtures of the integration tests: a local Ray, tiny policies, prompts, ranks, engines, and a browser."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
 from engine_cases import OpenVllm, model_config, rollout_config
+from rank_cases import Ranks
 from run_cases import SIX_STEPS, make_config
 
 import rlpipe
@@ -21,6 +22,9 @@ from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.preload import preloading
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 NUM_ROWS = 24
 NUM_BLOCKS = 512
@@ -94,6 +98,35 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a policy for tests of ranks."""
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+
+
+@pytest.fixture(scope="module")
+def tiny_wide_mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return ``tiny`` with a wider MLP."""
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Yield two gloo ranks."""
+    started = Ranks(2)
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Yield a headless Chromium."""
+    from browser_cases import open_browser  # Playwright, which the other tests do without
+
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
     """Yield a function that opens engines and keeps all of them until the module's last test.
 
@@ -119,6 +152,12 @@ def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
     yield open_one
     for engine in engines:
         engine.stop()
+
+
+@pytest.fixture(scope="module")
+def full_engine(open_vllm: OpenVllm) -> Engine:
+    """Return an engine that serves full weights."""
+    return open_vllm("none")
 
 
 @pytest.fixture(scope="session")

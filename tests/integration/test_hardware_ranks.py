@@ -1,6 +1,5 @@
 """Tests that two gloo ranks measure their link, and agree on one machine."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from rlpipe.hardware.calibration import TENSOR_BYTES, measured_device, on_rank0
 from rlpipe.hardware.device_profiles import load_stored, own_name
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks(2)
-    yield started
-    started.end()
 
 
 def check_own_device(cache: Path) -> None:

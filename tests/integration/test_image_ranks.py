@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,6 @@ CHUNKED: dict[str, Any] = {
     ),
 }
 FAMILIES = ["qwen3-vl", "gemma3", "idefics3"]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks(2)
-    yield started
-    started.end()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,13 +62,6 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "qlora": lambda: with_lora(make_nf4()),
     "moe": make_moe,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks(2)
-    yield started
-    started.end()
 
 
 def compare(kind: str, modes: str, is_sharded: bool, num_persistent: int) -> None:

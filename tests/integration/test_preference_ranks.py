@@ -24,7 +24,6 @@ from rlpipe.configs.schema.preference_config import PAIR_LOSSES
 from rlpipe.data.packing import pack_labelled, pack_step
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny_model import make_tiny_policy
 
 pytestmark = pytest.mark.covering(0)
 NUM_RANKS, NUM_STEPS = 2, 3
@@ -50,11 +49,6 @@ LEARNING_RATES = {"none": 1e-4, "lora": 1e-3, "qlora": 1e-3}
 KEEPS_SCALE: dict[str, Any] = {"max_grad_norm": None, "optimizer": OptimizerConfig(lr=1.0, eps=1.0)}
 """Options with which the first step is g / (1 + |g|) for the gradient g, so that a wrong scale of gradients shows."""
 CASES = [*product(STRATEGIES, LEARNING_RATES, LOSSES), *product(["fsdp2", "zero3", "chunked"], ["lora"], OTHER_LOSSES)]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=128)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +99,14 @@ def train_on_ranks(tiny: Path, folder: Path, loss: str, adapter: str, options: d
 
 @pytest.mark.parametrize(("strategy", "adapter", "loss"), CASES)
 def test_preferences_train_as_on_one_rank(
-    ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
 ) -> None:
-    expected_metrics, expected = trained_on_one_rank(tiny, loss, adapter)
+    expected_metrics, expected = trained_on_one_rank(tiny_wide_mlp, loss, adapter)
     if strategy == "chunked":
-        learner = make(tiny, loss, adapter, STRATEGIES[strategy], 1)
+        learner = make(tiny_wide_mlp, loss, adapter, STRATEGIES[strategy], 1)
         found = [(train(learner, loss), parameters_of(learner))]
     else:
-        ranks.run(train_on_ranks, tiny, tmp_path, loss, adapter, STRATEGIES[strategy])
+        ranks.run(train_on_ranks, tiny_wide_mlp, tmp_path, loss, adapter, STRATEGIES[strategy])
         found = results_of(tmp_path)
     for metrics, parameters in found:
         assert_close(expected, parameters, 1e-5)
@@ -140,13 +134,13 @@ def save_changes(tiny: Path, folder: Path, loss: str, adapter: str, options: dic
 
 @pytest.mark.parametrize(("strategy", "adapter", "loss"), CASES)
 def test_gradients_have_the_scale_that_they_have_on_one_rank(
-    ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
 ) -> None:
-    expected = changes_on_one_rank(tiny, loss, adapter)
+    expected = changes_on_one_rank(tiny_wide_mlp, loss, adapter)
     if strategy == "chunked":
-        found = [changes_of(tiny, loss, adapter, STRATEGIES[strategy], 1)]
+        found = [changes_of(tiny_wide_mlp, loss, adapter, STRATEGIES[strategy], 1)]
     else:
-        ranks.run(save_changes, tiny, tmp_path, loss, adapter, STRATEGIES[strategy])
+        ranks.run(save_changes, tiny_wide_mlp, tmp_path, loss, adapter, STRATEGIES[strategy])
         found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
     for changes in found:
         for mine, theirs in zip(expected, changes, strict=True):
@@ -169,14 +163,14 @@ def assert_equal_metrics(found: list[dict[str, float]], expected: list[dict[str,
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_reward_models_train_and_are_exported_as_on_one_rank(
-    ranks: Ranks, tiny: Path, tmp_path: Path, head: str, adapter: str, strategy: str
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, head: str, adapter: str, strategy: str
 ) -> None:
-    single = make(tiny, head, adapter, {}, 1)
+    single = make(tiny_wide_mlp, head, adapter, {}, 1)
     before = parameters_of(single)
     expected_metrics, expected = train(single, head), parameters_of(single)
     assert any("score" in name and (expected[name] - value).abs().max() > 1e-4 for name, value in before.items())
     export_policy(single.policy, tmp_path / "expected")
-    ranks.run(train_on_ranks, tiny, tmp_path, head, adapter, SHARDED[strategy])
+    ranks.run(train_on_ranks, tiny_wide_mlp, tmp_path, head, adapter, SHARDED[strategy])
     for metrics, parameters in results_of(tmp_path):
         assert_close(expected, parameters, 1e-5)
         assert_equal_metrics(metrics, expected_metrics)
@@ -196,11 +190,11 @@ def train_in_bfloat16(tiny: Path, folder: Path, head: str, options: dict[str, An
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_the_head_of_a_reward_model_is_read_in_any_dtype(
-    ranks: Ranks, tiny: Path, tmp_path: Path, head: str, strategy: str
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, head: str, strategy: str
 ) -> None:
-    train_in_bfloat16(tiny, tmp_path, head, {})
+    train_in_bfloat16(tiny_wide_mlp, tmp_path, head, {})
     expected = torch.load(tmp_path / "0.pt", weights_only=False)
-    ranks.run(train_in_bfloat16, tiny, tmp_path, head, SHARDED[strategy])
+    ranks.run(train_in_bfloat16, tiny_wide_mlp, tmp_path, head, SHARDED[strategy])
     for mine, theirs in zip(expected, torch.load(tmp_path / "1.pt", weights_only=False), strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], abs=0.02)
         assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=0.1)
@@ -223,9 +217,9 @@ def resume_in_8_bit(tiny: Path, folder: Path, head: str) -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_moments_in_eight_bit_skip_a_rank_without_a_row_of_the_head(
-    ranks: Ranks, tiny: Path, tmp_path: Path, head: str
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, head: str
 ) -> None:
-    ranks.run(resume_in_8_bit, tiny, tmp_path, head)
+    ranks.run(resume_in_8_bit, tiny_wide_mlp, tmp_path, head)
 
 
 CHAINS = [("single", "fsdp2", "zero3"), ("zero3", "single", "fsdp2"), ("fsdp2", "zero3", "single")]
@@ -249,15 +243,15 @@ def go_on(tiny: Path, folder: Path, loss: str, adapter: str, strategy: str, step
 )
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_continues_under_one_strategy_after_the_other(
-    ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, chain: tuple[str, ...]
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, loss: str, adapter: str, chain: tuple[str, ...]
 ) -> None:
-    whole = make(tiny, loss, adapter, {}, 1, moves_reference=loss == "dpo" and adapter == "none")
+    whole = make(tiny_wide_mlp, loss, adapter, {}, 1, moves_reference=loss == "dpo" and adapter == "none")
     expected = train(whole, loss)
     for step, strategy in enumerate(chain):
         if strategy == "single":
-            go_on(tiny, tmp_path, loss, adapter, strategy, step)
+            go_on(tiny_wide_mlp, tmp_path, loss, adapter, strategy, step)
         else:
-            ranks.run(go_on, tiny, tmp_path, loss, adapter, strategy, step)
+            ranks.run(go_on, tiny_wide_mlp, tmp_path, loss, adapter, strategy, step)
         metrics, parameters = torch.load(tmp_path / "rank0.pt", weights_only=False)
         assert_equal_metrics(metrics, expected[step : step + 1])
     assert_close(parameters_of(whole), parameters, 1e-5)
@@ -281,13 +275,13 @@ def reference_of(learner: Learner, loss: str) -> dict[bytes, Tensor]:
 @pytest.mark.parametrize("adapter", LEARNING_RATES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_reference_log_probs_are_computed_as_on_one_rank(
-    ranks: Ranks, tiny: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
+    ranks: Ranks, tiny_wide_mlp: Path, tmp_path: Path, loss: str, adapter: str, strategy: str
 ) -> None:
-    expected = reference_of(make(tiny, loss, adapter, {}, 1), loss)
+    expected = reference_of(make(tiny_wide_mlp, loss, adapter, {}, 1), loss)
     if strategy == "chunked":
-        found = reference_of(make(tiny, loss, adapter, STRATEGIES[strategy], 1), loss)
+        found = reference_of(make(tiny_wide_mlp, loss, adapter, STRATEGIES[strategy], 1), loss)
     else:
-        ranks.run(save_reference, tiny, tmp_path, loss, adapter, strategy)
+        ranks.run(save_reference, tiny_wide_mlp, tmp_path, loss, adapter, strategy)
         parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
         found = {key: values for part in parts for key, values in part.items()}
     assert_close({str(key): values for key, values in expected.items()}, {str(k): v for k, v in found.items()}, 1e-5)

@@ -18,12 +18,12 @@ pytestmark = [
 
 @pytest.mark.slow
 def test_workers_are_forked_replaced_and_started_by_ray_where_nothing_is_preloaded() -> None:
-    case = Path(__file__).with_name("preload_case.py")
+    driver = Path(__file__).parents[1] / "helpers" / "preload_driver.py"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(case)], env=environment, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, str(driver)], env=environment, capture_output=True, text=True, timeout=300, check=True
     )
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["plain"]["forked"]

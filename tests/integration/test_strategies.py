@@ -22,7 +22,6 @@ from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, O
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.step import Learner
 from rlpipe.models.adapter import WEIGHTS_FILE
-from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 
 pytestmark = pytest.mark.covering(1)
@@ -45,12 +44,7 @@ CHUNKED = {
 }
 ADAPTERS = ["none", "lora"]
 ROOT = Path(__file__).parents[2]
-CASE = Path(__file__).with_name("torchrun_case.py")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+TORCHRUN_RANK = ROOT / "tests" / "helpers" / "torchrun_rank.py"
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +173,7 @@ def test_ranks_that_torchrun_starts_train_as_plain_pytorch(tiny: Path, tmp_path:
         str(folder) for folder in (ROOT, ROOT / "tests" / "helpers", *filter(None, [os.environ.get("PYTHONPATH")]))
     ]
     subprocess.run(
-        [*command, str(CASE), str(tiny), strategy, str(tmp_path)],
+        [*command, str(TORCHRUN_RANK), str(tiny), strategy, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
         timeout=300,

@@ -50,11 +50,6 @@ MERGED: dict[str, dict[str, Any]] = {"qlora with dora": {"kind": "qlora", "use_d
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=128)
-
-
-@pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a policy of which half a matrix exceeds bitsandbytes' minimum of 4,096 elements for 8-bit moments."""
     return make_tiny_policy(tmp_path_factory.mktemp("wide"), hidden_size=128, num_layers=2, intermediate_size=192)
@@ -128,16 +123,16 @@ def check(
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_fsdp2_with_every_wrapping(
-    tiny: Path, groups: dict, tmp_path: Path, wrap: str, adapter: str, checkpointing: bool
+    tiny_wide_mlp: Path, groups: dict, tmp_path: Path, wrap: str, adapter: str, checkpointing: bool
 ) -> None:
     model = {"gradient_checkpointing": checkpointing}
-    check(groups, tiny, tmp_path, "fsdp2", adapter, model, fsdp=FsdpConfig(**WRAPS[wrap]))
+    check(groups, tiny_wide_mlp, tmp_path, "fsdp2", adapter, model, fsdp=FsdpConfig(**WRAPS[wrap]))
 
 
 @pytest.mark.parametrize("options", [{"offload": "policy"}, {"fsdp": FsdpConfig(reshard_after_forward=False)}])
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
-def test_fsdp2_with_its_options(tiny: Path, groups: dict, tmp_path: Path, adapter: str, options: dict) -> None:
-    check(groups, tiny, tmp_path, "fsdp2", adapter, **options)
+def test_fsdp2_with_its_options(tiny_wide_mlp: Path, groups: dict, tmp_path: Path, adapter: str, options: dict) -> None:
+    check(groups, tiny_wide_mlp, tmp_path, "fsdp2", adapter, **options)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -146,19 +141,19 @@ def test_fsdp2_with_its_options(tiny: Path, groups: dict, tmp_path: Path, adapte
 )
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_zero3_with_its_options(
-    tiny: Path, groups: dict, tmp_path: Path, adapter: str, options: dict, checkpointing: bool
+    tiny_wide_mlp: Path, groups: dict, tmp_path: Path, adapter: str, options: dict, checkpointing: bool
 ) -> None:
     model = {"gradient_checkpointing": checkpointing}
-    check(groups, tiny, tmp_path, "zero3", adapter, model, zero3=Zero3Config(**options))
+    check(groups, tiny_wide_mlp, tmp_path, "zero3", adapter, model, zero3=Zero3Config(**options))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name not in ("full", "lora")])
 @pytest.mark.parametrize("strategy", NUM_RANKS)
 def test_every_adapter_under_every_strategy(
-    tiny: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str, checkpointing: bool
+    tiny_wide_mlp: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str, checkpointing: bool
 ) -> None:
-    check(groups, tiny, tmp_path, strategy, adapter, {"gradient_checkpointing": checkpointing})
+    check(groups, tiny_wide_mlp, tmp_path, strategy, adapter, {"gradient_checkpointing": checkpointing})
 
 
 @pytest.mark.parametrize("strategy", NUM_RANKS)
@@ -189,9 +184,9 @@ def publish(path: Path, strategy: str, adapter: AdapterConfig, out: Path) -> Non
     ],
 )
 def test_engines_are_given_what_peft_merges(
-    tiny: Path, mixture: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str
+    tiny_wide_mlp: Path, mixture: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str
 ) -> None:
-    path = mixture if adapter == "experts" else tiny
+    path = mixture if adapter == "experts" else tiny_wide_mlp
     config = make_adapter_config(**{**MERGED, **ADAPTERS}[adapter], merge=True)
     groups[strategy].run(publish, path, strategy, config, tmp_path)
     plain = load_plain(path, config)
@@ -213,20 +208,22 @@ def test_rows_that_are_filled_up_keep_to_the_budget_on_all_ranks(
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_both_forms_of_checkpointing(tiny: Path, groups: dict, tmp_path: Path, adapter: str, reentrant: bool) -> None:
+def test_both_forms_of_checkpointing(
+    tiny_wide_mlp: Path, groups: dict, tmp_path: Path, adapter: str, reentrant: bool
+) -> None:
     model = {"gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
-    check(groups, tiny, tmp_path, "single", adapter, model)
+    check(groups, tiny_wide_mlp, tmp_path, "single", adapter, model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("strategy", NUM_RANKS)
 def test_narrow_types_stay_within_their_rounding(
-    tiny: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str, dtype: str
+    tiny_wide_mlp: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str, dtype: str
 ) -> None:
-    expected_losses, expected_norms, _ = expect(tiny, adapter)
+    expected_losses, expected_norms, _ = expect(tiny_wide_mlp, adapter)
     rounding = torch.finfo(getattr(torch, dtype)).eps / 2
-    for losses, norms, parameters in run(groups, tiny, tmp_path, strategy, adapter, {"dtype": dtype}):
+    for losses, norms, parameters in run(groups, tiny_wide_mlp, tmp_path, strategy, adapter, {"dtype": dtype}):
         assert losses == pytest.approx(expected_losses, abs=rounding)
         assert norms == pytest.approx(expected_norms, rel=rounding)
         assert {parameter.dtype for parameter in parameters.values()} == {torch.float32}
@@ -269,9 +266,9 @@ def move_copy(path: Path, strategy: str, out: Path) -> None:
 
 @pytest.mark.parametrize("strategy", NUM_RANKS)
 def test_a_copy_of_a_narrow_policy_moves_by_less_than_the_types_rounding(
-    tiny: Path, groups: dict[str, Ranks], tmp_path: Path, strategy: str
+    tiny_wide_mlp: Path, groups: dict[str, Ranks], tmp_path: Path, strategy: str
 ) -> None:
-    groups[strategy].run(move_copy, tiny, strategy, tmp_path)
+    groups[strategy].run(move_copy, tiny_wide_mlp, strategy, tmp_path)
     for rank in range(NUM_RANKS[strategy]):
         before, policy, moved = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
         assert any(not torch.equal(moved[name], before[name]) for name in moved)

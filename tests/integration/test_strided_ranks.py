@@ -22,7 +22,6 @@ from rlpipe.configs.schema.algorithm_config import (
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import TrainBatch
 
 pytestmark = pytest.mark.covering(1)
@@ -30,11 +29,6 @@ NUM_RANKS, NUM_STEPS = 2, 3
 LENGTHS = (30, 6, 22, 17, 26)
 """The lengths of the documents, one of which is too short for a block."""
 CASES = [(strategy, adapter) for strategy in ("fsdp2", "zero3") for adapter in ("lora", "none")]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from rlpipe.errors import LearnerFailed
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny_model import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
 NUM_RANKS = 2
@@ -48,11 +47,6 @@ CASES: dict[str, tuple[str, LossConfig, dict[str, Any]]] = {
     "zero3 sequence": ("none", BY_SEQUENCE, {"strategy": "zero3", "zero3": Zero3Config(offload_optimizer=True)}),
 }
 STRATEGIES = ["fsdp2", "zero3", "chunked"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_cases import CONTRASTS, ROOT, UNNAMED, open_browser, opened, served, show
+from browser_cases import CONTRASTS, ROOT, UNNAMED, opened, served, show
 from playwright.sync_api import Browser, Page, Route, expect
 from viewer_cases import ATTACK, ViewerRun, finished_run
 
@@ -20,12 +20,6 @@ from rlpipe.viewer.exported_page import write_page
 from rlpipe.viewer.viewed_run import ViewedRun
 
 VIEWS = ("overview", "groups", "group?id=1", "events", "parts", "compare")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from browser_cases import open_browser, opened, served, show
+from browser_cases import opened, served, show
 from playwright.sync_api import Browser, expect
 from viewer_cases import ViewerRun, recorded_outcome_of
 
@@ -26,12 +26,6 @@ from rlpipe.viewer.exported_page import write_page
 from rlpipe.viewer.viewed_run import ViewedRun
 
 NAMES = ("failed", "empty", "on_rows")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

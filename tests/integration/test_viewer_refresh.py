@@ -7,15 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_cases import open_browser, opened, served, show
+from browser_cases import opened, served, show
 from playwright.sync_api import Browser, Page, expect
 from viewer_cases import ViewerRun, config_of, finished_run
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as found:
-        yield found
 
 
 @pytest.fixture

@@ -52,11 +52,6 @@ def lora_engine(open_vllm: OpenVllm) -> Engine:
     return open_vllm(engine_args={"block_size": 32})
 
 
-@pytest.fixture(scope="module")
-def full_engine(open_vllm: OpenVllm) -> Engine:
-    return open_vllm("none")
-
-
 def test_vllm_has_no_larger_default_of_sequences_for_engines_inside_other_programs() -> None:
     from vllm import EngineArgs
     from vllm.config import SchedulerConfig

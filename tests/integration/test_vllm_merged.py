@@ -66,11 +66,6 @@ def engine(open_vllm: OpenVllm, untied: Path) -> Engine:
     return open_vllm(model=model_config(untied), serve="merged")
 
 
-@pytest.fixture(scope="module")
-def full_engine(open_vllm: OpenVllm) -> Engine:
-    return open_vllm("none")
-
-
 def layers_of(engine: Any) -> dict[str, Any]:
     """Return the modules of vLLM's model, by name."""
     worker = engine._core.model_executor.driver_worker.worker

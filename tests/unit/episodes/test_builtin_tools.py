@@ -19,7 +19,7 @@ from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 
-FILE = Path(__file__).parents[2] / "helpers" / "mcp_case.py"
+FILE = Path(__file__).parents[2] / "helpers" / "mcp_server.py"
 ASKED = [{"role": "user", "content": "Count."}]
 
 

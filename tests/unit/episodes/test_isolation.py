@@ -541,7 +541,7 @@ def test_programs_of_the_policy_run_in_a_sandbox() -> None:
     assert "PermissionError" in outside[0]
     assert "cut off" in flood[0]
     assert endless == ("Error: python took longer than 3 seconds", "timeout")
-    kind.tools[0]._isolation.close()  # type: ignore[attr-defined]
+    kind.tools[0].tool._isolation.close()  # type: ignore[attr-defined]
     wait_for(lambda: not own_processes())
     with pytest.raises(ConfigError, match=r"set environment\.isolation=sandbox"):
         import_kind(EnvironmentConfig(tools=[path]))

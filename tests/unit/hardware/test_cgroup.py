@@ -1,9 +1,13 @@
-"""Limits of a machine by control groups, read from hand-written files."""
+"""Limits of a machine by control groups, read from hand-written files, and the threads of a rank below them."""
 
 import os
 from pathlib import Path
 
-from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes, num_cores
+import pytest
+
+from rlpipe.configs.schema.learner_config import LearnerConfig, Zero3Config
+from rlpipe.hardware import cgroup
+from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes, learner_threads, num_cores
 
 
 def write(path: Path, text: str) -> None:
@@ -53,3 +57,26 @@ def test_what_a_group_has_taken_is_not_free_but_for_files(tmp_path: Path) -> Non
     write(tmp_path / "memory/job/memory.usage_in_bytes", "6000000\n")
     write(tmp_path / "memory/job/memory.stat", "total_inactive_file 500000\n")
     assert free_host_bytes(tmp_path, own) == 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        (LearnerConfig(num_cpus=2.5), 2),
+        (LearnerConfig(num_cpus=0.5), 1),
+        (LearnerConfig(num_gpus=1, num_cpus=2), 2),
+        (LearnerConfig(num_gpus=1, num_cpus=2, offload="chunked"), 8),
+        (LearnerConfig(num_gpus=1, num_cpus=12, offload="chunked"), 12),
+        (LearnerConfig(num_gpus=1, num_cpus=2, offload="chunked", num_threads=3), 3),
+        (LearnerConfig(num_gpus=0, num_cpus=2, offload="chunked"), 2),
+        (LearnerConfig(num_gpus=1, strategy="zero3", zero3=Zero3Config(offload_optimizer=True)), 8),
+        (LearnerConfig(num_gpus=1, strategy="zero3"), 1),
+    ],
+)
+def test_the_host_that_updates_has_its_share_of_the_machine(
+    learner: LearnerConfig, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a rank has the reserved threads, or its share of the machine's if the host updates a GPU's weights."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(cgroup, "num_cores", lambda: 16)
+    assert learner_threads(learner) == expected

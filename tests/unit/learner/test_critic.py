@@ -16,7 +16,6 @@ from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.objectives import LearnerInputs, prepare
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import Rollout
 
 ALGORITHM = AlgorithmConfig(
@@ -27,12 +26,6 @@ ALGORITHM = AlgorithmConfig(
     num_epochs_per_step=2,
     num_steps=6,
 )
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
 def make(tiny: Path, algorithm: AlgorithmConfig = ALGORITHM, *, seed: int | None = None) -> Learner:

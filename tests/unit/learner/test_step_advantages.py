@@ -27,18 +27,11 @@ from rlpipe.errors import RunError
 from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.objectives import LearnerInputs
 from rlpipe.learner.step import Learner
-from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import Rollout, TrainBatch
 
 COEF = 0.3
 REJECTION_CAP = 1.08
 GROUP_SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
 def make_batch(

@@ -13,16 +13,9 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import load_policy, pads_sequences
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
-from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import MicroBatch, Rollout
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
 def logprobs_alone(model: PreTrainedModel, rollout: Rollout, temperature: float) -> torch.Tensor:

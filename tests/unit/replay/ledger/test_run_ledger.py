@@ -255,7 +255,7 @@ for step in range(10**6):
     store.batches(step)
     print(step, flush=True)
 """
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "helpers"), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[3] / "helpers"), *sys.path])
     writer = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
     )

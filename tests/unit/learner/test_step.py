@@ -26,16 +26,8 @@ from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import SingleRank
-from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.assemble import number_tokens
 from rlpipe.types import TrainBatch
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
-
 
 LOSSES = [LossConfig(), LossConfig(level="sequence", aggregate="sequence", beta=0.1), LossConfig(aggregate="constant")]
 
