@@ -36,6 +36,8 @@ class SampledTurn:
 
 
 class SampleTurn(Protocol):
+    """A function that samples a turn of one episode."""
+
     async def __call__(
         self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
     ) -> SampledTurn:

@@ -52,6 +52,8 @@ class ToolCall:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolResult:
+    """A tool's answer to a call, as the policy reads it."""
+
     text: str
     failure: str | None = None
     """``error``, ``timeout`` or ``invalid``; None if the tool returned."""
@@ -61,6 +63,8 @@ class ToolResult:
 
 
 class Tool(Protocol):
+    """A tool that the policy can call."""
+
     @property
     def name(self) -> str: ...
 

@@ -28,6 +28,8 @@ PAST_WINDOW = {"gemma4_unified"}
 
 
 class PixelSource(Protocol):
+    """A processor that turns encoded images into a model's inputs."""
+
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of some rows."""
 

@@ -316,6 +316,8 @@ class HostBytes:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LearnerMemory:
+    """Bytes of one learner rank on its device and on its host."""
+
     device: DeviceBytes
     host: HostBytes
 

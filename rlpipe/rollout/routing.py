@@ -85,6 +85,8 @@ class Router:
 
 
 class EngineState(StrEnum):
+    """States of an engine, by which requests are routed."""
+
     STARTING = "starting"
     STALE = "stale"
     HEALTHY = "healthy"

@@ -163,6 +163,8 @@ class ChunkAdam:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Box:
+    """A box of a tensor's elements, given by its offsets and sizes in each dimension."""
+
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
