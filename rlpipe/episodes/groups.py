@@ -61,7 +61,7 @@ class SampleTurnOfGroup(Protocol):
 
 
 class GroupPlayer:
-    """Plays the episodes of groups; at most ``concurrency`` at the same time."""
+    """A player of groups' episodes; at most ``concurrency`` run at the same time."""
 
     def __init__(
         self,

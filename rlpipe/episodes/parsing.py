@@ -148,7 +148,7 @@ def _id(prefix: str, number: int) -> str:
 
 
 class VllmParser:
-    """Reads turns by vLLM's parser of a name; raises ``KeyError`` if there is none, and what vLLM raises.
+    """A parser of turns by vLLM's parser of that name; raises ``KeyError`` if there is none, and what vLLM raises.
 
     Some parsers take the types of arguments from the tools' schemas.
     """

@@ -1,4 +1,4 @@
-"""Measures this machine's speeds (arithmetic, memory, transfers, exchange between ranks) and stores them.
+"""Measurement of this machine's speeds (arithmetic, memory, transfers, exchange between ranks), and their storage.
 
 A rate is the median of several repetitions, after a warm-up call.
 """

@@ -1,4 +1,4 @@
-"""Chooses the engine for a request, and tracks which engines are healthy.
+"""Choice of the engine for a request, and the state of each engine.
 
 STARTING ──loaded──> HEALTHY <──answered── SUSPECT
        ^  └──started──> STALE ─┘    └──silent──>┘  │

@@ -1,4 +1,4 @@
-"""Asks the hosts of a Ray cluster for their clocks and for a file, and the cluster for its size."""
+"""Probe of a Ray cluster: the clocks of its hosts, whether they see a file, and the cluster's size."""
 
 from __future__ import annotations
 

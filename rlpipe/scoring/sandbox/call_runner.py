@@ -1,4 +1,4 @@
-"""Runs one call in a forked process, watches it, and ends it with all that it leaves."""
+"""Execution of one call in a forked process, which is watched and ended with all that it leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GONE = "the process that asked for the call is gone"
 
 
 class CallRunner:
-    """Runs calls in forks of this process, which has one thread, one at a time.
+    """A runner of calls, one at a time, in forks of this process, which has one thread.
 
     A call ends with the connection to the process that asked for it, or when this process's parent ends.
     """
