@@ -72,7 +72,7 @@ class Episode:
     opening: ChatMessages = field(default_factory=list)
     """Messages that the policy saw first."""
     messages: ChatMessages = field(default_factory=list)
-    """The conversation after that."""
+    """Messages after the opening."""
     is_rewarded: bool = True
     """Whether the environment gave a reward, which may be 0."""
     branches_by_reason: Counter[str] = field(default_factory=Counter)
@@ -159,7 +159,7 @@ class Deadline:
 
 
 class Session:
-    """Plays one episode; the schemas of the tools replace those of the bridge's template."""
+    """One episode while it is played; the schemas of the tools replace those of the bridge's template."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Image inputs of rows: positions, what sees what, and the model's arguments.
+"""Image inputs of rows: positions, attention between image tokens, and the model's arguments.
 
 Shapes: M tokens of the row, I images, S sequences and L tokens of the longest one of a block.
 """

@@ -1,4 +1,4 @@
-"""How weights reach a running vLLM engine: transfer backend, experts, weights in 4 bit, and packing for CPUs.
+"""Transfer of weights into a running vLLM engine: backend, experts, weights in 4 bit, and packing for CPUs.
 
 New weights are collected until a layer has all of them, and vLLM then lays them out as when it loads a model. All
 other layers are written in place.
