@@ -276,6 +276,9 @@ class LossConfig(UserFunction):
         return self.entropy_coef > 0 or self.entropy_target is not None
 
 
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
 @dataclass(kw_only=True)
 class CorrectionConfig(UserFunction):
     """Options of the correction for tokens that another distribution than the learner's was sampled from."""
@@ -283,7 +286,7 @@ class CorrectionConfig(UserFunction):
     mode: str = option(
         "token_truncate",
         "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
-        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        choices=("none", *CORRECTIONS),
     )
     cap: float | None = option(
         2.0,

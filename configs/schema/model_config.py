@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, MISSING, Freezable, option
+from rlpipe.configs.schema.option import CHARACTERS, DTYPES, MAX_WEIGHT, MISSING, Freezable, option
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class ModelConfig(Freezable):
     dtype: str = option(
         "auto",
         "Type of weights and activations; auto: bfloat16 if learner and engines are faster in it, else float32.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *DTYPES),
     )
     attention: str = option(
         "sdpa",

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlpipe.configs.schema.option import (
     CHARACTERS,
+    DTYPES,
     MAX_GIB,
     MAX_PROCESSES,
     MAX_SECONDS,
@@ -60,7 +61,7 @@ class RolloutConfig(Freezable):
         None,
         "Type of the engines' weights and activations, if it is another than model.dtype; needs an "
         "algorithm.correction.mode other than none.",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
     )
     tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1, maximum=MAX_PROCESSES)
     max_model_len: int | None = option(

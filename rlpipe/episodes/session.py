@@ -15,9 +15,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rlpipe.common.imports import describe_error
+from rlpipe.data.render.messages import END_THINK, THINK
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import EpisodeGraph, Node
-from rlpipe.episodes.parsing import END_THINK, THINK, ParsedTurn, Parser, parse_turn, with_tools
+from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_turn, with_tools
 from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, as_step, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 

@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+from rlpipe.common.formatting import GIB
 from rlpipe.common.temporary_folders import remove_folder
-from rlpipe.scoring.processes import GIB, PROC, ProcessTree, descendants, end_processes, list_processes
+from rlpipe.scoring.processes import PROC, ProcessTree, descendants, end_processes, list_processes
 from rlpipe.scoring.sandbox.sandbox_child import Limits, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
 
