@@ -40,6 +40,8 @@ MAX_STARTS = 3
 
 
 class GroupScorer(Protocol):
+    """Any object that scores groups, such as a scorer of rewards."""
+
     def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]: ...
 
 

@@ -36,7 +36,7 @@ class _Turn:
 
 
 class TurnClient:
-    """Samples turns on the engine that their group is assigned to; for one event loop.
+    """A client that samples turns on the engine of their group; for one event loop.
 
     The turns of one pass of the loop go to an engine in one call, and so do its answers. The driver assigns the groups
     of an engine that dies to another, by ``assign``; their open turns are then sampled there.

@@ -53,7 +53,7 @@ LEAST = {
     "quickstart": 0.8,
     "online_dpo": 0.8,
 }
-"""What an example must reach, at least, by its most telling metric."""
+"""Least value that an example must reach in its most telling metric."""
 
 
 def run_example(name: str, overrides: Sequence[str], folder: str | None = None) -> dict[str, Any]:

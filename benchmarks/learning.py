@@ -1,4 +1,4 @@
-"""What the examples of environments learn with several seeds, and what is learned from rewards of another game.
+"""Learning in the examples of environments with several seeds, and from rewards of another game as a control.
 
 The control plays `guess` with rewards for another number than the one that the answers are about: their distribution is
 the same, and they tell nothing. Its policy is then evaluated by the true rewards.

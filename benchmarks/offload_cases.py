@@ -56,7 +56,7 @@ class Shape:
 class Case:
     shape: Shape
     kind: str = "full"
-    """What is trained: ``full``, all weights, or ``lora``, an adapter on a bfloat16 base."""
+    """Trained weights: ``full``, all weights, or ``lora``, an adapter on a bfloat16 base."""
     states: str = "float32"
     """Dtype of the weights and moments that are updated."""
     gradients: str = "float32"

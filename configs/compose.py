@@ -1,4 +1,4 @@
-"""Composes a config from groups, files and command-line overrides, and validates it."""
+"""Composition of a config from groups, files and command-line overrides, and its validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates a run of another system into a config, in which each setting is an option or a comment with the reason."""
+"""Translation of another system's run into a config: each setting becomes an option, or a comment with the reason."""
 
 from __future__ import annotations
 

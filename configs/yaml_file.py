@@ -1,4 +1,4 @@
-"""Reads a YAML file of options; what no config needs, such as tags, is refused with its line."""
+"""Reader of YAML files of options; constructs that no config needs, such as tags, are refused with their line."""
 
 from __future__ import annotations
 

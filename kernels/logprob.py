@@ -40,6 +40,8 @@ class VocabularyShard:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HeadOptions:
+    """Options of log-probs: a change of the logits, tokens at a time, sharding, and the use of Triton."""
+
     change: LogitChange
     """Change that is the same for all tokens and columns."""
     chunk_tokens: int

@@ -6,11 +6,11 @@ from typing import Any
 
 from rlpipe.configs.foreign.foreign_values import ForeignValues, is_on
 from rlpipe.configs.foreign.setting_rules import OFF, Made, SettingRow, about, with_setting
+from rlpipe.configs.schema.algorithm_config import CORRECTIONS
 from rlpipe.configs.schema.option import MAX_WEIGHT
 
 MODE, CAP, FLOOR = "algorithm.correction.mode", "algorithm.correction.cap", "algorithm.correction.floor"
 REJECTION = "algorithm.correction.rejection"
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 NO_CORRECTION = f"{MODE} is one of none, {', '.join(CORRECTIONS)}"
 VERL_REJECTION = "algorithm.rollout_correction.rollout_rs"
 VERL_REJECTIONS = {

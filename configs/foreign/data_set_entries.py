@@ -1,4 +1,4 @@
-"""Translates the data sets of another system's run into options of ``data``."""
+"""Translation of the data sets of another system's run into options of ``data``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the settings of a run from files of TRL, axolotl, verl and OpenRLHF: YAML, shell scripts, Python scripts."""
+"""Settings of a run, read from files of TRL, axolotl, verl and OpenRLHF: YAML, shell scripts, Python scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks up the settings of another system's run, and what follows from several of them: the model and the batch."""
+"""Values of another system's run: its settings, and the model and batch that follow from several of them."""
 
 from __future__ import annotations
 

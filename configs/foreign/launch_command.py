@@ -1,4 +1,4 @@
-"""Finds the command that trains in a shell script, and reads its arguments as settings."""
+"""The training command of a shell script, and its arguments as settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the rule of a setting by its name in a system, and the option for a name that any of the systems has."""
+"""Rules of settings by their names in one system, and options by the names of all systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows the statements of a shell script without running them, and lists its commands with variables replaced."""
+"""Commands of a shell script, with variables replaced; its statements are followed but not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces the variables, arrays and arithmetic in the words of a shell script; commands are never run."""
+"""Expansion of variables, arrays and arithmetic in the words of a shell script; commands are never run."""
 
 from __future__ import annotations
 

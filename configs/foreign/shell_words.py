@@ -1,4 +1,4 @@
-"""Splits a shell script into statements of words, without running or expanding anything."""
+"""Splitting of a shell script into statements of words, without running or expanding anything."""
 
 from __future__ import annotations
 

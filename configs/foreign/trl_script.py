@@ -1,4 +1,4 @@
-"""Reads the settings of a Python script of TRL from its calls and its docstring, without running it."""
+"""Settings of a Python script of TRL, read from its calls and its docstring without running it."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ from rlpipe.configs.schema.rollout_config import ServeConfig
 
 @dataclass(kw_only=True)
 class FeatureConfig(Freezable):
+    """Options of the features that EBFT rewards completions by, and of the processes that compute them."""
+
     layers: list[float] = option([0.25, 0.5, 0.75], "Depths whose hidden states are features, as shares of the layers.")
     normalize_layers: str = option(
         "each",
@@ -73,6 +75,8 @@ class FeatureConfig(Freezable):
 
 @dataclass(kw_only=True)
 class StridedConfig(Freezable):
+    """Options of the blocks that EBFT generates along a row of raw text."""
+
     stride: int = option(8, "Document tokens from one block to the next.", minimum=1, maximum=MAX_TOKENS)
     context_length: int = option(8, "Document tokens that the first block sees.", minimum=1, maximum=MAX_TOKENS)
     generate_tokens: int = option(8, "Tokens that a block generates.", minimum=1, maximum=MAX_TOKENS)
@@ -87,6 +91,8 @@ class StridedConfig(Freezable):
 
 @dataclass(kw_only=True)
 class EbftConfig(Freezable):
+    """Options of Energy-Based Fine-Tuning (EBFT)."""
+
     reward: bool = option(False, "Reward the engines' completions by their features (kind=rl).")
     truth_column: str = option("ground_truth", "Column with the ground truth, a string or messages.")
     adaptive_max_tokens: bool = option(True, "Limit completions by the length of the ground truth as well.")
@@ -111,6 +117,8 @@ ADVANTAGES = (
 
 @dataclass(kw_only=True)
 class AdvantageConfig(UserFunction):
+    """Options of the advantages that rewards become."""
+
     name: str = option(
         "grpo",
         "How rewards become advantages. With path, what your function gets in addition to the rewards: those of greedy "
@@ -150,6 +158,8 @@ PAIRS = "dpo"
 
 @dataclass(kw_only=True)
 class SapoConfig(Freezable):
+    """Options of the loss sapo."""
+
     temperature_positive: float = option(
         1.0, "Steepness of the gate for advantages above 0.", above=0, maximum=MAX_WEIGHT
     )
@@ -160,6 +170,8 @@ class SapoConfig(Freezable):
 
 @dataclass(kw_only=True)
 class VespoConfig(Freezable):
+    """Options of the loss vespo."""
+
     k_positive: float = option(
         2.0, "Power of a sequence's ratio, for advantages of at least 0.", minimum=0, maximum=MAX_WEIGHT
     )
@@ -176,6 +188,8 @@ class VespoConfig(Freezable):
 
 @dataclass(kw_only=True)
 class CovarianceConfig(Freezable):
+    """Options of the losses clip_cov and kl_cov."""
+
     share: float = option(
         0.0002, "Share of the tokens that clip_cov drops, or kl_cov penalizes; at least one.", above=0, maximum=1
     )
@@ -186,6 +200,8 @@ class CovarianceConfig(Freezable):
 
 @dataclass(kw_only=True)
 class LossConfig(UserFunction):
+    """Options of the policy-gradient loss."""
+
     name: str = option(
         "clip",
         "The policy-gradient surrogate; or dpo: the loss of algorithm.preference, on the best and the worst rollout of "
@@ -260,12 +276,17 @@ class LossConfig(UserFunction):
         return self.entropy_coef > 0 or self.entropy_target is not None
 
 
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
 @dataclass(kw_only=True)
 class CorrectionConfig(UserFunction):
+    """Options of the correction for tokens that another distribution than the learner's was sampled from."""
+
     mode: str = option(
         "token_truncate",
         "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
-        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        choices=("none", *CORRECTIONS),
     )
     cap: float | None = option(
         2.0,
@@ -301,6 +322,8 @@ REPLAY_POLICIES = ("newest", "most_spread")
 
 @dataclass(kw_only=True)
 class ReplayPolicyConfig(UserFunction):
+    """Options of the choice of groups that are trained again."""
+
     name: str = option(
         "newest",
         "Which of the kept groups are trained again: the newest ones, or those whose rewards differ most.",
@@ -310,6 +333,8 @@ class ReplayPolicyConfig(UserFunction):
 
 @dataclass(kw_only=True)
 class RewardKlConfig(Freezable):
+    """Options of the KL penalty in the reward."""
+
     coef: float = option(
         0.0,
         "Weight of the KL to the reference in the reward, in which it is subtracted; its first value, with a target.",
@@ -333,6 +358,8 @@ class RewardKlConfig(Freezable):
 
 @dataclass(kw_only=True)
 class CriticConfig(Freezable):
+    """Options of the critic, a value head on the policy."""
+
     lr: float = option(1e-5, "Learning rate of the value head (gae).", above=0, maximum=MAX_WEIGHT)
     value_clip: float | None = option(
         0.5, "The value loss clips a value's change in a step to this; null: not clipped.", above=0, maximum=MAX_WEIGHT
@@ -341,6 +368,8 @@ class CriticConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
+    """Options of the reference policy's updates."""
+
     sync_steps: int = option(
         0,
         "Steps between updates of the frozen reference in full training; 0: never updated.",
@@ -352,6 +381,8 @@ class ReferenceConfig(Freezable):
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Freezable):
+    """Options of the algorithm: its kind, its steps and its objective."""
+
     kind: str = option(
         "rl",
         "Reinforcement learning; supervised fine-tuning; learning from preferences; training a reward model on "

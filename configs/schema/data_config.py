@@ -19,6 +19,8 @@ SET_FOR_EACH_ROW = {
 
 @dataclass(kw_only=True)
 class HeldOutConfig(Freezable):
+    """Options of the held-out rows and their evaluation."""
+
     size: int = option(
         0, "Number of rows, chosen by the seed, that are held out from training; 0: none.", minimum=0, maximum=10**9
     )
@@ -38,6 +40,8 @@ class HeldOutConfig(Freezable):
 
 @dataclass(kw_only=True)
 class DataConfig(Freezable):
+    """Options of the training rows: their source, format and order."""
+
     source: str = option(
         MISSING,
         "Where rows come from; mix: from all of data.sources.",

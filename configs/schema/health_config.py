@@ -40,6 +40,8 @@ HEALTH_RULES = (
 
 @dataclass(kw_only=True)
 class HealthLimits(Freezable):
+    """Limits of one health rule."""
+
     warn: float | None = option(
         None,
         "Value from which on the rule warns; null: its default, see docs/health.md.",

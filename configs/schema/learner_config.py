@@ -24,6 +24,8 @@ ADAPTER_FACTOR, SFT_FACTOR = 10, 10
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Freezable):
+    """Options of the optimizer."""
+
     name: str = option(
         "adamw",
         "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU if the GPU is full.",
@@ -47,6 +49,8 @@ class OptimizerConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ScheduleConfig(Freezable):
+    """Options of the learning rate's schedule."""
+
     name: str = option(
         "constant", "Shape of the learning rate after the warm-up.", choices=("constant", "linear", "cosine")
     )
@@ -56,6 +60,8 @@ class ScheduleConfig(Freezable):
 
 @dataclass(kw_only=True)
 class FsdpConfig(Freezable):
+    """Options of torch's FSDP2."""
+
     wrap: Any = option(
         "blocks",
         "Modules that are gathered as a unit: blocks (the model's layers), size, none, or the names of classes.",
@@ -71,6 +77,8 @@ class FsdpConfig(Freezable):
 
 @dataclass(kw_only=True)
 class Zero3Config(Freezable):
+    """Options of DeepSpeed's ZeRO-3."""
+
     offload_optimizer: bool = option(False, "Keep the optimizer's state on the CPU, and update there.")
     offload_parameters: bool = option(False, "Keep the parameters on the CPU while no module needs them.")
 
@@ -123,6 +131,8 @@ class ChunkedConfig(Freezable):
 
 @dataclass(kw_only=True)
 class LearnerConfig(Freezable):
+    """Options of the learner: its ranks, their memory, and the updates."""
+
     strategy: str = option(
         "single",
         "How the policy is sharded over the ranks: not at all, by torch's FSDP2, or by DeepSpeed's ZeRO-3.",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, MISSING, Freezable, option
+from rlpipe.configs.schema.option import CHARACTERS, DTYPES, MAX_WEIGHT, MISSING, Freezable, option
 
 
 @dataclass(kw_only=True)
 class AdapterConfig(Freezable):
+    """Options of the adapter that is trained."""
+
     kind: str = option(
         "lora",
         "Train a LoRA adapter, one over a base in NF4 (QLoRA), or all weights.",
@@ -33,6 +35,8 @@ class AdapterConfig(Freezable):
 
 @dataclass(kw_only=True)
 class WeightScaleRule(Freezable):
+    """A rule that evens out the scales of some weights when the model is loaded."""
+
     name_pattern: str = option(MISSING, "A regex; the parameters whose names match it form a group.", text=CHARACTERS)
     threshold: float = option(
         1.5, "Factor by which a standard deviation may differ from the group's median.", above=1, maximum=MAX_WEIGHT
@@ -42,6 +46,8 @@ class WeightScaleRule(Freezable):
 
 @dataclass(kw_only=True)
 class ModelConfig(Freezable):
+    """Options of the model, its tokenizer and its adapter."""
+
     path: str = option(
         MISSING, "A folder or a hub id of a transformers causal language model, or a GGUF file, which is dequantized."
     )
@@ -54,7 +60,7 @@ class ModelConfig(Freezable):
     dtype: str = option(
         "auto",
         "Type of weights and activations; auto: bfloat16 if learner and engines are faster in it, else float32.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *DTYPES),
     )
     attention: str = option(
         "sdpa",

@@ -18,6 +18,8 @@ MAX_SECONDS = 1_000_000
 MAX_GIB = 1_000_000
 MAX_WEIGHT = 1_000_000
 """Upper bound of coefficients and rewards; float32 still tells all integers below it apart."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types that models can compute in; every device has the first."""
 
 
 @dataclass(kw_only=True, frozen=True)

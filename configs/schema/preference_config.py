@@ -15,6 +15,8 @@ PAIR_LOSSES = (
 
 @dataclass(kw_only=True)
 class PreferenceConfig(UserFunction):
+    """Options of learning from preferences."""
+
     loss: str = option(
         "dpo",
         "The loss of pairs of a chosen and a rejected completion; for kto, of completions that are good or bad. With "
@@ -63,6 +65,8 @@ class PreferenceConfig(UserFunction):
 
 @dataclass(kw_only=True)
 class RewardModelConfig(Freezable):
+    """Options of training a reward model on preferences."""
+
     margin_column: str | None = option(
         "margin",
         "Column with the margin by which the chosen completion's reward should exceed the rejected one's; rows without "
@@ -83,6 +87,8 @@ class RewardModelConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ProcessRewardConfig(Freezable):
+    """Options of training a process reward model on labelled steps."""
+
     steps_column: str = option("completions", "Column with the list of a row's steps.")
     labels_column: str = option("labels", "Column with the list of the steps' labels, which are true for good steps.")
     separator: str = option("\n\n", "Text after each step, as in StepReward.", text=CHARACTERS)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlpipe.configs.schema.option import (
     CHARACTERS,
+    DTYPES,
     MAX_GIB,
     MAX_PROCESSES,
     MAX_SECONDS,
@@ -20,6 +21,8 @@ from rlpipe.configs.schema.option import (
 
 @dataclass(kw_only=True)
 class SamplingConfig(Freezable):
+    """Options of the distribution that completions are sampled from."""
+
     temperature: float = option(
         1.0,
         "Sampling temperature, which divides the logits in the engine and in the learner; vllm takes no lower one.",
@@ -42,6 +45,8 @@ class SamplingConfig(Freezable):
 
 @dataclass(kw_only=True)
 class RolloutConfig(Freezable):
+    """Options of the rollout engines."""
+
     engine: str = option("auto", "auto: vllm if it can be imported, else hf.", choices=("auto", "vllm", "hf"))
     num_engines: int = option(1, "Number of rollout engines.", minimum=1, maximum=MAX_PROCESSES)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
@@ -56,7 +61,7 @@ class RolloutConfig(Freezable):
         None,
         "Type of the engines' weights and activations, if it is another than model.dtype; needs an "
         "algorithm.correction.mode other than none.",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
     )
     tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1, maximum=MAX_PROCESSES)
     max_model_len: int | None = option(
@@ -103,6 +108,8 @@ SAMPLING_ARGUMENTS = {
 
 @dataclass(kw_only=True)
 class ServeConfig(Freezable):
+    """Options of a Ray Serve deployment that scores groups."""
+
     replicas: int = option(
         0,
         "Replicas of a Ray Serve deployment that score instead of the run's own processes; 0: none.",
@@ -121,6 +128,8 @@ class ServeConfig(Freezable):
 
 @dataclass(kw_only=True)
 class RewardConfig(Freezable):
+    """Options of one reward, and of the processes that compute it."""
+
     path: str = option(MISSING, "package.module:name, or file.py:name, of a function or RewardActor.")
     weight: float = option(1.0, "Weight of the reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
     timeout_s: float = option(60.0, "Maximum seconds to score one group.", above=0, maximum=MAX_SECONDS)
@@ -163,6 +172,8 @@ class RewardConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ScoringConfig(Freezable):
+    """Options of scoring: the rewards, and the processes that they share."""
+
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     num_processes: int = option(1, "Processes that the reward functions share.", minimum=1, maximum=MAX_PROCESSES)
     num_cpus: float = option(
@@ -182,6 +193,8 @@ class ScoringConfig(Freezable):
 
 @dataclass(kw_only=True)
 class EnvironmentConfig(Freezable):
+    """Options of episodes: their environment, tools or agent."""
+
     path: str | None = option(
         None,
         "package.module:name, or file.py:name, of an Environment class; null: episodes begin with the row's prompt.",

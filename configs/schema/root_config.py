@@ -15,6 +15,8 @@ from rlpipe.configs.schema.rollout_config import EnvironmentConfig, RolloutConfi
 
 @dataclass(kw_only=True)
 class ReplayConfig(Freezable):
+    """Options of the replay buffer: staleness, and groups without signal."""
+
     max_staleness: int = option(
         0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0, maximum=MAX_STEPS
     )
@@ -46,6 +48,8 @@ class ReplayConfig(Freezable):
 
 @dataclass(kw_only=True)
 class LedgerConfig(Freezable):
+    """Options of the ledger, which records a run's groups."""
+
     folder: str | None = option(
         None, "Folder on the replay actor's own disk, if output is on a network file system; null: output."
     )
@@ -56,6 +60,8 @@ class LedgerConfig(Freezable):
 
 @dataclass(kw_only=True)
 class WeightsConfig(Freezable):
+    """Options of the transfer of weights to the engines."""
+
     transport: str = option(
         "object_store",
         "How weights reach the engines: through Ray's object store; whole models also by vLLM's transfer between GPUs.",
@@ -88,12 +94,16 @@ class WeightsConfig(Freezable):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Freezable):
+    """Options of the checkpoints."""
+
     every_steps: int = option(50, "Steps between checkpoints; 0: only at the end.", minimum=0, maximum=MAX_STEPS)
     keep: int = option(2, "Number of newest checkpoints to keep.", minimum=1, maximum=1_000_000)
 
 
 @dataclass(kw_only=True)
 class TrackingConfig(Freezable):
+    """Options of the trackers and the terminal's display."""
+
     progress: str = option(
         "auto", "Live display in a terminal, plain lines, or none.", choices=("auto", "live", "plain", "none")
     )
@@ -115,6 +125,8 @@ class TrackingConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ClusterConfig(Freezable):
+    """Options of the Ray cluster, and time limits of its actors."""
+
     address: str | None = option(None, "Ray cluster to join; null: the one at RAY_ADDRESS, or a new local one.")
     num_cpus: int | None = option(
         None,
@@ -156,6 +168,8 @@ class ClusterConfig(Freezable):
 
 @dataclass(kw_only=True)
 class Config(Freezable):
+    """A run's whole config, with one field for each section."""
+
     name: str = option("run", "Name of the run, on the dashboard and in the trackers.", text=NAME)
     output: str = option("outputs/${name}", "Folder of the run.")
     seed: int = option(0, "Seed of all random choices.", minimum=0, maximum=2**32 - 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlpipe.commands.arguments import Commands, add_command, add_trust_argument, at_least
 from rlpipe.common.formatting import printable
+from rlpipe.configs.schema.option import DTYPES
 from rlpipe.errors import InputError
 
 DTYPE_HELP = "auto: bfloat16 if the device is faster in it, else float32"
@@ -38,7 +39,7 @@ def add_generate(commands: Commands) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model")
     parser.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter on top of it")
     parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto", help="auto: vllm if installed")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=DTYPE_HELP)
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=DTYPE_HELP)
     parser.add_argument(
         "--tensor-parallel", type=at_least(int, 1), default=1, metavar="N", help="GPUs that share the model (vllm)"
     )

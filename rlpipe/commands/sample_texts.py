@@ -61,6 +61,8 @@ class SamplingRequest:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Completion:
+    """A completion of a prompt, as text, with its log-prob."""
+
     text: str
     finish_reason: str
     num_tokens: int

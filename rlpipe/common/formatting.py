@@ -28,6 +28,16 @@ def _is_control(char: str) -> bool:
     return (category[0] == "C" and char not in JOINERS) or category in ("Zl", "Zp")
 
 
+def storable(text: str) -> str:
+    """Return a text without what UTF-8 can't express, lone surrogates, which become backslash escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text, or its beginning with an ellipsis if it is longer than ``limit`` characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def gib(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in a smaller unit."""
     for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

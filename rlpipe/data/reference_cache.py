@@ -125,7 +125,7 @@ class ReferenceCache:
         return len(self._known)
 
     def is_due(self, batches: Sequence[TrainBatch]) -> bool:
-        """Return whether a sequence is neither known nor part of batches that were due before; such are due once."""
+        """Return whether a batch has a sequence without log-probs that was never requested; each is requested once."""
         mini_batches = (mini_batch for batch in batches for mini_batch in batch.mini_batches)
         keys = {key for micro in all_micro_batches(mini_batches) for key, _ in keyed_sequences(micro)}
         is_due = any(key not in self._known and key not in self._promised for key in keys)
@@ -134,7 +134,7 @@ class ReferenceCache:
         return is_due
 
     def forget_due(self) -> None:
-        """Forget which batches were due, because nobody computes them any more."""
+        """Forget which sequences were requested, because nothing computes their log-probs any more."""
         self._promised.clear()
 
     def add(self, logprobs: Mapping[bytes, FloatArray]) -> None:

@@ -77,6 +77,8 @@ class RowLocation:
 
 
 class SkipKind(StrEnum):
+    """Kinds of reasons to skip a row."""
+
     UNRENDERABLE = "unrenderable"
     TOO_LONG = "too_long"
     HELD_OUT = "held_out"
@@ -85,6 +87,8 @@ class SkipKind(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class SkippedRow:
+    """A row that is skipped, with the reason."""
+
     row: int
     location: str
     kind: SkipKind

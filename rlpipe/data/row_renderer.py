@@ -1,4 +1,4 @@
-"""Renders a row of a dataset to the tokens of a prompt or of a sequence to train."""
+"""Rendering of a dataset's row to the tokens of a prompt or of a sequence to train."""
 
 from __future__ import annotations
 

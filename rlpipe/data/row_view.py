@@ -56,6 +56,8 @@ PICTURES = CONTROLS | {ord("\n"): "⏎\n", ord("\t"): "⇥"}
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TextPiece:
+    """A piece of a row's text, all of whose tokens are shown alike."""
+
     token_ids: tuple[int, ...]
     text: str
     is_trained: bool
@@ -142,6 +144,8 @@ def _join_repeats(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ShownRow:
+    """A row as it is shown to people: a name, a summary and its text."""
+
     name: str
     """The row's number and location."""
     summary: str

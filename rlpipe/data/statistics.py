@@ -53,12 +53,16 @@ class Lengths:
 
 @dataclass(kw_only=True, slots=True)
 class Skipped:
+    """The number of rows skipped for one kind of reason, with examples."""
+
     count: int = 0
     examples: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
 class ImageCounts:
+    """Counts of the images in rows, and of their tokens."""
+
     num_rows: int = 0
     """Rows with images."""
     num_images: int = 0
@@ -73,6 +77,8 @@ class ImageCounts:
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatches:
+    """The number of micro batches of a run, with the sizes that it follows from."""
+
     count: int = 0
     max_tokens: int
     groups_per_step: int
@@ -80,6 +86,8 @@ class MicroBatches:
 
 @dataclass(kw_only=True, slots=True)
 class Statistics:
+    """Statistics of a source's rows: counts, lengths and skipped rows."""
+
     source: str
     num_rows: int
     """Number of rows, skipped ones included."""

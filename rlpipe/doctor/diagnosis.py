@@ -1,4 +1,4 @@
-"""Says how a run ended, and why, from the files in its folder."""
+"""Diagnosis of how a run ended, and why, from the files in its folder."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from rlpipe.errors import RlpipeError
 
 
 class Status(StrEnum):
+    """Results of a check."""
+
     OK = "ok"
     SKIPPED = "skipped"
     WARNING = "warning"
@@ -19,6 +21,8 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True, frozen=True)
 class Observation:
+    """A checked subject, with the result and the fix."""
+
     subject: str
     status: Status
     text: str

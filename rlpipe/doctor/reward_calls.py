@@ -1,4 +1,4 @@
-"""Calls a run's reward functions on answers to its first rows, in a process of its own, before anything else starts."""
+"""Trial calls of a run's reward functions on answers to its first rows, in a process of their own, before a run."""
 
 from __future__ import annotations
 

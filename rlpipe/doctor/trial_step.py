@@ -1,4 +1,4 @@
-"""Trains one step of a run in a temporary folder: Ray, engines, rewards, learner, weights and checkpoint."""
+"""Trial of a run's first step in a temporary folder: Ray, engines, rewards, learner, weights and checkpoint."""
 
 from __future__ import annotations
 

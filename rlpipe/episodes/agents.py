@@ -68,6 +68,8 @@ class EndpointAccess:
 
 
 class Agent(Protocol):
+    """A program that plays episodes against the gateway."""
+
     async def run(self, row: Mapping[str, Any], access: EndpointAccess) -> Reward:
         """Play an episode, and return its reward; raises anything."""
 

@@ -195,15 +195,15 @@ class Continuation:
     """The node of the graph that a conversation continues."""
 
     node: Node | None
-    """The last turn of the policy that it holds; None if it has to begin anew."""
+    """The last turn of the policy in the conversation; None if the conversation has to begin anew."""
     new: ChatMessages
     """Messages after that turn, or all of them."""
     branching: Branching | None = None
-    """Reason why it begins anew."""
+    """Reason why the conversation begins anew."""
 
 
 class CanonicalMessage(NamedTuple):
-    """A message in one form, whatever form it was written in."""
+    """A message in canonical form, for comparison with messages that were written in other forms."""
 
     role: str
     text: str

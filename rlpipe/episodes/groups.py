@@ -51,6 +51,8 @@ NO_REWARD = (
 
 
 class SampleTurnOfGroup(Protocol):
+    """A function that samples a turn of a group's episode on the run's engines."""
+
     async def __call__(self, request: GroupRequest, deadline: Deadline, /) -> Rollout:
         """Sample one answer to the request's prompt, on the engine that its group is assigned to.
 
@@ -59,7 +61,7 @@ class SampleTurnOfGroup(Protocol):
 
 
 class GroupPlayer:
-    """Plays the episodes of groups; at most ``concurrency`` at the same time."""
+    """A player of groups' episodes; at most ``concurrency`` run at the same time."""
 
     def __init__(
         self,

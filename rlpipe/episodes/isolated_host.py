@@ -51,7 +51,7 @@ class HostSetup:
 
 
 class IsolatedHost:
-    """Serves the environment, tools or agent of a config, each object in a process of its own."""
+    """A server of a config's environment, tools or agent, each object in a process of its own."""
 
     def __init__(self, setup: HostSetup) -> None:
         config = self._config = setup.config

@@ -197,7 +197,7 @@ class _IsolatedHost:
 
 
 class ObjectLink:
-    """Calls the methods of one object in another process, one after the other; for one event loop.
+    """A connection to one object in another process, whose methods are called one at a time; for one event loop.
 
     A call that is cancelled ends the process, since it may hang.
     """

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, cast
 
 from rlpipe.common.imports import describe_error, import_object
+from rlpipe.data.render.messages import END_THINK, THINK
 from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.tools import ToolCall, whole_characters
@@ -20,7 +21,6 @@ from rlpipe.errors import ConfigError
 
 ID_CHARS = 9
 """Characters of a call's id; Mistral's templates take no other number."""
-THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MAX_CALLS = 16
 MAX_CHARS = 32_768
@@ -148,7 +148,7 @@ def _id(prefix: str, number: int) -> str:
 
 
 class VllmParser:
-    """Reads turns by vLLM's parser of a name; raises ``KeyError`` if there is none, and what vLLM raises.
+    """A parser of turns by vLLM's parser of that name; raises ``KeyError`` if there is none, and what vLLM raises.
 
     Some parsers take the types of arguments from the tools' schemas.
     """

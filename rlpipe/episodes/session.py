@@ -15,9 +15,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rlpipe.common.imports import describe_error
+from rlpipe.data.render.messages import END_THINK, THINK
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import EpisodeGraph, Node
-from rlpipe.episodes.parsing import END_THINK, THINK, ParsedTurn, Parser, parse_turn, with_tools
+from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_turn, with_tools
 from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, as_step, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
@@ -36,6 +37,8 @@ class SampledTurn:
 
 
 class SampleTurn(Protocol):
+    """A function that samples a turn of one episode."""
+
     async def __call__(
         self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()
     ) -> SampledTurn:
@@ -70,7 +73,7 @@ class Episode:
     opening: ChatMessages = field(default_factory=list)
     """Messages that the policy saw first."""
     messages: ChatMessages = field(default_factory=list)
-    """The conversation after that."""
+    """Messages after the opening."""
     is_rewarded: bool = True
     """Whether the environment gave a reward, which may be 0."""
     branches_by_reason: Counter[str] = field(default_factory=Counter)
@@ -157,7 +160,7 @@ class Deadline:
 
 
 class Session:
-    """Plays one episode; the schemas of the tools replace those of the bridge's template."""
+    """One episode while it is played; the schemas of the tools replace those of the bridge's template."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
+from rlpipe.common.formatting import storable
 from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError
 from rlpipe.types import ChatMessages
@@ -52,6 +53,8 @@ class ToolCall:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolResult:
+    """A tool's answer to a call, as the policy reads it."""
+
     text: str
     failure: str | None = None
     """``error``, ``timeout`` or ``invalid``; None if the tool returned."""
@@ -61,6 +64,8 @@ class ToolResult:
 
 
 class Tool(Protocol):
+    """A tool that the policy can call."""
+
     @property
     def name(self) -> str: ...
 
@@ -361,7 +366,7 @@ def as_step(value: Any) -> Step:
 def whole_characters(value: Any) -> Any:
     """Return a text, or JSON's lists and objects of texts, with escapes for lone surrogates, which have no tokens."""
     if isinstance(value, str):
-        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+        return storable(value)
     if isinstance(value, Mapping):
         return {whole_characters(key): whole_characters(entry) for key, entry in value.items()}
     return [whole_characters(entry) for entry in value] if isinstance(value, list | tuple) else value

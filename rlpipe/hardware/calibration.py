@@ -1,4 +1,4 @@
-"""Measures this machine's speeds (arithmetic, memory, transfers, exchange between ranks) and stores them.
+"""Measurement of this machine's speeds (arithmetic, memory, transfers, exchange between ranks), and their storage.
 
 A rate is the median of several repetitions, after a warm-up call.
 """
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.option import DTYPES
 from rlpipe.errors import ConfigError, RlpipeError, RunError
 from rlpipe.hardware.cgroup import host_memory_bytes, num_cores
 from rlpipe.hardware.device import STATE_DTYPES, Curve, Device, Link, adding
@@ -70,7 +71,6 @@ def on_rank0(find: Callable[[], T]) -> T:
     return result[0]
 
 
-DTYPES = ("float32", "bfloat16", "float16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
 MAX_PRODUCT_S = 0.1
 ADAM_ELEMENTS = 2**26
@@ -87,7 +87,7 @@ def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            if name == DTYPES[0]:  # which every device has
+            if name == DTYPES[0]:
                 raise
     return flops
 

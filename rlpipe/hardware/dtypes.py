@@ -82,6 +82,8 @@ def _giga(rate: float) -> str:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DtypeChoice:
+    """A chosen dtype, with a message for the user."""
+
     dtype: str
     line: str | None
     """Message for the user; None if the dtype was asked for and is not slow."""

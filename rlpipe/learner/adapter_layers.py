@@ -20,6 +20,7 @@ from rlpipe.configs.schema.model_config import WeightScaleRule
 from rlpipe.errors import ModelError
 from rlpipe.kernels.lora import lora_linear
 from rlpipe.models.nf4 import from_nf4
+from rlpipe.models.served_weights import EXPERT_DIMENSIONS
 
 
 class FusedLora(nn.Module):
@@ -83,9 +84,6 @@ def find_adapter(layer: Any) -> str | None:
         and not layer.base_layer.weight.requires_grad
     )
     return name if is_plain else None
-
-
-EXPERT_DIMENSIONS = 3
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Merges an adapter into the weights of a model in memory.
+"""Merging of an adapter into the weights of a model in memory.
 
 The base is empty (without values) and only the adapter has values, so that a model of any size fits. A patch puts the
 given weight into the adapted module, has PEFT merge it, and removes it again.

@@ -48,16 +48,14 @@ from rlpipe.learner.strategies.sharding import Reduce, Sharding
 from rlpipe.learner.workload import LM_HEAD, REWARD_HEADS, Workload
 from rlpipe.models.adapter import WEIGHTS_FILE, TrainingRecord
 from rlpipe.models.loading import COMPLETE
-from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
+from rlpipe.weights.dcp import MOMENTS, StoredTensors, weight_key, write_tensors
 
 POLICY, REFERENCE = weight_key(""), "reference."
-NUM_MOMENTS = 2
-"""Moments per parameter that AdamW keeps."""
 
 
 def state_bytes(learner: Learner) -> int:
     """Return the bytes that all ranks together write once moments exist; small tensors are not counted."""
-    copies = 1 + NUM_MOMENTS + bool(_moving(learner))
+    copies = 1 + len(MOMENTS) + bool(_moving(learner))
     return torch.float32.itemsize * copies * learner.policy.num_trained
 
 

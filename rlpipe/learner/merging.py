@@ -1,4 +1,4 @@
-"""Merges an adapter into the files of its base model, one file at a time.
+"""Merging of an adapter into the files of its base model, one file at a time.
 
 Shapes: B texts, T tokens of the longest.
 """

@@ -101,6 +101,8 @@ def _loss_token_indices(micro_batch: MicroBatch, sequences: NDArray[np.integer])
 
 
 class Reference(Protocol):
+    """The reference policy that the policy is compared with."""
+
     def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
         """Return the log-probs ``[K]`` of the row's targets, without gradient."""
 

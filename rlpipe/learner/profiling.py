@@ -17,7 +17,7 @@ MAX_EVENTS = 200_000
 
 
 class StepProfiler:
-    """Writes ``step_<n>_rank_<r>.json.gz`` for each of ``steps``, counted from 1, and on a GPU a memory snapshot."""
+    """A profiler that writes ``step_<n>_rank_<r>.json.gz`` for ``steps``, counted from 1; memory snapshots on a GPU."""
 
     def __init__(self, folder: Path, steps: Collection[int], *, rank: int, device: torch.device) -> None:
         self._folder, self._steps, self._rank, self._device = folder, frozenset(steps), rank, device

@@ -1,4 +1,4 @@
-"""Publishes the policy's weights: to the object store, or directly to the engines."""
+"""Publication of the policy's weights: to the object store, or directly to the engines."""
 
 from __future__ import annotations
 

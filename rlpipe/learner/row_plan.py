@@ -1,4 +1,4 @@
-"""Packs a micro batch into one row in which sequences share what they have in common, and its attention.
+"""Packing of a micro batch into one row, in which sequences share their common beginnings, and the row's attention.
 
 Shapes: N tokens and S sequences of the micro batch, M tokens of its row, K loss tokens, L tokens of the longest
 sequence of a block.

@@ -1,4 +1,4 @@
-"""Image inputs of rows: positions, what sees what, and the model's arguments.
+"""Image inputs of rows: positions, attention between image tokens, and the model's arguments.
 
 Shapes: M tokens of the row, I images, S sequences and L tokens of the longest one of a block.
 """
@@ -28,6 +28,8 @@ PAST_WINDOW = {"gemma4_unified"}
 
 
 class PixelSource(Protocol):
+    """A processor that turns encoded images into a model's inputs."""
+
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of some rows."""
 

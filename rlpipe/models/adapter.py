@@ -32,6 +32,8 @@ AGAIN = "export or download the adapter again"
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TrainingRecord:
+    """A record of how an adapter's base was changed for its training."""
+
     base_precision: str = "full"
     """``full``, or ``nf4`` for a base that QLoRA quantized to NF4."""
     weight_scales: Mapping[str, float] = field(default_factory=dict)

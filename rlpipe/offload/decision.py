@@ -24,6 +24,8 @@ class Mode(StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Capacity:
+    """Bytes of memory that are free on a rank's device and on its host."""
+
     device_bytes: int
     host_bytes: int
 
@@ -47,6 +49,8 @@ class Knobs:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prediction:
+    """A plan's predicted memory on the device and the host, and its time per update."""
+
     device_bytes: int
     host_bytes: int
     forward_s: float
@@ -82,6 +86,8 @@ class Arrangement:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Decision:
+    """The chosen plan of chunked offload, with the reasons."""
+
     arrangement: Arrangement
     knobs: Knobs
     prediction: Prediction | None

@@ -40,6 +40,8 @@ class ChunkSpan:
 
 @dataclass(kw_only=True, slots=True)
 class Chunk:
+    """A chunk of the model: tensors that move between host and device together."""
+
     index: int
     is_trained: bool
     """Whether its tensors are trained; frozen ones have chunks of their own, which are never written back."""
@@ -54,6 +56,8 @@ class Chunk:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChunkLayout:
+    """The division of a model's tensors into chunks."""
+
     slot_bytes: int
     """Bytes of a slot on the device: those of the largest chunk within the chosen chunk size."""
     chunks: Sequence[Chunk]

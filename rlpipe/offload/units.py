@@ -64,6 +64,8 @@ class Unit:
 
 @dataclass(kw_only=True, slots=True)
 class Inventory:
+    """The units of a model, and its tensors by whether they move in chunks."""
+
     units: Sequence[Unit]
     tensors: list[TensorInfo] = field(default_factory=list)
     """Tensors to lay out in chunks, in the order of first use."""

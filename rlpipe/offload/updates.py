@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS, FlatPart
+from rlpipe.offload.runtime.chunk_adam import FlatPart
 from rlpipe.offload.runtime.runtime import OffloadedModel
-from rlpipe.weights.dcp import Read, moment_key, weight_key
+from rlpipe.weights.dcp import MOMENTS, STEPS, Read, moment_key, weight_key
 
 COMPARED_UPDATE = 3
 """Update, counted from 1, whose time and memory are compared with the prediction."""

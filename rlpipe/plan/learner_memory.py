@@ -39,6 +39,7 @@ from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.offload.units import Unit, find_units
 from rlpipe.plan.engine_memory import EngineSetup
 from rlpipe.plan.model_shape import meta_described
+from rlpipe.weights.dcp import MOMENTS
 
 CUDA_CONTEXT_BYTES = 2**30
 """Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, NCCL's buffers; an assumption."""
@@ -263,7 +264,6 @@ def _signature(block: nn.Module) -> Hashable:
     return parameters, tuple(type(module) for module in block.modules())
 
 
-NUM_MOMENTS = 2
 SMALLEST_IN_8_BIT = 4096
 """Elements; bitsandbytes keeps the moments of smaller parameters in float32."""
 UNITS_GATHERED = 3
@@ -316,6 +316,8 @@ class HostBytes:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LearnerMemory:
+    """Bytes of one learner rank on its device and on its host."""
+
     device: DeviceBytes
     host: HostBytes
 
@@ -334,7 +336,7 @@ def activation_bytes(stages: Sequence[StageProfile], shared_bytes: int, config: 
 def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> int:
     """Return the bytes of both AdamW moments; in 8 bit with a float32 scale per block (arXiv:2110.02861)."""
     in_8_bit = config.name != "adamw"
-    return NUM_MOMENTS * sum(
+    return len(MOMENTS) * sum(
         size + torch.float32.itemsize * -(-size // MOMENT_BLOCK)
         if in_8_bit and size >= SMALLEST_IN_8_BIT
         else torch.float32.itemsize * size

@@ -51,7 +51,7 @@ class Work:
     """Sequences of a step, on all ranks."""
     sequence_tokens: int
     num_updates: int
-    """Updates of a step."""
+    """Optimizer updates per step."""
     updates_per_pass: int
     """Updates per epoch over the step's sequences."""
     num_micro_batches: int

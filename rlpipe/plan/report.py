@@ -40,6 +40,8 @@ ASSUMPTION = "All prompts and completions are assumed to have full length. Short
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Report:
+    """The sections of a plan, as text or JSON."""
+
     sections: Sequence[Section]
 
     def to_json(self) -> str:

@@ -351,6 +351,8 @@ def _machine_rows(plan: MachinePlan, device: Device) -> Iterator[tuple[str, str]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Loop:
+    """Seconds of a step's phases, and which of them overlap."""
+
     sampling_s: float
     scoring_s: float
     """Seconds of scoring by models whose time is known."""

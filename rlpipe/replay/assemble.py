@@ -1,4 +1,4 @@
-"""Assembles scored groups into the batch of a step, with groups that are replayed from earlier steps."""
+"""Assembly of a step's batch from scored groups, and from groups that are replayed from earlier steps."""
 
 from __future__ import annotations
 

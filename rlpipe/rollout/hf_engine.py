@@ -30,7 +30,7 @@ from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
 from rlpipe.models.loading import COMPLETE, num_embeddings, open_model, unknown_token
 from rlpipe.models.nf4 import to_nf4_and_back
-from rlpipe.models.served_weights import ServedWeights
+from rlpipe.models.served_weights import PREFIX, ServedWeights
 from rlpipe.rollout.engine import (
     DEFAULT_SEQUENCES,
     Sample,
@@ -350,7 +350,7 @@ def _digest(served: Mapping[str, Tensor], dtype: torch.dtype) -> str:
 def _adapted_layers(policy: PeftModel) -> dict[str, Any]:
     """Return PEFT's LoRA layers, by the name of the module that each wraps."""
     return {
-        name.removeprefix("base_model.model."): layer
+        name.removeprefix(PREFIX): layer
         for name, layer in policy.named_modules()
         if isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) and layer.lora_A
     }

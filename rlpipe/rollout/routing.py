@@ -1,4 +1,4 @@
-"""Chooses the engine for a request, and tracks which engines are healthy.
+"""Choice of the engine for a request, and the state of each engine.
 
 STARTING ──loaded──> HEALTHY <──answered── SUSPECT
        ^  └──started──> STALE ─┘    └──silent──>┘  │
@@ -85,6 +85,8 @@ class Router:
 
 
 class EngineState(StrEnum):
+    """States of an engine, by which requests are routed."""
+
     STARTING = "starting"
     STALE = "stale"
     HEALTHY = "healthy"

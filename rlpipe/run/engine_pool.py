@@ -34,6 +34,8 @@ MAX_DEATHS = 5
 
 
 class Notice(Protocol):
+    """A function that records an event of one of the run's processes."""
+
     def __call__(self, subject: str, message: str, kind: str = "engine", /) -> None:
         """Record what happened to a part; ``kind`` is the event's."""
 

@@ -1,4 +1,4 @@
-"""Asks the hosts of a Ray cluster for their clocks and for a file, and the cluster for its size."""
+"""Probe of a Ray cluster: the clocks of its hosts, whether they see a file, and the cluster's size."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from rlpipe.run.cluster import check_fit, connect
 
 @dataclass(kw_only=True, frozen=True)
 class HostState:
+    """A host's clock, and whether it sees a file of the run."""
+
     address: str
     ahead_s: float
     """Seconds that its clock is ahead of this machine's."""
@@ -28,6 +30,8 @@ class HostState:
 
 @dataclass(kw_only=True, frozen=True)
 class ClusterState:
+    """The hosts of a cluster, and the resources that it lacks."""
+
     hosts: list[HostState]
     lack: str | None = None
     """Resources that the run needs beyond those of the whole cluster, used by others or not; None if it fits."""

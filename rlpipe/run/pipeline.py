@@ -1,4 +1,4 @@
-"""Runs a config from start to end: starts the parts, trains, and shuts down in good order."""
+"""A run of a config from start to end: it starts the actors, trains, and shuts down in good order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the actors of a run: engines, scorers, replay buffer, datasets."""
+"""Start of a run's actors: engines, scorers, replay actor, dataset actor."""
 
 from __future__ import annotations
 

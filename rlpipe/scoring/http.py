@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rlpipe.common.formatting import without_password
-from rlpipe.scoring.validation import shortened
+from rlpipe.common.formatting import shortened, without_password
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Status codes after which a request is retried."""

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpipe.common.formatting import GIB
+
 PROC = Path("/proc")
 END_TIMEOUT_S = 10.0
 """Seconds after which processes that do not die, such as those in a stuck file system, are left alone."""
@@ -240,7 +242,6 @@ def clock_ticks() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
-GIB = 2**30
 MIN_FREE = 0.5
 """Share of the limit that must be free again after a MemoryError; with less, the process is worn out."""
 

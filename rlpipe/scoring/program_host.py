@@ -92,7 +92,7 @@ def decode(tree: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 class ProgramHost:
-    """Answers the requests of the other side about one program's objects."""
+    """A server of one program's objects, which answers the requests of the other side."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
         self._requests, self._answers = requests, answers

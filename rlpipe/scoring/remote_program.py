@@ -1,4 +1,4 @@
-"""Runs tests against a completion's program, which runs in another process (``program_host``).
+"""Tests of a completion's program, which runs in another process (``program_host``).
 
 A test's code runs in this process. Each name that the program defines stands for an object of the program there: a call
 sends the arguments and returns a plain value. Comparisons are made here, with Python's own functions, so the program

@@ -24,6 +24,7 @@ from transformers import (
 
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.option import DTYPES
 from rlpipe.data.packing import padded_parts
 from rlpipe.data.render.processor import check_ids
 from rlpipe.data.render.template import ChatTemplate
@@ -33,7 +34,7 @@ from rlpipe.models.loading import COMPLETE, load_complete, own_dtype, torch_devi
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import RolloutGroup
 
-DTYPES = (AUTO, "float32", "bfloat16", "float16")
+DTYPE_CHOICES = (AUTO, *DTYPES)
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
 """Functions that combine the values of the steps into one."""
 
@@ -64,8 +65,8 @@ class ClassifierReward(RewardActor):
         tools_column: str | None = "tools",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if dtype not in DTYPE_CHOICES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
         self.source, self.dtype = model, dtype
         self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.batch_tokens, self.max_tokens = batch_tokens, max_tokens

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlpipe.common.formatting import shortened
 from rlpipe.common.imports import message_of
 
 MAX_REASON_CHARS = 300
@@ -68,8 +69,3 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     user_frames = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))]
     return next(reversed(user_frames or frames), None)
-
-
-def shortened(text: str, limit: int) -> str:
-    """Return the text, or its beginning with an ellipsis if it is longer than ``limit`` characters."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"

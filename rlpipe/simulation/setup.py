@@ -54,7 +54,7 @@ class Draws:
     """Numbered draws from a distribution.
 
     The n-th is the same in every simulation with this seed, in whatever order the draws are requested, so that
-    simulations of two set-ups differ by nothing but the set-up.
+    simulations of two setups differ by nothing but the setup.
     """
 
     def __init__(self, distribution: Distribution, seed: SeedSequence) -> None:
@@ -135,7 +135,7 @@ class Times:
     score: Mapping[str, Distribution]
     """Seconds of a group in one process, by pool."""
     train: Distribution
-    """Seconds of a step on the set-up's ranks."""
+    """Seconds of a step on the setup's ranks."""
     sync: Distribution
     """Seconds from a version's publication until every engine serves it."""
 
@@ -165,7 +165,7 @@ class Setup:
 
 
 def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, slowdown: float) -> Setup:
-    """Return the set-up of a config; ``groups_per_engine`` overrides the value that follows from the config."""
+    """Return the setup of a config; ``groups_per_engine`` overrides the value that follows from the config."""
     if config.algorithm.kind != "rl":
         raise ConfigError(f"algorithm.kind: {config.algorithm.kind} has no engines, so there is nothing to simulate")
     return Setup(

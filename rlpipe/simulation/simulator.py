@@ -1,4 +1,4 @@
-"""Simulation of a set-up in virtual time: the real admission, router and replay buffer, between simulated parts.
+"""Simulation of a setup in virtual time: the real admission, router and replay buffer, between simulated actors.
 
 The calls and their order are those of ``rlpipe.run.controller`` and the actors; messages take no time.
 """
@@ -65,7 +65,7 @@ class History:
 
 
 def simulate(setup: Setup, *, seed: int, limit_s: float, max_steps: int | None = None) -> History:
-    """Simulate until the set-up's last step, ``limit_s`` seconds of virtual time, or ``max_steps``, if earlier."""
+    """Simulate until the setup's last step, ``limit_s`` seconds of virtual time, or ``max_steps``, if earlier."""
     return Simulation(setup, seed).run(limit_s, min(setup.num_steps, max_steps or setup.num_steps))
 
 

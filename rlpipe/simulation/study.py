@@ -1,4 +1,4 @@
-"""Simulates a config under several settings, and says which one to choose."""
+"""Study of a config: simulations under several settings, and which one to choose."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ MAX_GROUPS = 100_000
 
 @dataclass(kw_only=True, frozen=True)
 class Advice:
-    """Change of the set-up, and its effect."""
+    """Change of the setup, and its effect."""
 
     change: str
     steps_per_second: float
@@ -100,7 +100,7 @@ class Advice:
 def advise(base: History, *, seed: int, add: int = 1) -> list[Advice]:
     """Return the possible changes, the most helpful first; ``add`` machines of a kind are added at one time.
 
-    Each change is compared with the unchanged set-up over the same steps, those after the pipeline is full.
+    Each change is compared with the unchanged setup over the same steps, those after the pipeline is full.
     """
     fill = base.setup.max_staleness + 2
     last = min(base.num_steps, max(2 * fill, MAX_GROUPS // base.setup.groups_per_step))
@@ -114,7 +114,7 @@ def advise(base: History, *, seed: int, add: int = 1) -> list[Advice]:
 
 
 def changes(setup: Setup, add: int) -> Iterator[tuple[str, Setup]]:
-    """Yield each change in words, with the changed set-up."""
+    """Yield each change in words, with the changed setup."""
     added = "one more" if add == 1 else f"{add} more"
     end = "" if add == 1 else "s"
     times = setup.times
@@ -137,7 +137,7 @@ FEW_STEPS = 10
 
 @dataclass(kw_only=True, frozen=True)
 class Study:
-    """Simulated set-up and its results."""
+    """Simulated setup and its results."""
 
     setup: Setup
     figures: Figures
@@ -158,7 +158,7 @@ class Study:
 
 
 def study(setup: Setup, *, seed: int, minutes: float, add: int = 1) -> Study:
-    """Simulate the set-up for ``minutes`` of virtual time, or until its last step, and then each change to it."""
+    """Simulate the setup for ``minutes`` of virtual time, or until its last step, and then each change to it."""
     with without_collection():  # a simulation makes no cycles, and the search for them takes a third of its time
         history = simulate(setup, seed=seed, limit_s=60 * minutes)
         if not history.num_steps:

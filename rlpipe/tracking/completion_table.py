@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlpipe.common.formatting import storable
+
 COMPLETIONS = "completions"
 """Name of the table in every tracker."""
 BEFORE, AFTER = ("step", "prompt", "completion", "reward"), ("advantage", "tokens", "status")
@@ -33,8 +35,8 @@ class CompletionTable:
         cells = [
             [
                 step,
-                _storable(_prompt_text(row["prompt"])),
-                _storable(row["completion"]),
+                storable(_prompt_text(row["prompt"])),
+                storable(row["completion"]),
                 row["reward"],
                 *((row["rewards"] or {}).get(name) for name in rewards),
                 row["advantage"],
@@ -72,11 +74,6 @@ def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
-
-
-def _storable(text: str) -> str:
-    """Return a text without what UTF-8 can't express, lone surrogates, which become backslash escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _show(value: Any) -> str:

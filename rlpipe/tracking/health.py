@@ -1,4 +1,4 @@
-"""Watches a run's metrics by rules, and reports once when a rule trips and once when it has recovered."""
+"""Health of a run, judged by rules on its metrics; reported once when a rule trips, and once when it has recovered."""
 
 from __future__ import annotations
 

@@ -116,6 +116,12 @@ PENALTY = 0.01
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 
 
+def reward_of(metric: str) -> str | None:
+    """Return the name of the reward whose mean a metric is; None for other metrics."""
+    match = REWARD_MEAN.fullmatch(metric)
+    return None if match is None else match[1]
+
+
 def typical(name: str, steps: int = RECENT) -> Measure:
     return lambda run: run.typical(name, steps)
 
@@ -157,7 +163,7 @@ def low_rewards(run: RunHistory) -> dict[str, float]:
     Functions without a positive weight are left out, and those with values below 0 or above 1, or with no value but 0,
     which may be penalties.
     """
-    names = [match[1] for metric in [*run.latest] if (match := REWARD_MEAN.fullmatch(metric))]
+    names = [name for metric in [*run.latest] if (name := reward_of(metric)) is not None]
     return {name: share for name in names if (share := _share_from_start(run, name)) is not None}
 
 

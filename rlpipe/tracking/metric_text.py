@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlpipe.common.formatting import printable
+from rlpipe.common.formatting import printable, shortened
+from rlpipe.tracking.health_measures import reward_of
 
 PACE_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -25,11 +26,6 @@ PHASE_PREFIX = "time/"
 def is_phase(metric: str) -> bool:
     """Return whether a metric is the seconds of one phase; ``time/step`` covers all of them."""
     return metric.startswith(PHASE_PREFIX) and metric != f"{PHASE_PREFIX}step"
-
-
-def is_reward(metric: str) -> bool:
-    """Return whether a metric is the mean of one of the run's rewards."""
-    return metric.startswith("rewards/") and metric.endswith("/mean")
 
 
 def format_number(value: float) -> str:
@@ -113,9 +109,7 @@ class RunProgress:
     def figures(self) -> list[tuple[str, str]]:
         """Return the names and values of the figures reported so far."""
         shown = [(label, show(self._metrics[key])) for key, label, show in FIGURES if key in self._metrics]
-        rewards = {
-            key[len("rewards/") : -len("/mean")]: value for key, value in self._metrics.items() if is_reward(key)
-        }
+        rewards = {name: value for key, value in self._metrics.items() if (name := reward_of(key)) is not None}
         if len(rewards) > 1:
             shown += [(name, format_number(value)) for name, value in rewards.items()]
         if self.step_s is not None:
@@ -199,5 +193,4 @@ def show_time(seconds: float | None) -> str | None:
 
 def show_start(text: str) -> str:
     """Return as much of a text as a cell holds, in one line."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= MAX_CELL_CHARS else f"{line[: MAX_CELL_CHARS - 1]}…"
+    return shortened(printable(" ".join(text.split())), MAX_CELL_CHARS)

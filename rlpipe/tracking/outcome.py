@@ -1,4 +1,4 @@
-"""Records in a run's folder how its commands ended, which `rlpipe doctor RUN` and the view read."""
+"""Record in a run's folder of how its commands ended, which `rlpipe doctor RUN` and the view read."""
 
 from __future__ import annotations
 

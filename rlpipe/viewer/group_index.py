@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from rlpipe.common.atomic_io import write_ahead
+from rlpipe.common.formatting import storable
 from rlpipe.data.render.messages import content_text
 from rlpipe.replay.ledger.database import DECODING_ERRORS, stored_prompt
 from rlpipe.replay.ledger.run_ledger import Ledger
@@ -60,7 +61,7 @@ OPEN = "('ADMITTED', 'GENERATED', 'SCORED')"
 def prompt_text(prompt: str | Sequence[dict[str, Any]]) -> str:
     """Return a prompt as one text, in which it is searched for."""
     texts = [prompt] if isinstance(prompt, str) else [content_text(message.get("content")) for message in prompt]
-    return "\n".join(texts).encode(errors="backslashreplace").decode()  # SQLite stores no lone surrogates
+    return storable("\n".join(texts))  # SQLite stores no lone surrogates
 
 
 def _group_of(row: dict[str, Any]) -> Any:

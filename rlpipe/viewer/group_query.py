@@ -57,6 +57,8 @@ class GroupQuery:
 
 @dataclass(kw_only=True, frozen=True)
 class GroupPage:
+    """A page of the table of groups."""
+
     group_ids: list[int]
     after: tuple[float, int] | None
     """Start of the next page; None after the last one."""

@@ -29,6 +29,8 @@ from rlpipe.errors import ConfigError
 
 Read = Callable[[dict[str, Tensor]], None]
 """Function that fills tensors with a checkpoint's values under their names."""
+STEPS, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's state of a parameter: the number of its updates, and its moments."""
 
 
 def weight_key(name: str) -> str:

@@ -29,7 +29,7 @@ class GymServers:
 
     def __init__(self) -> None:
         self.policy_base_url = ""
-        """Of the model server; in the real one, ``policy_base_url`` of its configuration."""
+        """Address of the model server; in the real one, ``policy_base_url`` of its configuration."""
         self._open = AsyncExitStack()
         self.urls: dict[str, str] = {}
         self.asked: list[dict[str, Any]] = []

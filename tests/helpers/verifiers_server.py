@@ -25,7 +25,7 @@ TOOL: Any = {"type": "function", "function": {"name": "multiply", "description":
 class ProductData(vf.TaskData):
     answer: int
     way: str = "plays"
-    """What happens: it plays, hangs, or fails in one of several places."""
+    """Behaviour of the environment: it plays, hangs, or fails in one of several places."""
     note: str = ""
     """File that a rollout which hangs writes when it begins and when it is cancelled."""
 
@@ -93,7 +93,7 @@ async def hang(note: Path) -> None:
 
 
 class Printed:
-    """What the server takes for a queue, on which it puts its address."""
+    """Stand-in for the queue on which the server puts its address."""
 
     def put(self, address: str) -> None:
         print(address, flush=True)

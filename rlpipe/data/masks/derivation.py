@@ -1,4 +1,4 @@
-"""Derives from a chat template the markers that start and end the turns of each role.
+"""Markers that start and end the turns of each role, derived from a chat template.
 
 The text between two messages is the end of one turn and the start of the next. A rendering in which the first of them
 is the last message shows how far the end goes. A turn without an end of its own is ended by the start of the next turn;

@@ -248,8 +248,8 @@ def _call_with(call: Any, convert: Callable[[Any], Any]) -> Any:
     return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
 
 
-OPEN, CLOSE = "<think>", "</think>"
-SPAN = re.compile(f"{OPEN}.*?{CLOSE}", re.DOTALL)
+THINK, END_THINK = "<think>", "</think>"
+SPAN = re.compile(f"{THINK}.*?{END_THINK}", re.DOTALL)
 REASONING_KEY = "reasoning_content"
 """The key of a message that holds its reasoning beside the content, without tags."""
 
@@ -258,9 +258,9 @@ def with_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the turn with its reasoning as a span of the content; raise ``UnusableRow`` without a complete span."""
     content, reasoning = _text_of(message, name), message.get(REASONING_KEY)
     if reasoning and not SPAN.search(content):
-        content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
+        content = f"{THINK}\n{reasoning.strip()}\n{END_THINK}\n\n{content}"
     if not SPAN.search(content):
-        raise UnusableRow(f"{name} has no complete {OPEN}...{CLOSE} span")
+        raise UnusableRow(f"{name} has no complete {THINK}...{END_THINK} span")
     return _with_content(message, content)
 
 
@@ -271,9 +271,9 @@ def without_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
     """
     content = _text_of(message, name)
     rest = SPAN.sub("", content)
-    if OPEN in rest:
-        raise UnusableRow(f"{name} has a {OPEN} without {CLOSE}")
-    return _with_content(message, rest.rpartition(CLOSE)[2].strip() if CLOSE in content else content)
+    if THINK in rest:
+        raise UnusableRow(f"{name} has a {THINK} without {END_THINK}")
+    return _with_content(message, rest.rpartition(END_THINK)[2].strip() if END_THINK in content else content)
 
 
 def _with_content(message: dict[str, Any], content: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Opens the rows that a config names: local files, datasets from the hub, and mixes of them."""
+"""Access to the rows that a config names: local files, datasets from the hub, and mixes of them."""
 
 from __future__ import annotations
 

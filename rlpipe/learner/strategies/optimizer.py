@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig, ScheduleConfig
-from rlpipe.weights.dcp import Read, moment_key, weight_key
+from rlpipe.weights.dcp import MOMENTS, STEPS, Read, moment_key, weight_key
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -51,9 +51,8 @@ def clipping_scale(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-STEPS = "step"
-MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""AdamW's moments, with the numbers that bitsandbytes gives them."""
+MOMENT_NUMBERS = dict(zip(MOMENTS, ("1", "2"), strict=True))
+"""Numbers that bitsandbytes gives AdamW's moments."""
 BLOCK = 256
 
 
@@ -61,7 +60,7 @@ def read_moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read the moments and step count from an optimizer's state of one parameter; empty if it has had no update."""
     if "state1" not in state:
         return dict(state)
-    moments = {name: _decode(state, number) for name, number in MOMENTS.items()}
+    moments = {name: _decode(state, number) for name, number in MOMENT_NUMBERS.items()}
     return moments | {STEPS: torch.tensor(float(state[STEPS]))}
 
 
@@ -75,7 +74,7 @@ def write_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, moments: 
     make_state(optimizer.param_groups[0], parameter, 0, 0)  # the options that it looks up are equal in all groups
     state = optimizer.state[parameter]
     state[STEPS] = int(moments[STEPS])
-    for name, number in MOMENTS.items():
+    for name, number in MOMENT_NUMBERS.items():
         _encode(state, number, moments[name])
 
 

@@ -17,6 +17,8 @@ from rlpipe.weights.dcp import Read
 
 
 class Reduce(Enum):
+    """Operations that reduce a tensor over the ranks."""
+
     SUM = "sum"
     MIN = "min"
     MAX = "max"
@@ -114,6 +116,8 @@ class RankGroup:
 
 
 class SingleRank:
+    """The sharding of a single rank, which holds the whole model."""
+
     rank = 0
     num_ranks = 1
     loads_on_cpu = False

@@ -25,9 +25,9 @@ from rlpipe.configs.schema.learner_config import OptimizerConfig, Zero3Config
 from rlpipe.learner.adapter_layers import FusedLora
 from rlpipe.learner.forward import LogprobModel
 from rlpipe.learner.strategies.operator_builds import free_abandoned_builds
-from rlpipe.learner.strategies.optimizer import MOMENTS, STEPS, make_optimizer, read_moments, write_moments
+from rlpipe.learner.strategies.optimizer import make_optimizer, read_moments, write_moments
 from rlpipe.learner.strategies.sharding import RankGroup, Updates
-from rlpipe.weights.dcp import Read, moment_key, weight_key
+from rlpipe.weights.dcp import MOMENTS, STEPS, Read, moment_key, weight_key
 
 
 class Zero3(RankGroup):

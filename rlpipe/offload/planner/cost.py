@@ -125,6 +125,8 @@ class Rates:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Profile:
+    """The costs of a model, by the stages of a pass and by the chunks that they use."""
+
     stages: Sequence[StageProfile]
     chunks: Sequence[ChunkProfile]
     """Chunks in the order of first use."""

@@ -1,4 +1,4 @@
-"""Traces a pass on fake tensors, which take no memory and no time.
+"""Trace of a pass on fake tensors, which take no memory and no time.
 
 Fake tensors lie on the CPU, where attention has a kernel of its own; it stands for that of a GPU, which skips what a
 causal mask hides. Shapes: batch b, heads h, queries q, keys k, channels d and e of a head; tokens t in all groups g.

@@ -1,4 +1,4 @@
-"""Chooses the plan of chunked offload, on all ranks alike."""
+"""Choice of the plan of chunked offload, the same on all ranks."""
 
 from __future__ import annotations
 

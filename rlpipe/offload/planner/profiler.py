@@ -19,6 +19,7 @@ from rlpipe.offload.planner.trace import Operator, Seconds, Stage, Trace
 from rlpipe.offload.runtime.gradients import NUM_STAGED
 from rlpipe.offload.runtime.runtime import Precision
 from rlpipe.offload.units import Inventory, Unit
+from rlpipe.weights.dcp import MOMENTS
 
 DEVICES_PER_MACHINE = 8
 """Ranks per machine; further ranks count as running on other machines, each with the same host memory."""
@@ -81,9 +82,6 @@ def trace_on(
     return trace_model(model, units, loss_of, seconds, compute_dtype=compute_dtype, start_s=start_s)
 
 
-NUM_MOMENTS = 2
-
-
 def make_profile(
     model: nn.Module,
     inventory: Inventory,
@@ -140,7 +138,7 @@ def stages_of_chunks(stages: Sequence[Stage], layout: ChunkLayout, inventory: In
 def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
     """Return the device bytes outside of chunks: trained parameters with gradient and moments, others, and buffers."""
     parameters = inventory.resident.values()
-    copies = 2 + NUM_MOMENTS
+    copies = 2 + len(MOMENTS)
     parameter_bytes = sum(parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
     return parameter_bytes + sum(buffer.nbytes for buffer in model.buffers())
 
@@ -169,7 +167,7 @@ def _profile_chunk(
     dtype = inventory.members[chunk.spans[0].name].dtype
     state = precision.state or dtype
     elements = num_bytes // num_parts // dtype.itemsize
-    copies = NUM_MOMENTS + (state is not dtype)
+    copies = len(MOMENTS) + (state is not dtype)
     sent = dtype if num_ranks == 1 else torch.float32
     exchanged = elements * num_parts * torch.float32.itemsize * (num_ranks - 1) // num_ranks
     gradient_bytes = elements * sent.itemsize

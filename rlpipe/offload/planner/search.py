@@ -51,6 +51,8 @@ class DoesNotFit(ValueError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Choice:
+    """Knobs with their predicted cost."""
+
     knobs: Knobs
     prediction: Prediction
 

@@ -31,6 +31,8 @@ class StreamEvent(Protocol):
 
 
 class CopyStream(Protocol):
+    """A stream that runs work in order, beside the device's computation."""
+
     def mark(self) -> StreamEvent:
         """Return an event at the end of all computation that the device was given so far."""
 
@@ -87,6 +89,8 @@ class CudaStream:
 
 
 class CudaEvent:
+    """An event on a CUDA stream."""
+
     def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
         self._device = device
         self._event = torch.cuda.Event()

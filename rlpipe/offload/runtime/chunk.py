@@ -38,6 +38,8 @@ class ChunkRanks(Protocol):
 
 
 class OneRank:
+    """A group of one rank, which has all of every chunk."""
+
     rank, num_ranks, num_parts = 0, 1, 1
 
     def part(self, length: int) -> slice:
@@ -70,6 +72,8 @@ class Replicated(OneRank):
 
 
 class Sharded:
+    """Ranks that each hold and update one part of every chunk."""
+
     def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.num_parts = self.num_ranks

@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.hardware.host_memory import add_up
 from rlpipe.offload.runtime.chunk import ChunkMemory
-
-STEPS = "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from rlpipe.weights.dcp import MOMENTS, STEPS
 
 
 class Casts:
@@ -163,6 +161,8 @@ class ChunkAdam:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Box:
+    """A box of a tensor's elements, given by its offsets and sizes in each dimension."""
+
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Runs a model in chunks: weights move to the device before they are used and leave it afterwards.
+"""Runtime of a model in chunks: weights move to the device before they are used and leave it afterwards.
 
 units (calls) ──enter──> residency ──load──> chunks: host bytes ──copy, gather──> device storage
   │   forward, backward     slots, who is next          ^

@@ -1,4 +1,4 @@
-"""Checks a run's ledger: every rollout was trained or discarded exactly once."""
+"""Audit of a run's ledger: whether every rollout was trained or discarded exactly once."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlpipe.common.atomic_io import check_room
+from rlpipe.common.formatting import storable
 from rlpipe.data.render.messages import content_text
 from rlpipe.data.row import dump_values, load_values
 from rlpipe.errors import DataError, LedgerDamaged, LedgerError
@@ -296,7 +297,7 @@ class _Connection(sqlite3.Connection):
 
 
 def _storable(value: Any) -> Any:
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+    return storable(value) if isinstance(value, str) else value
 
 
 class Database:

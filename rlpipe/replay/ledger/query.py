@@ -1,4 +1,4 @@
-"""Finds the ledger of a run, reads it, and finds what is damaged in its pages, tables, columns, values and groups."""
+"""Queries of a run's ledger, and the search for damage in its pages, tables, columns, values and groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights reach a running vLLM engine: transfer backend, experts, weights in 4 bit, and packing for CPUs.
+"""Transfer of weights into a running vLLM engine: backend, experts, weights in 4 bit, and packing for CPUs.
 
 New weights are collected until a layer has all of them, and vLLM then lays them out as when it loads a model. All
 other layers are written in place.
@@ -82,6 +82,8 @@ LOAD_FORMAT = "rlpipe_nf4"
 
 @register_model_loader(LOAD_FORMAT)
 class Nf4Loader(DefaultModelLoader):
+    """A loader that rounds the weights to NF4 and back, as QLoRA's base has them."""
+
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace(load_config, load_format="auto"))
 
@@ -104,6 +106,8 @@ GLOO = "rlpipe_gloo"
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
+    """Arguments of vLLM's workers to join the group that sends weights over gloo."""
+
     transfer: dict[str, Any]
     timeout_s: float
 

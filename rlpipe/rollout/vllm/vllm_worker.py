@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError, WeightsMismatch
-from rlpipe.models.served_weights import ServedWeights
+from rlpipe.models.served_weights import EXPERTS, PREFIX, ServedWeights
 from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts, pack_layers
 from rlpipe.types import ByteArray
 from rlpipe.weights.buckets import (
@@ -46,7 +46,6 @@ if parent_process() is not None and current_platform.is_cpu():
     setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010
 
 Shape = tuple[int, ...]
-_EXPERTS = ".experts."
 _LOAD_BYTES = 2**26
 """Bytes of merged tensors after which they are loaded; vLLM takes a millisecond for each call."""
 
@@ -130,7 +129,7 @@ class WeightsExtension:
         check_dtype(tensors, self.model_runner.model_config.dtype)
         names = _vllm_names(model, tensors)
         renamed = {names[name]: tensor for name, tensor in tensors.items()}
-        unfused = {name for name in renamed if _EXPERTS not in name}
+        unfused = {name for name in renamed if EXPERTS not in name}
         buffers = {name: (name, 0) for name, _ in model.named_buffers()}
         locations: dict[str, tuple[str, int]] = self._locations | buffers
         check_parameters(unfused, locations.keys(), complete=False)
@@ -188,7 +187,7 @@ class AdapterLayout:
         """PEFT's names of the adapted modules, by vLLM's names."""
         self._modules: list[AdaptedModule] = []
         for module, (a, b) in pair_adapter({name: name for name in tensors}).items():
-            vllm_name = parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]
+            vllm_name = parse_fine_tuned_lora_name(f"{PREFIX}{module}.lora_A.weight", mapper)[0]
             self.peft_names[vllm_name] = module
             self._modules.append(AdaptedModule(vllm_name, a, b, *helper.get_rank_and_scaling(module)))
         available = [self.peft_names.get(module, module) for module in _linear_modules(manager)]
@@ -373,7 +372,7 @@ def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
     locations = {}
     for name, _ in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        if _EXPERTS not in name:
+        if EXPERTS not in name:
             for index, fused_module in enumerate(_fused_modules(model, module)):
                 locations[f"{fused_module}.{kind}"] = (name, index)
     return locations
@@ -414,4 +413,4 @@ def _is_sharded(layer: nn.Module, name: str, shape: Shape, published: Mapping[st
         return False
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
         return layer.tp_size > 1
-    return _EXPERTS in name or prod(shape) < prod(published.get(name, shape))
+    return EXPERTS in name or prod(shape) < prod(published.get(name, shape))

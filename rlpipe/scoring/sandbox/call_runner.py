@@ -1,4 +1,4 @@
-"""Runs one call in a forked process, watches it, and ends it with all that it leaves."""
+"""Execution of one call in a forked process, which is watched and ended with all that it leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+from rlpipe.common.formatting import GIB
 from rlpipe.common.temporary_folders import remove_folder
-from rlpipe.scoring.processes import GIB, PROC, ProcessTree, descendants, end_processes, list_processes
+from rlpipe.scoring.processes import PROC, ProcessTree, descendants, end_processes, list_processes
 from rlpipe.scoring.sandbox.sandbox_child import Limits, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
 
@@ -26,7 +27,7 @@ GONE = "the process that asked for the call is gone"
 
 
 class CallRunner:
-    """Runs calls in forks of this process, which has one thread, one at a time.
+    """A runner of calls, one at a time, in forks of this process, which has one thread.
 
     A call ends with the connection to the process that asked for it, or when this process's parent ends.
     """

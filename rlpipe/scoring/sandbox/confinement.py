@@ -45,7 +45,7 @@ READABLE = (
 )
 """Paths that a program may read besides Python's own."""
 BWRAP_NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
-"""Namespaces of a program; the network has none, because its set-up needs a socket, which the filter refuses."""
+"""Namespaces of a program; the network has none, because its setup needs a socket, which the filter refuses."""
 BWRAP_TIMEOUT_S = 10.0
 
 

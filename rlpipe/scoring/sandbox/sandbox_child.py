@@ -46,12 +46,12 @@ class Limits:
 
     @property
     def process(self) -> str:
-        """The call's process in messages."""
+        """Name of the call's process in messages."""
         return "its sandboxed process" if self.is_confined else "its process"
 
     @property
     def where(self) -> str:
-        """Words behind what a call did in its sandbox, if it has one."""
+        """Words that follow in messages after what the call did: where it ran, or none without a sandbox."""
         return " in its sandbox" if self.is_confined else ""
 
 

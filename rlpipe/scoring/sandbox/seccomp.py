@@ -72,7 +72,7 @@ REFUSED_EVERYWHERE = (424, 425, 426, 427, 438)
 """Numbers of pidfd_send_signal, io_uring_setup, io_uring_enter, io_uring_register (io_uring can open sockets that the
 filter does not see) and pidfd_getfd."""
 MISSING_EVERYWHERE = (447,)
-"""Number of memfd_secret."""
+"""System-call number of memfd_secret, equal on all architectures."""
 
 
 class _Program(ctypes.Structure):

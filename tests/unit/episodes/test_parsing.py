@@ -28,7 +28,7 @@ FAMILIES = [
     "muse_glimmer",
 ]
 QUICK = {"glm4moe", "qwen3_5_think"}
-"""Those whose own parsers take minutes for a policy that repeats itself."""
+"""Families whose own parsers take minutes for a policy that repeats itself."""
 
 
 def search(query: str, limit: int, exact: bool = False, tags: list[str] | None = None) -> str:

@@ -258,9 +258,8 @@ def test_a_step_that_ends_while_the_display_is_drawn_does_not_end_it(monkeypatch
     state = RunProgress(Clock())
     state.update(1, METRICS)
 
-    def is_reward(metric: str) -> bool:
+    def reward_of(metric: str) -> None:
         state.update(2, {f"new/{metric}": 1.0})  # as the event loop does in the midst of what another thread draws
-        return False
 
-    monkeypatch.setattr(metric_text, "is_reward", is_reward)
+    monkeypatch.setattr(metric_text, "reward_of", reward_of)
     assert ("reward", "0.500") in state.figures()
