@@ -466,8 +466,8 @@ class LearnerLoop:
         self._calls.await_answer("report")  # no step before a checkpoint may go unreported
         setup = self._setup
         # The config has paths as the user wrote them, the model has them resolved.
-        extra = {"resume": batch.resume, "config": dict(setup.resolved_config), "model": to_tree(setup.model)}
-        extra["losses"] = self._target.losses
+        extra: dict[str, Any] = {"resume": batch.resume, "config": dict(setup.resolved_config)}
+        extra |= {"model": to_tree(setup.model), "losses": self._target.losses}
         try:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
         except OSError as error:

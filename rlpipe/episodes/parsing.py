@@ -160,8 +160,10 @@ class VllmParser:
 
         self._name, self._template = name, template
         # Parsers, of which every turn has its own, ask it for its whole vocabulary.
-        fast: Any = template.tokenizer
-        self._tokenizer: Any = tokenizer or get_cached_tokenizer(fast)
+        if tokenizer is None:
+            fast: Any = template.tokenizer
+            tokenizer = get_cached_tokenizer(fast)
+        self._tokenizer = tokenizer
         vllm_tools: list[Any] = [ChatCompletionToolsParam.model_validate(tool) for tool in tools]
         self._request = ChatCompletionRequest.model_construct(messages=[], tools=vllm_tools, tool_choice="auto")
         kind = ToolParserManager.get_tool_parser(name)
