@@ -298,14 +298,12 @@ class LearnerLoop:
     def __init__(self, setup: LearnerSetup) -> None:
         self._setup = setup
         self._rank = ray.train.get_context().get_world_rank()
-        self._step = 0
-        self._incarnation = 0
-        self._saved_step = -1
-        self._num_notes = 0
+        self._step, self._saved_step = 0, -1
+        self._incarnation, self._num_notes = 0, 0
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         torch.set_num_threads(learner_threads(setup.learner))
         torch.manual_seed(setup.seed)
-        device = _device()
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         note = settle_peer_access() if device.type == "cuda" and setup.learner.num_ranks > 1 else None
         self._policy = load_policy(setup.model, setup.learner, device, seed=setup.seed, workload=setup.workload)
         if setup.served_dtype is not None:
@@ -499,7 +497,3 @@ class LearnerLoop:
         while True:
             self._setup.batches.heartbeat.remote(self._rank, self._step)
             time.sleep(POLL_S)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
