@@ -353,9 +353,10 @@ class LearnerLoop:
             self._record_checkpoint(first_step)  # the ranks may have died between writing and recording it
         follows = setup.weights_actor is not None
         held_out = [] if follows else self._calls.get(setup.batches.held_out.remote(self._rank), "the held-out rows")
-        evaluations = self._evaluate(held_out, first_step) if first_step < num_steps else {}
+        end = first_step if self._target.is_met else num_steps
+        evaluations = self._evaluate(held_out, first_step) if first_step < end else {}
         batch: TrainBatch | None = None
-        for step in range(first_step, first_step if self._target.is_met else num_steps):
+        for step in range(first_step, end):
             self._step = step
             previous, (batch, waited) = batch, self._next_batch(step)
             if batch is None:

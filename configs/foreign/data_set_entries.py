@@ -132,7 +132,7 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     if isinstance(paths, str) and values.run.system == "openrlhf":
         paths = paths.split(",")
         shares = [read_value(text) for text in str(values.get("prompt_data_probs", "dataset_probs")).split(",")]
-        are_numbers = all(type(share) in (int, float) and share > 0 for share in shares)
+        are_numbers = all(type(share) in (int, float) and share >= 0 for share in shares) and any(shares)
         weights = shares if are_numbers and len(shares) == len(paths) > 1 else []
     entries = paths if isinstance(paths, list) else [] if paths is None else [paths]
     configuration = values.get("dataset_config", "dataset_config_name", "name")
@@ -143,7 +143,7 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     extra |= {} if files is None else {"data_files": files}
     data_sets: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
     return (
-        [{**entry, "weight": weight} for entry, weight in zip(data_sets, weights, strict=True)]
+        [{**entry, "weight": weight} for entry, weight in zip(data_sets, weights, strict=True) if weight]
         if weights
         else data_sets
     )

@@ -78,7 +78,7 @@ ENGINE_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
-    "tokenizer_revision": "model.tokenizer_revision",
+    "tokenizer_revision": "model.revision",
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
     "mm_processor_kwargs": "model.processor_kwargs",

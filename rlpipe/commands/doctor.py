@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -42,7 +43,7 @@ def run_doctor(arguments: argparse.Namespace) -> None:
         from rlpipe.doctor.diagnosis import diagnose
 
         print_all(diagnose(run), as_json=arguments.json)
-    elif run is not None and len(run.parts) > 1 and "=" not in str(run):
+    elif run is not None and os.sep in arguments.overrides[0] and "=" not in str(run):
         raise InputError(f"there is no run {run}: name its folder, or give a config's options as key=value")
     elif num_problems := print_all(check_before(arguments), as_json=arguments.json):
         raise RunError(f"{num_problems} problem{'s' * (num_problems > 1)} found; a run would fail")

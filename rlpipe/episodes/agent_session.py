@@ -247,10 +247,11 @@ class AgentSession:
             raise RequestRefused(409, "sealed", "the episode is over")
         digest = question.digest
         equal = self._asked.setdefault(digest, [])
-        pending = next((pending for pending in reversed(equal) if pending.is_given_up), None)
+        valid = [pending for pending in reversed(equal) if not _has_failed(pending.answer)]
+        pending = next((pending for pending in valid if pending.is_given_up), None)
         # A retry gets the newest answer; if one has failed, the policy is asked again.
-        if pending is None and is_retry and equal and not self._num_to_retry[digest]:
-            pending = equal[-1]
+        if pending is None and is_retry and valid == equal[::-1] and valid and not self._num_to_retry[digest]:
+            pending = valid[0]
         if pending is None:
             self._num_to_retry[digest] -= is_retry and self._num_to_retry[digest] > 0
             pending = _Asked(asyncio.ensure_future(self._answer(question)))

@@ -117,6 +117,7 @@ class CommandAgent:
             await asyncio.to_thread(remove_folder, folder)  # it may hold gigabytes
 
     async def _run(self, row: Mapping[str, Any], access: EndpointAccess, folder: str) -> Reward:
+        row_as_json = json.dumps(dict(row), default=str).encode()
         unrelated = EarlierProcesses()
         process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -131,7 +132,7 @@ class CommandAgent:
         output, errors = bytearray(), bytearray()
         reading = asyncio.gather(_read(process.stdout, output), _read(process.stderr, errors))
         mark = f"{KEY_VARIABLE}={access.api_key}"
-        sending = asyncio.ensure_future(_send(process, json.dumps(dict(row), default=str).encode()))
+        sending = asyncio.ensure_future(_send(process, row_as_json))
         try:
             await _has_ended(process)  # it may end without reading its row
         finally:

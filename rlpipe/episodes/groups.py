@@ -104,7 +104,8 @@ class GroupPlayer:
                         environment = await self._make_environment()
                         Toolbox([*environment.tools(), *self._kind.tools, *served], timeout_s=0)  # names may clash
                         with suppress(Exception):  # it has not begun, which a user's method may not expect
-                            await call_anywhere(environment.close)
+                            async with asyncio.timeout(self._config.tool_timeout_s):
+                                await call_anywhere(environment.close)
                     return
             except ConfigError:
                 raise

@@ -23,6 +23,7 @@ from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import EndpointAccess, FunctionAgent, Reward
 from rlpipe.episodes.isolated_host import HostSetup
 from rlpipe.episodes.load_environment import EpisodeKind
+from rlpipe.episodes.parsing import MAX_CALLS
 from rlpipe.episodes.tools import Environment, InvalidArguments, LimitedTool, Observation, Step, Tool
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import run_server
@@ -78,11 +79,12 @@ class Isolation:
         return IsolatedEnvironment(self, self._schemas)
 
     def isolate(self, tool: Tool) -> Tool:
-        """Return a tool each of whose calls has a process of its own, up to one for each episode that is played.
+        """Return a tool each of whose calls has a process of its own, as many as a turn has calls at most, or more.
 
-        A policy may call it many times in every turn.
+        All episodes that are played may call it, many times in every turn.
         """
-        return LimitedTool(IsolatedTool(self, tool.schema), asyncio.Semaphore(self._config.concurrency))
+        num_slots = max(self._config.concurrency, MAX_CALLS)
+        return LimitedTool(IsolatedTool(self, tool.schema), asyncio.Semaphore(num_slots))
 
     async def open(self, tool: str | None = None) -> ObjectLink:
         """Return an idle process, or start one, for an episode's environment or a call of a tool."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig
 from rlpipe.episodes.agents import Agent, CommandAgent, FunctionAgent, GymAgent
 from rlpipe.episodes.builtin_tools import McpServer
-from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Tool, call_anywhere
+from rlpipe.episodes.tools import Environment, FunctionTool, Observation, Tool, uncancelled
 from rlpipe.episodes.verifiers_agent import VerifiersAgent
 from rlpipe.errors import ConfigError
 
@@ -60,6 +60,7 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         )
     make_environment: Callable[[], Environment] = PromptOnlyEnvironment
     environment_tools: Sequence[Tool] = ()
+    schemas: list[dict[str, Any]] = []
     if config.path is not None:
         environment_class = import_object(config.path, what="environment.path", error=ConfigError)
         if not (inspect.isclass(environment_class) and issubclass(environment_class, Environment)):
@@ -68,7 +69,8 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         try:
             environment = make_environment()
             environment_tools = environment.tools()
-            _close(environment)
+            schemas = [tool.schema for tool in environment_tools]
+            _close(environment, config.tool_timeout_s)
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be created: {describe_error(error)}") from error
     for tool in environment_tools:
@@ -80,14 +82,25 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
         tools=tools,
         has_reward=config.path is not None,
         servers=servers,
-        environment_schemas=[tool.schema for tool in environment_tools],
+        environment_schemas=schemas,
     )
 
 
-def _close(environment: Environment) -> None:
-    """Close an environment that was only tried, and may have started a server, from whatever thread this is."""
-    with suppress(Exception), ThreadPoolExecutor(1) as thread:  # it has not begun, which its method may not expect
-        thread.submit(asyncio.run, call_anywhere(environment.close)).result()
+def _close(environment: Environment, timeout_s: float) -> None:
+    """Close an environment that was only tried, and may have started a server, from whatever thread this is.
+
+    Its method may not expect that the environment has not begun, and raise anything or hang.
+    """
+
+    def close() -> None:
+        with suppress(Exception, SystemExit):
+            result = environment.close()
+            if inspect.isawaitable(result):
+                asyncio.run(uncancelled(result))
+
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _open_agent(agent: Any, concurrency: int) -> Agent:

@@ -327,7 +327,7 @@ class Environment(ABC):
         return [FunctionTool(getattr(self, name), name=name) for name in dict.fromkeys(names)]
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the episode holds; called once, however the episode ends."""
+        """Free what the episode holds; called once, however the episode ends, and for objects that are only tried."""
         return None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rlpipe.algorithms.plugins import REPLAY, call_function, own_error, registrar
 from rlpipe.configs.schema.algorithm_config import ReplayPolicyConfig
+from rlpipe.replay.ledger.run_ledger import TakenStep
 from rlpipe.types import RolloutGroup
 
 
@@ -77,11 +78,24 @@ class ReplayCache:
         if self._groups.maxlen:
             self._groups.extend(group for group in groups if self._has_signal(group))
 
-    def restore(self, steps: Iterable[tuple[Collection[int], Iterable[RolloutGroup]]]) -> None:
-        """Do again what earlier steps did: each is given by the groups that it replayed, by id, and its new groups."""
-        for replayed, fresh in steps:
-            self._remove(replayed)
-            self.keep(fresh)
+    def restore(self, steps: Sequence[TakenStep], load: Callable[[list[int]], Iterable[RolloutGroup]]) -> None:
+        """Fill the cache as the steps left it, which ran in this order; ``load`` returns groups by their ids.
+
+        Groups that were replayed had signal. Of the others only the newest are loaded, up to as many with signal as
+        the cache holds: none before them can be in it.
+        """
+        limit, replayed = self._groups.maxlen or 0, {group_id for step in steps for group_id in step.replayed}
+        loaded: dict[int, RolloutGroup] = {}
+        first = len(steps)
+        while first > 0 and len(loaded) < limit:
+            first -= 1
+            groups = load([group_id for group_id in steps[first].fresh if group_id not in replayed])
+            loaded |= {group.group_id: group for group in groups if self._has_signal(group)}
+        ids: deque[int] = deque(maxlen=limit)
+        for step in steps[first:]:
+            ids = deque((group_id for group_id in ids if group_id not in step.replayed), limit)
+            ids.extend(group_id for group_id in step.fresh if group_id in loaded or group_id in replayed)
+        self._groups.extend(loaded[group_id] for group_id in ids if group_id in loaded)
 
     def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
@@ -90,9 +104,6 @@ class ReplayCache:
             return []
         choose = REPLAY_POLICIES[self._policy.name] if self._policy.path is None else own_choice
         chosen = choose(tuple(self._groups), ReplayInputs(groups=groups, num_wanted=num_wanted, config=self._policy))
-        self._remove({group.group_id for group in chosen})
+        ids = {group.group_id for group in chosen}
+        self._groups = deque((group for group in self._groups if group.group_id not in ids), self._groups.maxlen)
         return chosen
-
-    def _remove(self, group_ids: Collection[int]) -> None:
-        kept = (group for group in self._groups if group.group_id not in group_ids)
-        self._groups = deque(kept, self._groups.maxlen)

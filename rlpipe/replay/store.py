@@ -256,7 +256,7 @@ class ReplayStore:
             self._buffer.add(group)
         self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
         if self._replay.reuse_groups:
-            self._kept.restore(self.ledger.steps_taken())
+            self._kept.restore(self.ledger.steps_taken(), self.ledger.load)
 
     def _answer_again(self, outcome: Outcome, group_ids: Iterable[int], *, with_tokens: bool) -> None:
         """Add to ``outcome`` the groups that a dead process discarded, for calls repeated because its answer was lost.

@@ -243,6 +243,7 @@ class RunMonitor:
         self._name, self._batches, self._cluster = name, batches, cluster
         self._report, self._show_message = report, show_message
         self._last_step, self._last_event = first_step - 1, last_event
+        self._first_step = first_step
         self._stops = False
         self._evaluated_at = 0.0
         self.ended = asyncio.Event()
@@ -263,6 +264,11 @@ class RunMonitor:
                 self._report(report)
                 if report.last:
                     self.ended.set()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step has been reported since the run's start or resume."""
+        return self._last_step >= self._first_step
 
     def evaluated(self) -> None:
         """Count the end of an evaluation's group as progress."""

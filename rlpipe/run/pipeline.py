@@ -56,7 +56,6 @@ from rlpipe.run.prepare import (
     prepare_run,
     read_resume_point,
     refuse_if_held,
-    renew_resume_point,
     run_start,
     set_others_aside,
 )
@@ -114,8 +113,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
         print_summary({**ended, "files": {"policy": f"{config.output}/policy"}})
         return ended
     run = prepare_run(config, rewards)
-    with open_output(run), recorded_outcome(run.output):
-        start = renew_resume_point(config, start)
+    with open_output(run, start) as start, recorded_outcome(run.output):
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
             metrics = run.output / METRICS_FILE
@@ -168,7 +166,6 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = workers.start_replay(run)
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
-        start = set_others_aside(run.output, start)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
         ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)
         run, types = precision.resolve_dtype(run, policy_needs, ask, begun=start.dtype)
@@ -176,6 +173,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         run, served = precision.resolve_serving(run)
         run_workers = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=owns_cluster))
         weights = workers.start_weights(config, run_workers.engines)
+        start = set_others_aside(run.output, start)
         reporter = stack.enter_context(_reporter(run, start))
         for message in (*notes, *resume_state.messages, *types, *served):
             reporter.message(message)
@@ -250,7 +248,9 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 endless = [tasks.create_task(watch) for watch in watching]
                 with stop_on_signals(stop, config.resume_command):
                     await start_learner(config, setup)
-                    if start.step < config.algorithm.num_steps and not stopped:
+                    # With stop_loss, ranks that resume after the last step train none.
+                    trains = config.algorithm.stop_loss is None or monitor.has_steps
+                    if start.step < config.algorithm.num_steps and trains and not stopped:
                         with suppress(TimeoutError):  # ranks that resumed after the last step report none
                             async with asyncio.timeout(config.cluster.call_timeout_s):
                                 await monitor.ended.wait()

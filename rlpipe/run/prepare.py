@@ -105,16 +105,19 @@ def _converting(path: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def open_output(run: Run) -> Iterator[None]:
-    """Create the run's folder, write the resolved config to it, and lock it against other runs.
+def open_output(run: Run, start: ResumePoint) -> Iterator[ResumePoint]:
+    """Create the run's folder, lock it against other runs, and write the resolved config to it.
 
-    Raises ``ConfigError`` if it can't be written, or if another run writes there.
+    Yields the resume point, which is read again if another run has written a checkpoint since. Raises ``ConfigError``
+    if the folder can't be written, or if another run writes there.
     """
     with hold_output(run.output):
+        if _newest(run.config) != start.newest:
+            start = read_resume_point(run.config)
         with naming_output(run.output):
             write_whole(run.output / "config.yaml", to_yaml(run.config))
             mark_output(run.output)
-        yield
+        yield start
 
 
 @contextmanager
@@ -302,11 +305,6 @@ def _num_positions(model: ModelConfig) -> int | None:
             return None if positions is None else int(positions * scaling.get("factor", 1))
     except ModelError:
         return None  # the engine and the learner report what is wrong with it
-
-
-def renew_resume_point(config: Config, start: ResumePoint) -> ResumePoint:
-    """Return the point, or read it again if another run has written a checkpoint since; the caller holds the output."""
-    return start if _newest(config) == start.newest else read_resume_point(config)
 
 
 def _newest(config: Config) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from run_cases import REWARDS_FILE, SIX_STEPS, read_adapter, read_jsonl, run_options, trained_steps
+from run_cases import REWARDS_FILE, SIX_STEPS, read_adapter, read_jsonl, run_options, supervised_options, trained_steps
 from signal_cases import HANGS_S, ledger_of, signals, start_driver, wait_for_step
 
+import rlpipe
 from benchmarks.processes import find_processes
 from rlpipe import cli
+from rlpipe.learner.step import WINDOW
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.run.controller import ROW_CHANGED
@@ -45,7 +48,7 @@ def test_a_killed_run_continues_and_ends_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output, log = tmp_path / "run", tmp_path / "log.txt"
-    options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS)
+    options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS, "tracking.log_completions=1")
     driver = start_driver(options, cluster_environment, log)
     wait_for_step(driver, output / "metrics.jsonl", 3)
     driver.send_signal(signal.SIGKILL)
@@ -62,12 +65,28 @@ def test_a_killed_run_continues_and_ends_the_same(
     assert resumed.wait(timeout=HANGS_S) == 0, log.read_text()
     rows = read_jsonl(output / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    steps = {row["step"] for row in read_jsonl(output / "completions.jsonl")}
+    assert steps >= {1, 2, 3, 4, 5, 6}, "those of steps that are trained again are written again"
     for mine, theirs in zip(trained_steps(output), trained_steps(undisturbed_run), strict=True):
         assert (mine["reward"], mine["loss"]) == (theirs["reward"], theirs["loss"])
     expected, adapter = read_adapter(undisturbed_run / "policy"), read_adapter(output / "policy")
     assert adapter.keys() == expected.keys()
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
     assert json.loads((output / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.slow
+def test_a_supervised_run_that_had_met_its_target_trains_no_more(
+    local_ray: None, tiny_policy: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", output, "algorithm.stop_loss=1000")
+    assert rlpipe.train(rlpipe.load_config(options))["steps"] == WINDOW
+    shutil.rmtree(output / "policy")  # as if it had been killed while it wrote this
+    (output / "summary.json").unlink()
+    assert rlpipe.train(rlpipe.load_config(options))["steps"] == WINDOW
+    assert (output / "policy").is_dir()
+    assert [row["step"] for row in trained_steps(output)] == [*range(1, WINDOW + 1)]
 
 
 @pytest.mark.slow

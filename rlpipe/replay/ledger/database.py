@@ -389,9 +389,11 @@ class Database:
         """Write a consistent copy to ``target``; may run on a thread of its own."""
         with self._errors(), closing(_connect(self.path, read_only=True)) as source:
             (pages,), (page_bytes,) = (source.execute(f"PRAGMA page_{n}").fetchone() for n in ("count", "size"))
-            check_room(target.parent, pages * page_bytes)
             target.unlink(missing_ok=True)  # of a process that died meanwhile
+            check_room(target.parent, pages * page_bytes)
             source.execute("VACUUM INTO ?", (str(target),))  # takes room there alone, and none for temporary files
+            with target.open("rb") as copy:
+                os.fsync(copy.fileno())
 
     def _make_tables(self) -> None:
         with self._transaction():
@@ -434,6 +436,8 @@ class Database:
                 fix = "check its disk and permissions, and try again"
                 if code == sqlite3.SQLITE_PROTOCOL:  # as on network file systems, which lock in another way
                     fix = "set ledger.folder to a folder on a local disk"
+                elif code == sqlite3.SQLITE_TOOBIG:
+                    fix = "a group has over 1 GB: set a smaller algorithm.group_size or rollout.sampling.max_tokens"
                 raise LedgerError(f"the ledger {self.path} can't be used: {error}; {fix}") from error
             raise self.damaged(str(error)) from error
 

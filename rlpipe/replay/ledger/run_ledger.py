@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,13 @@ class StepGroups:
     fresh: list[RolloutGroup]
     replayed: list[RolloutGroup] = field(default_factory=list)
     """Groups that an earlier step has trained once."""
+
+
+class TakenStep(NamedTuple):
+    """Ids of the groups that a step trained: its new ones, and those of earlier steps."""
+
+    fresh: list[int]
+    replayed: list[int]
 
 
 class Ledger(Database):
@@ -327,17 +334,17 @@ class Ledger(Database):
             )
         return groups
 
-    def steps_taken(self) -> Iterator[tuple[list[int], Iterator[RolloutGroup]]]:
-        """Yield for each step, in order, the ids of groups that it replayed, and its groups whose tokens are there."""
-        steps: dict[int, list[int]] = {}
+    def steps_taken(self) -> list[TakenStep]:
+        """Return the ids of the groups of every step, in order, whose tokens are still there."""
+        steps: dict[int, TakenStep] = {}
         for step, group_id in self.rows(
             "SELECT step, group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
             " ORDER BY step, group_id"
         ):
-            steps.setdefault(step, []).append(group_id)
-        for step, group_ids in steps.items():
-            replayed = [row[0] for row in self.rows("SELECT group_id FROM replays WHERE step = ?", step)]
-            yield replayed, self.load(group_ids)
+            steps.setdefault(step, TakenStep([], [])).fresh.append(group_id)
+        for step, group_id in self.rows("SELECT step, group_id FROM replays"):
+            steps.setdefault(step, TakenStep([], [])).replayed.append(group_id)
+        return [steps[step] for step in sorted(steps)]
 
     def failures(self) -> list[tuple[str, int]]:
         """Return why groups could not be sampled or scored, each with their number, the most frequent first."""

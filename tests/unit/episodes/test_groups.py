@@ -284,12 +284,21 @@ class Holding(Guess):
         type(self).num_open -= 1
 
 
+def triple(number: int) -> int:
+    """Triple a number.
+
+    Args:
+        number: the number
+    """
+    return 3 * number
+
+
 def test_no_environment_that_is_only_tried_stays_open() -> None:
     path = f"{__file__}:Holding"
     kind = import_kind(EnvironmentConfig(path=path, isolation="thread"))
     holding = import_object(path, what="path", error=ConfigError)
     assert holding.num_open == 0
-    play(["1"], ["2"], kind=kind)
+    play(["1"], ["2"], kind=replace(kind, tools=[FunctionTool(triple)]))
     assert holding.num_open == 0
 
 

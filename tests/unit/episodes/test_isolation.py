@@ -473,7 +473,8 @@ def test_the_policy_reads_the_same_of_an_error_wherever_it_was_raised(file: Path
         kind.tools[0].tool._isolation.close()  # type: ignore[attr-defined]
 
 
-def test_calls_have_no_more_processes_than_episodes_are_played(file: Path) -> None:
+def test_calls_have_a_limited_number_of_processes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.episodes.isolation.MAX_CALLS", 1)
     config = EnvironmentConfig(tools=[f"{file}:double"], timeout_s=20, concurrency=2)
     kind = isolate(import_kind(config), config)
     box = Toolbox(kind.tools, timeout_s=10.0)

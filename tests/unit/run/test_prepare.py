@@ -36,7 +36,6 @@ from rlpipe.run.prepare import (
     open_output,
     prepare_run,
     read_resume_point,
-    renew_resume_point,
     run_start,
     set_others_aside,
 )
@@ -174,16 +173,16 @@ def test_as_many_tokens_as_positions_are_fine(options: list[str]) -> None:
 def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("bare")]))
     assert not run.output.exists(), "an evaluation would leave a config that no run had"
-    with open_output(run):
+    with open_output(run, ResumePoint()):
         assert load_config(file=run.output / "config.yaml") == run.config
 
 
 def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("bare")]))
     refusal = pytest.raises(ConfigError, match=r"another run writes to output=.*: wait until it ends")
-    with open_output(run), refusal, open_output(run):
+    with open_output(run, ResumePoint()), refusal, open_output(run, ResumePoint()):
         pass
-    with open_output(run):
+    with open_output(run, ResumePoint()):
         assert (run.output / "config.yaml").exists()
 
 
@@ -194,7 +193,8 @@ def test_a_second_run_moves_no_checkpoints_of_the_first(options: list[str], monk
     (checkpoints / "step_000001").mkdir(parents=True)
     (checkpoints / "step_000001" / "learner.json").write_text("damaged")
     before = sorted(path.name for path in checkpoints.iterdir())
-    with open_output(prepare_run(config)), pytest.raises(ConfigError, match="another run writes to output="):
+    refusal = pytest.raises(ConfigError, match="another run writes to output=")
+    with open_output(prepare_run(config), ResumePoint()), refusal:
         train(config)
     assert sorted(path.name for path in checkpoints.iterdir()) == before
     start = read_resume_point(config)
@@ -215,10 +215,11 @@ def test_a_checkpoint_that_another_run_writes_before_it_ends_is_continued_from(o
     checkpoints = Path(config.output) / "checkpoints"
     write_checkpoint(checkpoints, 1, config)
     start = read_resume_point(config)
-    assert renew_resume_point(config, start) is start
+    with open_output(prepare_run(config), start) as renewed:
+        assert renewed is start
     write_checkpoint(checkpoints, 2, config)  # after it was asked to stop, while this run began
-    with open_output(prepare_run(config)):
-        renewed = renew_resume_point(config, start)
+    with open_output(prepare_run(config), start) as renewed:
+        pass
     assert (start.step, renewed.step) == (1, 2)
     assert set_others_aside(Path(config.output), renewed).messages == [
         f"resuming from {checkpoints}/step_000002, after step 2"
@@ -277,10 +278,10 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str],
 
 def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("bare")]))
-    with open_output(run):
+    with open_output(run, ResumePoint()):
         before = (run.output / "config.yaml").read_text()
     refusal = pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): fix that, or")
-    with largest_file(100), refusal, open_output(run):
+    with largest_file(100), refusal, open_output(run, ResumePoint()):
         pass
     assert (run.output / "config.yaml").read_text() == before
 
@@ -344,7 +345,7 @@ def test_the_code_of_own_functions_is_in_the_runs_files(options: list[str], tmp_
     config = load_config([*options, f"algorithm.loss.path={file}:loss", reward("bare")])
     config = replace(config, algorithm=record_code(config.algorithm))
     digest = file_digest(file)
-    with open_output(prepare_run(config)):
+    with open_output(prepare_run(config), ResumePoint()):
         assert f"digest: {digest}" in (tmp_path / "run" / "config.yaml").read_text()
     again = load_config(file=tmp_path / "run" / "config.yaml")
     assert record_code(again.algorithm) == config.algorithm
