@@ -175,6 +175,12 @@ def compose_tree(
     return tree
 
 
+def quoted(value: object) -> str:
+    """Return a text, such as a path, as the value of an override, in which characters such as ``=`` mean something."""
+    text = str(value).replace("${", r"\${")
+    return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", text).replace('"', r"\"") + '"'
+
+
 def problems_of(step: Callable[..., None], *arguments: Any) -> Iterator[ConfigError]:
     """Run a step, and yield its error instead of raising it."""
     try:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from rlpipe.commands import data, doctor, importing, ledger, policies, preflight, runs, viewing
 from rlpipe.commands.arguments import OneLineParser
-from rlpipe.common.formatting import printable
+from rlpipe.common.formatting import drop_output, printable
 from rlpipe.errors import InputError, Interrupted, RlpipeError, RunError
 
 LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "transformers.modeling_utils")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("rlpipe: interrupted", file=sys.stderr)
         return Interrupted.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        _drop_output()
+        drop_output(sys.stdout)
     except PermissionError as error:
         if error.filename is None:
             raise
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _drop_output()
+        drop_output(sys.stdout)
         print(f"rlpipe: error: {error}", file=sys.stderr)
         return RunError.exit_code
     return 0
@@ -63,11 +63,6 @@ def _open_standard_files() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-
-
-def _drop_output() -> None:
-    """Send what is left of the output to ``/dev/null``, so that the flush at exit does not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
@@ -93,7 +88,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if rest and "run" in arguments and "overrides" not in arguments:
         parser.error(f"only one run can be given, not also {rest[0]}")
     if rest:
-        positional = next((name for name in ("prompts", "overrides") if name in arguments), None)
+        positional = next((name for name in ("prompts", "overrides", "runs") if name in arguments), None)
         if positional is None:
             parser.error(f"unexpected argument: {rest[0]}")
         getattr(arguments, positional).extend(rest)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlpipe.common.atomic_io import whole_folder
 from rlpipe.common.hub import MODEL_FILES, hub_has
-from rlpipe.configs.compose import load_config
+from rlpipe.configs.compose import load_config, quoted
 from rlpipe.configs.options import first_line
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
@@ -34,7 +34,8 @@ def warm_up(config: Config, *options: str) -> None:
 
     output = Path(config.model.path).parent
     with PHASES.phase("warming up the policy by supervised fine-tuning (only once)"):
-        train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}", *options]))
+        fixed = ["experiment=quickstart_warmup", f"output={quoted(output)}", f"seed={config.seed}"]
+        train(load_config([*fixed, *options]))
 
 
 def make_adder(config: Config) -> None:
@@ -61,13 +62,13 @@ def cold_start(config: Config, *options: str) -> None:
     output = Path(config.model.path).parent
     shared = {
         "name": f"{config.name}_warm_up",
-        "output": output,
+        "output": quoted(output),
         "algorithm": "sft",
         "model": "full",
-        "model.path": output / "random",
+        "model.path": quoted(output / "random"),
         "model.prepare": "rlpipe.quickstart:make_policy",
         "model.dtype": "float32",
-        "data.path": config.data.path,
+        "data.path": quoted(config.data.path),
         "checkpoint": "end",
         "tracking.ray_metrics": "false",
     }
@@ -81,7 +82,7 @@ def train_reward_model(config: Config, reward: str, file: Path) -> None:
 
     model = Path(config.scoring.rewards[reward].kwargs["model"])
     if not model.is_dir():
-        train(load_config([f"output={model.parent}", f"seed={config.seed}"], file=file))
+        train(load_config([f"output={quoted(model.parent)}", f"seed={config.seed}"], file=file))
 
 
 def learn_solutions(config: Config, column: str) -> None:
@@ -112,7 +113,7 @@ def teach(
     with PHASES.phase("warming up the policy by supervised fine-tuning (only once)"):
         cold_start(
             config,
-            *(f"seed={config.seed}", f"data.path={rows}", "model.prepare=null"),
+            *(f"seed={config.seed}", f"data.path={quoted(rows)}", "model.prepare=null"),
             *(f"algorithm.num_steps={num_steps}", "algorithm.groups_per_step=64"),
             *("learner.num_cpus=1", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=10"),
         )

@@ -32,7 +32,7 @@ def warm_up(config: rlpipe.Config) -> None:
         config,
         "model.prepare=examples/judge/warm_up.py:make_policy",
         "data=jsonl",
-        f"data.path={output}/rows.jsonl",
+        f'data.path="{output}/rows.jsonl"',  # in quotes, as folders may have characters that mean something
         "algorithm.num_steps=700",
         "algorithm.groups_per_step=128",
         "learner.optimizer.lr=3e-3",

@@ -42,6 +42,9 @@ def run_doctor(arguments: argparse.Namespace) -> None:
     if run is not None and run.is_dir():
         from rlpipe.doctor.diagnosis import diagnose
 
+        if arguments.quick:
+            raise InputError(f"--quick is for a config, and {run} is a run that has begun: leave it out")
+
         print_all(diagnose(run), as_json=arguments.json)
     elif run is not None and os.sep in arguments.overrides[0] and "=" not in str(run):
         raise InputError(f"there is no run {run}: name its folder, or give a config's options as key=value")

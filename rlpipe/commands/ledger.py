@@ -122,6 +122,8 @@ def make_question(arguments: argparse.Namespace) -> Question:
     subjects = arguments.subjects or (["groups", "steps", "events"] if arguments.follow else ["groups"])
     if "groups" not in subjects:
         refuse(arguments, "show no groups", " and ".join(f"--{name}" for name in subjects), GROUP_FILTERS)
+    if arguments.follow:
+        refuse(arguments, "shows groups in the order in which they come", "--follow", ["sort", "reverse"])
     if subjects == ["events"]:
         refuse(arguments, "shows what belongs to no step", "--events", ["step"])
     sort = arguments.sort or "id"

@@ -72,6 +72,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     if arguments.calibrate and arguments.device not in (None, OWN_MACHINE):
         raise InputError(f"--calibrate measures this machine, not --device {arguments.device}: leave one of them out")
     if arguments.calibrate and not arguments.overrides and arguments.config is None:
+        if arguments.host_memory_gib is not None:
+            raise InputError("--host-memory-gib is for the plan of a config, and there is none: leave it out")
         print_measurement(measure_machine(), as_json=arguments.json)
         return
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments, at_least
 from rlpipe.errors import InputError
@@ -57,7 +59,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
     require_rewards(config)
     from rlpipe.run.pipeline import evaluate
 
-    metrics = evaluate(config, adapter=arguments.adapter)
+    with redirect_stdout(sys.stderr):  # what is printed meanwhile, such as the progress of a warm-up
+        metrics = evaluate(config, adapter=arguments.adapter)
     print(json.dumps(metrics, indent=2) if arguments.json else "\n".join(f"{k}: {v:.6g}" for k, v in metrics.items()))
 
 
@@ -82,6 +85,8 @@ def run_config(arguments: argparse.Namespace) -> None:
         for line in document_functions(arguments.config, arguments.overrides) if arguments.config else ():
             print(line)
     elif arguments.groups:
+        if arguments.config is not None:
+            raise InputError(f"--groups lists the choices of groups, and reads no --config {arguments.config}")
         print("\n".join(document_groups(arguments.overrides)))
     else:
         print_tree(arguments)
@@ -103,8 +108,9 @@ def document_options(prefixes: Sequence[str]) -> Iterator[str]:
     matches = [
         option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)
     ]
-    if not matches:
-        raise InputError(f"there is no option under {', '.join(prefixes)}; see rlpipe config --docs")
+    unknown = [prefix for prefix in prefixes if not any(covers(prefix, option.name) for option in matches)]
+    if unknown:
+        raise InputError(f"there is no option under {', '.join(unknown)}; see rlpipe config --docs")
     for option in matches:
         allowed = f", {option.allowed}" if option.allowed else ""
         yield f"{option.name}: {describe_default(option)}\n    {option.doc} ({option.type}{allowed})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
+from typing import TextIO
 
 JOINERS = "\u200c\u200d"
 """Zero-width characters that some scripts and emoji need inside words."""
@@ -20,6 +22,19 @@ def printable(text: str) -> str:
         else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def print_line(text: str, stream: TextIO) -> None:
+    """Print a line; once nobody reads the stream any more, as behind ``| head``, drop it and all that follow."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        drop_output(stream)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Send what is left of the output to ``/dev/null``, so that the flush at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_control(char: str) -> bool:

@@ -28,7 +28,16 @@ from rlpipe.data.sources.open_rows import (
     with_own_images,
 )
 from rlpipe.data.sources.readers import BlockOrder, StreamRows
-from rlpipe.data.sources.row_source import ChunkedRows, Mixture, Order, Part, PermutedOrder, Render, RowSource
+from rlpipe.data.sources.row_source import (
+    MAX_LOGGED_SKIPS,
+    ChunkedRows,
+    Mixture,
+    Order,
+    Part,
+    PermutedOrder,
+    Render,
+    RowSource,
+)
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt
 
@@ -144,16 +153,20 @@ class Split(Generic[Item]):
     ) -> list[tuple[Rendered, int]]:
         """Return the first ``count`` rows of ``order`` that can be rendered, with their numbers; log the others."""
         rendered: list[tuple[Rendered, int]] = []
-        part, reason = source.part(render, 0), ""
+        part, reason, num_skipped = source.part(render, 0), "", 0
         for row in order:
             location = source.rows.location(row)
             try:
                 rendered.append((part.read(row, RowLocation(row=row, epoch=0, location=location)), row))
             except UnusableRow as problem:
                 reason = reason or f"{location} because {problem.reason}"
-                logger.log(level, "%s can't be held out: %s", location, problem.reason)
+                num_skipped += 1
+                if num_skipped <= MAX_LOGGED_SKIPS:
+                    logger.log(level, "%s can't be held out: %s", location, problem.reason)
             if len(rendered) == count:
                 break
+        if num_skipped > MAX_LOGGED_SKIPS:
+            logger.log(level, "%d rows of %s can't be held out in all", num_skipped, source.rows.name)
         if not rendered and self._require_usable_rows:
             raise DataError(
                 f"data.held_out: none of the rows of {source.rows.name} can be held out, for example {reason}"
@@ -225,6 +238,7 @@ class _Source(Generic[Item]):
             name=self.name,
             weight=self.weight,
             num_split_off=self.num_split_off,
+            is_transformed=self.data.transform is not None,
         )
 
     def training_part(self, keep_out: KeepOut | None, seed: int) -> Part[Item]:

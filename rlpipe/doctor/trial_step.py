@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlpipe.common.atomic_io import existing_folder
 from rlpipe.common.temporary_folders import ScratchFolder
-from rlpipe.configs.compose import load_config
+from rlpipe.configs.compose import load_config, quoted
 from rlpipe.configs.options import to_yaml
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok
@@ -48,7 +48,7 @@ def shrink(config: Config, folder: Path) -> Config:
     num_groups = max(config.learner.num_ranks, least)
     file = folder / "config.yaml"
     file.write_text(to_yaml(config))
-    overrides = [*SMALL, f"algorithm.groups_per_step={num_groups}", f"output={folder}/run"]
+    overrides = [*SMALL, f"algorithm.groups_per_step={num_groups}", f"output={quoted(folder / 'run')}"]
     return load_config(overrides, file=file, need_files=False)  # they were there
 
 

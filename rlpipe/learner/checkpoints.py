@@ -217,7 +217,8 @@ def _write_atomically(policy: Policy, tensors: dict[str, Tensor], folder: Path) 
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     if policy.exports_adapter:
         assert isinstance(policy.model, PeftModel)
-        adapter = replace(policy.model.peft_config["default"], inference_mode=True)
+        base: dict[str, Any] = {"base_model_name_or_path": policy.config.path, "revision": policy.config.revision}
+        adapter = replace(policy.model.peft_config["default"], inference_mode=True, **base)
         adapter.save_pretrained(str(folder))
         record = TrainingRecord(
             base_precision="nf4" if policy.config.adapter.kind == "qlora" else "full",

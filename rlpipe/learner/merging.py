@@ -246,7 +246,8 @@ def merge(request: MergeRequest) -> Iterator[str]:
     if request.output.exists():
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
     adapter = _find_folder(request.adapter, "adapter")
-    base = _find_folder(request.base or named_base(adapter), "--base")
+    name, revision = (request.base, None) if request.base is not None else named_base(adapter)
+    base = _find_folder(name, "--base", revision)
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
     files, model = open_files(base), empty_base(base)
     if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):
@@ -275,17 +276,19 @@ def merge(request: MergeRequest) -> Iterator[str]:
     yield f"merged into the base in {chosen}: {request.output}"
 
 
-def _find_folder(path: str, option: str) -> Path:
+def _find_folder(path: str, option: str, revision: str | None = None) -> Path:
     """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
-    source = Path(find_source(path, option))
-    return source if source.is_dir() else Path(model_snapshot(path))
+    source = Path(find_source(path, option, revision=revision))
+    return source if source.is_dir() else Path(model_snapshot(path, revision=revision))
 
 
-def named_base(adapter: Path) -> str:
-    base = read_peft_config(str(adapter), str(adapter)).base_model_name_or_path
+def named_base(adapter: Path) -> tuple[str, str | None]:
+    """Return the base that an adapter names, and the revision on the hub if it names one."""
+    config = read_peft_config(str(adapter), str(adapter))
+    base = config.base_model_name_or_path
     if not isinstance(base, str):
         raise ModelError(f"the adapter {adapter} does not name its base: give it with --base")
-    return base
+    return base, config.revision
 
 
 def _read_texts(path: Path, base: Path) -> TextBatch:
@@ -404,6 +407,8 @@ def _copy_other_files(files: ModelFiles, adapter: Path, folder: Path) -> None:
         path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)
     }
     for path in (other_files | tokenizer_files).values():
+        if folder.resolve().is_relative_to(path.resolve()):
+            continue  # the output lies in the base's folder
         if path.is_dir():
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         else:

@@ -29,7 +29,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.render_rows import forward_logs
-from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, RunError, Unhealthy
+from rlpipe.errors import EngineFailed, Interrupted, LedgerLost, RunError, Unhealthy
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
@@ -50,6 +50,7 @@ from rlpipe.run.prepare import (
     Run,
     check_adapter_targets,
     check_context,
+    check_evaluation,
     check_reward_columns,
     ended_summary,
     open_output,
@@ -287,8 +288,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     run = prepare_run(config, rewards)
     tokenizer = load_tokenizer(run.model)
     _, held_out = open_run_prompts(config, run.model, tokenizer)
-    if not held_out:
-        raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
+    check_evaluation(run, held_out)
     check_context(run)
     with _cluster(config, workers.generation_needs(config, run.rewards)) as owns_cluster:
         ask = precision.ask_cluster(config.cluster, is_own=owns_cluster)

@@ -276,6 +276,14 @@ def check_adapter_targets(run: Run) -> None:
         )
 
 
+def check_evaluation(run: Run, held_out: Sequence[Prompt]) -> None:
+    """Raise ``ConfigError`` if there are no held-out prompts, or no rewards for their answers."""
+    if not held_out:
+        raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
+    if not run.rewards:
+        raise ConfigError("nothing to evaluate with: add a reward under scoring.rewards")
+
+
 def check_context(run: Run) -> None:
     """Raise ``ConfigError`` if the longest prompt and completion exceed the policy's maximum number of positions."""
     rollout, prompt_tokens = run.config.rollout, run.config.data.max_prompt_tokens

@@ -191,6 +191,17 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
+def _have_equal_rows(path: Path, other: Path) -> bool:
+    """Return whether two files have the same rows; Parquet's also name the version of the library that wrote them."""
+    if path.read_bytes() == other.read_bytes():
+        return True
+    if path.suffix != ".parquet":
+        return False
+    from pyarrow.parquet import read_table
+
+    return bool(read_table(path).equals(read_table(other)))
+
+
 def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:
     """Write the rows; raise ``ConfigError`` if the run in ``output`` was begun with others, or is going on."""
     with hold_output(output), naming_output(output):
@@ -203,7 +214,7 @@ def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:
         except (TypeError, ValueError, NotImplementedError) as error:
             raise DataError(f"dataset: these rows can't be stored as Parquet ({error})") from error
         has_begun = (output / NAME).exists() or any(output.glob("checkpoints/step_*"))
-        if path.is_file() and has_begun and path.read_bytes() != temporary.read_bytes():
+        if path.is_file() and has_begun and not _have_equal_rows(path, temporary):
             temporary.unlink()
             raise ConfigError(
                 f"dataset: the run in {output} began with other rows; pass those, or choose another output"

@@ -28,6 +28,8 @@ from rlpipe.scoring.pools import SHARED_POOL, resolve_pools
 
 FORMS = "constant:S, uniform:A,B, exponential:MEAN, lognormal:MEAN,SIGMA or empirical:FILE"
 BLOCK = 1024
+MAX_SIGMA = 20.0
+"""Largest sigma of a lognormal distribution: with it, single draws are of billions of medians."""
 
 Sampler = Callable[[Generator, int], NDArray[np.float64]]
 
@@ -97,7 +99,7 @@ def _from_numbers(kind: str, numbers: Sequence[float]) -> tuple[Sampler, float] 
             return (lambda generator, n: generator.uniform(low, high, n)), (low + high) / 2
         case "exponential", [mean]:
             return (lambda generator, n: generator.exponential(mean, n)), mean
-        case "lognormal", [mean, sigma] if mean > 0:
+        case "lognormal", [mean, sigma] if mean > 0 and sigma <= MAX_SIGMA:
             log_median = math.log(mean) - sigma**2 / 2
             return (lambda generator, n: generator.lognormal(log_median, sigma, n)), mean
     return None
@@ -187,10 +189,11 @@ def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, s
 
 def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
     """Return the groups that an engine samples at one time; vLLM begins one if a single sequence slot is free."""
-    default = default_sequences(rollout)
-    if rollout.engine == "hf":
-        return max(1, int(rollout.engine_args.get("max_batch_size", default)) // group_size)
-    return -(-int(rollout.engine_args.get("max_num_seqs", default)) // group_size)
+    name = "max_batch_size" if rollout.engine == "hf" else "max_num_seqs"
+    limit = rollout.engine_args.get(name, default_sequences(rollout))
+    if type(limit) is not int or limit < 1:
+        raise ConfigError(f"rollout.engine_args.{name}={limit!r:.50} is not a number of sequences")
+    return max(1, limit // group_size) if rollout.engine == "hf" else -(-limit // group_size)
 
 
 def holds_groups(config: Config) -> bool:

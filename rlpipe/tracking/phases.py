@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from rlpipe.common.formatting import print_line
 from rlpipe.configs.schema.root_config import TrackingConfig
 
 TICK_S = 0.5
@@ -62,7 +63,7 @@ class Phases:
             self._start, self._is_pending = Start(self._clock() if began is None else began), True
             if tracking.progress == "none":
                 return
-            self._print = lambda text: print(text, file=stream, flush=True)
+            self._print = lambda text: print_line(text, stream)
             is_live = tracking.progress == "live" or (tracking.progress == "auto" and stream.isatty())
             self._stream = stream if is_live else None
             self._reminded = self._clock()

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlpipe.common.atomic_io import write_whole
-from rlpipe.common.formatting import printable
+from rlpipe.common.formatting import print_line, printable
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.metric_text import PHASE_PREFIX, RunProgress, format_duration, is_phase
@@ -103,7 +103,7 @@ class PlainProgress:
         return "  ".join([*columns, f"ETA {format_duration(view.eta_s)}"])
 
     def message(self, text: str) -> None:
-        print(printable(text), file=self._stream, flush=True)
+        print_line(printable(text), self._stream)
 
     def close(self) -> None:
         pass
@@ -234,4 +234,4 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None) -> N
     lines += [(name, str(path)) for name, path in summary.get("files", {}).items()]
     width = max((len(label) for label, _ in lines), default=0)
     for label, text in lines:
-        print(f"  {label:<{width}}  {text}", file=stream or sys.stdout, flush=True)
+        print_line(f"  {label:<{width}}  {text}", stream or sys.stdout)

@@ -20,8 +20,10 @@ from rlpipe.commands import runs
 from rlpipe.common.atomic_io import file_digest
 from rlpipe.errors import ConfigError, InputError, RunError
 from rlpipe.replay.ledger.database import NAME
+from rlpipe.tracking.progress import PlainProgress, print_summary
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
+CONSTANT = ("--generate", "constant:1", "--train", "constant:1")
 COMMANDS = [
     "",
     "train",
@@ -175,6 +177,14 @@ def test_functions_of_an_incomplete_file_are_listed_under_their_section_alone(
     [
         (["train", *BASE, "algorithm.loss.clip_hi=1"], "did you mean algorithm.loss.clip_high?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["config", "--docs", "algorithm.loss", "no.such"], "there is no option under no.such"),
+        (["config", "--groups", "--config", "a.yaml"], "--groups lists the choices of groups, and reads no --config"),
+        (["plan", "--calibrate", "--host-memory-gib", "64"], "--host-memory-gib is for the plan of a config"),
+        (
+            ["simulate", *BASE, "rollout.engine_args.max_num_seqs=auto", *CONSTANT],
+            "rollout.engine_args.max_num_seqs='auto' is not a number of sequences",
+        ),
+        (["simulate", *BASE, "--generate", "lognormal:2,1e200"], "is not a distribution of seconds"),
         (["train", *BASE[:3]], "scoring.rewards: reinforcement learning needs a reward"),
         (["eval", *BASE, "learner.num_ranks=2"], "set fsdp2 or zero3"),
         (["train", *BASE, "algorithm=sft", "data.roles_to_train=[asistant]"], "did you mean assistant?"),
@@ -285,6 +295,17 @@ def test_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == "name: run\n0\n"
     assert done.stderr == ""
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        progress = PlainProgress(stream)
+        progress.start(2)
+        for step in (1, 2):
+            progress.update(step, {"loss": 1.0})
+        print_summary({"steps": 2}, stream)
 
 
 @pytest.fixture

@@ -165,7 +165,10 @@ class RowCheck:
                 continue
             if not self._trained[start:stop].any():
                 mask[start:stop] = False
-            elif excluded[text_tokens[-1]]:
+                continue
+            if excluded[text_tokens[0]]:
+                mask[start : text_tokens[0]] = False  # such as a tag, which the template writes for the message
+            if excluded[text_tokens[-1]]:
                 mask[text_tokens[-1] : stop] = False  # whether to end there is not trained either
             for gap in np.flatnonzero(np.diff(text_tokens) > 1):  # blanks within what is excluded
                 first, last = text_tokens[gap], text_tokens[gap + 1]

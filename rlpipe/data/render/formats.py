@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -195,7 +196,8 @@ class TransformedRows:
 
     def __getitem__(self, index: int) -> Row:
         row = self._rows[index]
-        return {**_remaining_columns(row, self._remove), **_call(self._map_row, dict(row), self.location(index))}
+        own = deepcopy(dict(row))  # a stream keeps its rows, and the function may change lists in them
+        return {**_remaining_columns(row, self._remove), **_call(self._map_row, own, self.location(index))}
 
     def location(self, index: int) -> str:
         return self._rows.location(index)

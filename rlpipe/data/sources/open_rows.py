@@ -251,7 +251,12 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
         raise DataError(f"{path}: not readable as Parquet ({describe_error(error)})") from None
     if check is not None:
         _check_table(table, str(path), check)
-    return TableRows(str(path), table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0])
+
+    def read(index: int) -> Row:
+        columns: Row = table.slice(index, 1).to_pylist(maps_as_pydicts="lossy")[0]
+        return columns
+
+    return TableRows(str(path), table.num_rows, read)
 
 
 def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:

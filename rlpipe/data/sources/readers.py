@@ -242,7 +242,8 @@ class ParquetReader:
             with naming(str(path)):
                 for batch in _open_parquet(path).iter_batches(BATCH_ROWS, row_groups=[group]):
                     passed = min(max(start - first, 0), batch.num_rows)
-                    for row, columns in enumerate(batch.slice(passed).to_pylist(), first + passed):
+                    columns_of = batch.slice(passed).to_pylist(maps_as_pydicts="lossy")
+                    for row, columns in enumerate(columns_of, first + passed):
                         yield StreamedRow(columns, f"{path}, row {row - self._file_starts[number] + 1}")
                     first += batch.num_rows
 

@@ -154,11 +154,19 @@ class Part(Generic[Item]):
     num_split_off: int = 0
     """Rows split off by ``data.held_out.size``."""
 
+    is_transformed: bool = False
+    """Whether ``data.transform`` makes the rows: columns that one of them lacks are not known before it is read."""
+
     def read(self, row: int, location: RowLocation) -> Item:
         """Read and render a row; raise ``UnusableRow`` to skip it."""
         if isinstance(self.rows, ChunkedRows):
             location = replace(location, chunk=self.rows.chunk(row))
-        return self.render(self.rows[row], location)
+        try:
+            return self.render(self.rows[row], location)
+        except DataError as error:
+            if not self.is_transformed:
+                raise
+            raise UnusableRow(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

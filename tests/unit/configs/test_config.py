@@ -10,7 +10,15 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpipe.configs import compose
-from rlpipe.configs.compose import build_config, compose_tree, config_folder, describe_choice, list_groups, load_config
+from rlpipe.configs.compose import (
+    build_config,
+    compose_tree,
+    config_folder,
+    describe_choice,
+    list_groups,
+    load_config,
+    quoted,
+)
 from rlpipe.configs.data_sources import mixed_sources
 from rlpipe.configs.options import FREE_ON_RESUME, changed_options, options, to_tree, to_yaml
 from rlpipe.configs.schema.rollout_config import RewardConfig
@@ -401,3 +409,8 @@ def test_the_docs_list_what_may_change_on_resume() -> None:
     of_rollout = {option.name for option in options() if option.name.startswith("rollout.")}
     kept = {name for name in of_rollout if not any(f"{name}.".startswith(f"{free}.") for free in FREE_ON_RESUME)}
     assert {name for name in kept if not name.startswith("rollout.sampling.")} == {"rollout.dtype"}
+
+
+@pytest.mark.parametrize("text", ["/a/lr=1e-3", '/a "q"/x', "/a\\", "/ü (1),&!#'x", 'a\\"b', "/x${y}z", "/a:b{c}[d]"])
+def test_a_quoted_path_is_read_back_as_it_is(text: str) -> None:
+    assert load_config(["experiment=quickstart", f"output={quoted(text)}"], need_files=False).output == text

@@ -128,6 +128,16 @@ def test_a_transform_makes_the_needed_column(tmp_path: Path) -> None:
     assert prompt.task == {"question": "b"}
 
 
+def test_a_transformed_row_without_the_needed_column_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": text} for text in "abc"])
+    (tmp_path / "mine.py").write_text(
+        "def transform(cfg):\n    return lambda row: {} if row['question'] == 'b' else {'prompt': row['question']}"
+    )
+    data = DataConfig(source="jsonl", path=path, transform=f"{tmp_path}/mine.py:transform", shuffle=False)
+    source, _ = open_prompts(data, TOKENIZER, seed=0)
+    assert contents([source.next() for _ in range(4)]) == ["a", "c", "a", "c"]
+
+
 # Held-out prompts -----------------------------------------------------------------------------------------------------
 
 

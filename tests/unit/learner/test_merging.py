@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,31 @@ def test_fused_experts_go_back_to_the_files_of_each(tmp_path: Path) -> None:
     adapted = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=parameters)
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert_same(tmp_path / "merged", adapted)
+
+
+def test_the_output_may_lie_in_the_bases_folder(tmp_path: Path) -> None:
+    base, adapter = make_base(tmp_path), tmp_path / "adapter"
+    make_adapter(base, adapter)
+    merge_adapter(base, adapter, base / "merged")
+    assert not [path for path in (base / "merged").iterdir() if path.is_dir()]
+
+
+def test_the_revision_that_an_adapter_names_is_merged_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter = make_base(tmp_path), tmp_path / "adapter"
+    make_adapter(base, adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings |= {"base_model_name_or_path": "org/base", "revision": "v1"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    fetched: list[tuple[str, str | None]] = []
+
+    def fetch(name: str, *, revision: str | None = None) -> str:
+        fetched.append((name, revision))
+        return str(base)
+
+    monkeypatch.setattr(merging, "find_source", lambda path, option, revision=None: path)
+    monkeypatch.setattr(merging, "model_snapshot", fetch)
+    list(merge(MergeRequest(adapter=str(adapter), output=tmp_path / "merged")))
+    assert fetched == [("org/base", "v1")]
 
 
 def test_an_interrupted_merge_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,13 @@ def test_map_function_can_change_its_row_in_place(tmp_path: Path) -> None:
     assert original == {"q": "x"}
 
 
+def test_a_function_that_changes_lists_in_place_is_called_on_the_original_row_each_time(tmp_path: Path) -> None:
+    change = "row['turns'].insert(0, 'x')\n        return row"
+    code = f"def transform(cfg):\n    def map_row(row):\n        {change}\n    return map_row\n"
+    rows = transform_all(tmp_path, code, [{"turns": ["a"]}])
+    assert [rows[0]["turns"] for _ in range(3)] == [["x", "a"]] * 3
+
+
 def test_row_on_which_the_map_function_raises_is_unusable(tmp_path: Path) -> None:
     with pytest.raises(UnusableRow, match=r"data.transform raised KeyError: 'question'"):
         transform(tmp_path, AXOLOTL, {"answer": "4"})

@@ -77,6 +77,14 @@ def test_parquet_rows_and_columns(tmp_path: Path) -> None:
         )
 
 
+def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    arguments = pa.array([[("city", "Paris")], [("city", "Rome"), ("day", "1")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"arguments": arguments}), tmp_path / "rows.parquet")
+    data = DataConfig(source="parquet", path=str(tmp_path / "rows.parquet"))
+    rows = open_rows(data, seed=0)
+    assert [rows[0], rows[1]] == [{"arguments": {"city": "Paris"}}, {"arguments": {"city": "Rome", "day": "1"}}]
+
+
 def test_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("hello")
     with pytest.raises(DataError, match="not readable as Parquet"):

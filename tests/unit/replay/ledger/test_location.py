@@ -48,6 +48,8 @@ def test_a_ledger_on_another_disk_is_found_by_the_config(tmp_path: Path) -> None
         ("name: a\nalgorithm: {kind: sft}\n", "run is a run with algorithm.kind=sft, which keeps no ledger"),
         ("name: a\n", "run has no ledger.sqlite: specify the output folder"),
         ("name: [\n", "config.yaml can't be read: while parsing"),
+        ("algorithm: ppo\n", "config.yaml holds no options"),
+        ("ledger:\n", "config.yaml holds no options"),
         ("- a\n", "config.yaml holds no options: it is not the config.yaml of a run"),
     ],
 )
