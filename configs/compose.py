@@ -177,7 +177,7 @@ def compose_tree(
 
 def quoted(value: object) -> str:
     """Return a text, such as a path, as the value of an override, in which characters such as ``=`` mean something."""
-    text = str(value).replace("${", r"\${")
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))
     return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", text).replace('"', r"\"") + '"'
 
 

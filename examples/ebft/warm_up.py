@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import rlpipe
+from rlpipe.configs.compose import quoted
 from rlpipe.quickstart import cold_start
 
 
@@ -19,7 +20,7 @@ def warm_up(config: rlpipe.Config) -> None:
     rows.write_text("".join(_without_parentheses(Path(config.data.path), share=2 / 3)))
     cold_start(
         config,
-        f"data.path={rows}",
+        f"data.path={quoted(rows)}",
         "data.completion_column=answer",
         f"data.held_out.size={config.data.held_out.size}",
         "algorithm.num_steps=200",

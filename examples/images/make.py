@@ -16,6 +16,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefi
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 import rlpipe
+from rlpipe.configs.compose import quoted
 from rlpipe.models.tiny_model import make_tokenizer
 
 COLOURS = {
@@ -131,9 +132,9 @@ def warm_up(config: rlpipe.Config) -> None:
         rlpipe.load_config(
             [
                 "name=images_warm_up",
-                f"output={output}",
+                f"output={quoted(output)}",
                 "algorithm.stop_loss=0.4",
-                f"data.path={config.data.path}",
+                f"data.path={quoted(config.data.path)}",
                 f"data.held_out.size={config.data.held_out.size}",
                 "checkpoint=end",
                 "tracking.ray_metrics=false",

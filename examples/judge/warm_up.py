@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rlpipe
+from rlpipe.configs.compose import quoted
 from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.quickstart import cold_start
 
@@ -32,7 +33,7 @@ def warm_up(config: rlpipe.Config) -> None:
         config,
         "model.prepare=examples/judge/warm_up.py:make_policy",
         "data=jsonl",
-        f'data.path="{output}/rows.jsonl"',  # in quotes, as folders may have characters that mean something
+        f"data.path={quoted(output / 'rows.jsonl')}",
         "algorithm.num_steps=700",
         "algorithm.groups_per_step=128",
         "learner.optimizer.lr=3e-3",

@@ -246,8 +246,8 @@ def merge(request: MergeRequest) -> Iterator[str]:
     if request.output.exists():
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
     adapter = _find_folder(request.adapter, "adapter")
-    name, revision = (request.base, None) if request.base is not None else named_base(adapter)
-    base = _find_folder(name, "--base", revision)
+    named, revision = (request.base, None) if request.base is not None else named_base(adapter)
+    base = _find_folder(named, "--base", revision)
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
     files, model = open_files(base), empty_base(base)
     if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):

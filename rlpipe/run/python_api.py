@@ -197,9 +197,13 @@ def _have_equal_rows(path: Path, other: Path) -> bool:
         return True
     if path.suffix != ".parquet":
         return False
+    from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
-    return bool(read_table(path).equals(read_table(other)))
+    try:
+        return bool(read_table(path).equals(read_table(other)))
+    except (ArrowException, OSError):  # a damaged file has other rows
+        return False
 
 
 def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:

@@ -190,9 +190,11 @@ def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, s
 def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
     """Return the groups that an engine samples at one time; vLLM begins one if a single sequence slot is free."""
     name = "max_batch_size" if rollout.engine == "hf" else "max_num_seqs"
-    limit = rollout.engine_args.get(name, default_sequences(rollout))
-    if type(limit) is not int or limit < 1:
-        raise ConfigError(f"rollout.engine_args.{name}={limit!r:.50} is not a number of sequences")
+    value = rollout.engine_args.get(name, default_sequences(rollout))
+    try:
+        limit = int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"rollout.engine_args.{name}={value!r:.50} is not a number of sequences") from None
     return max(1, limit // group_size) if rollout.engine == "hf" else -(-limit // group_size)
 
 

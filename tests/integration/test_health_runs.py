@@ -100,7 +100,7 @@ def rules_that_warned(output: Path) -> set[str]:
 A_TO_Z = [*range(17, 43)]
 """Tokens of the tiny policy at which completions end early, so that they can become longer."""
 OWN_HOSTS = ("rollout.resources={engine_host: 1}", "learner.resources={learner_host: 1}", "algorithm.num_steps=22")
-SLOW_LEARNER = (*OWN_HOSTS, "algorithm.num_epochs_per_step=60", "learner.optimizer.lr=1e-6")
+SLOW_LEARNER = (*OWN_HOSTS, "algorithm.num_epochs_per_step=30", "learner.optimizer.lr=1e-6")
 ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     "equal_rewards": ("patient", ("algorithm.num_steps=11",)),
     "no_reward": ("nothing", ("algorithm.num_steps=21",)),

@@ -196,8 +196,7 @@ class TransformedRows:
 
     def __getitem__(self, index: int) -> Row:
         row = self._rows[index]
-        own = deepcopy(dict(row))  # a stream keeps its rows, and the function may change lists in them
-        return {**_remaining_columns(row, self._remove), **_call(self._map_row, own, self.location(index))}
+        return {**_remaining_columns(row, self._remove), **_call(self._map_row, row, self.location(index))}
 
     def location(self, index: int) -> str:
         return self._rows.location(index)
@@ -272,10 +271,13 @@ def _remaining_columns(row: Row, remove: Collection[str] | str) -> dict[str, Any
     return {name: value for name, value in row.items() if name not in removed}
 
 
-def _call(function: MapFunction, row: dict[str, Any], location: str) -> Mapping[str, Any]:
-    """Call a map function; raise ``UnusableRow`` if it raises any ``Exception`` other than rlpipe's own."""
+def _call(function: MapFunction, row: Row, location: str) -> Mapping[str, Any]:
+    """Call a map function; raise ``UnusableRow`` if it raises any ``Exception`` other than rlpipe's own.
+
+    It gets a copy: streams keep their rows, and it may change lists in them.
+    """
     try:
-        new = function(row)
+        new = function(deepcopy(dict(row)))
     except InputError as error:
         raise DataError(f"{location}: {error}") from None
     except (RlpipeError, UnusableRow):

@@ -161,8 +161,9 @@ class Part(Generic[Item]):
         """Read and render a row; raise ``UnusableRow`` to skip it."""
         if isinstance(self.rows, ChunkedRows):
             location = replace(location, chunk=self.rows.chunk(row))
+        columns = self.rows[row]
         try:
-            return self.render(self.rows[row], location)
+            return self.render(columns, location)
         except DataError as error:
             if not self.is_transformed:
                 raise

@@ -411,6 +411,8 @@ def test_the_docs_list_what_may_change_on_resume() -> None:
     assert {name for name in kept if not name.startswith("rollout.sampling.")} == {"rollout.dtype"}
 
 
-@pytest.mark.parametrize("text", ["/a/lr=1e-3", '/a "q"/x', "/a\\", "/ü (1),&!#'x", 'a\\"b', "/x${y}z", "/a:b{c}[d]"])
+@pytest.mark.parametrize(
+    "text", ["/a/lr=1e-3", '/a "q"/x', "/a\\", "/ü (1),&!#'x", 'a\\"b', "/x${y}z", "/x\\${y}", "/a:b{c}[d]"]
+)
 def test_a_quoted_path_is_read_back_as_it_is(text: str) -> None:
     assert load_config(["experiment=quickstart", f"output={quoted(text)}"], need_files=False).output == text
