@@ -116,7 +116,10 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "learner_waits": ("slower_digits", (*OWN_HOSTS, "replay.max_staleness=1", "algorithm.groups_per_step=1")),
     "engines_wait": ("digits", (*SLOW_LEARNER, "replay.max_staleness=1")),
-    "staleness": ("digits", (*SLOW_LEARNER, "replay.max_staleness=2")),
+    "staleness": (
+        "digits",
+        (*SLOW_LEARNER, "algorithm.num_epochs_per_step=60", "algorithm.num_steps=26", "replay.max_staleness=2"),
+    ),
 }
 """Reward functions and options of runs that are ill, by the rule that must warn."""
 
