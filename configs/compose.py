@@ -32,6 +32,7 @@ from rlpipe.configs.options import (
     default_tree,
     describe_type,
     element_section,
+    escaped,
     find_out_of_range,
     first_line,
     is_section,
@@ -177,8 +178,8 @@ def compose_tree(
 
 def quoted(value: object) -> str:
     """Return a text, such as a path, as the value of an override, in which characters such as ``=`` mean something."""
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))
-    return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", text).replace('"', r"\"") + '"'
+    text = re.sub(r'(\\*)(?="|$)', r"\1\1", escaped(str(value)))
+    return '"' + text.replace('"', r"\"") + '"'
 
 
 def problems_of(step: Callable[..., None], *arguments: Any) -> Iterator[ConfigError]:

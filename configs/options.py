@@ -307,7 +307,12 @@ def _escaped(value: Any) -> Any:
         return [_escaped(child) for child in value]
     if not isinstance(value, str) or isinstance(value, FromEnvironment):
         return value
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return escaped(value)
+
+
+def escaped(text: str) -> str:
+    """Return a text in which ``${`` is written so that it is read back as it is."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

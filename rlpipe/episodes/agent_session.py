@@ -250,7 +250,7 @@ class AgentSession:
         valid = [pending for pending in reversed(equal) if not _has_failed(pending.answer)]
         pending = next((pending for pending in valid if pending.is_given_up), None)
         # A retry gets the newest answer; if one has failed, the policy is asked again.
-        if pending is None and is_retry and valid == equal[::-1] and valid and not self._num_to_retry[digest]:
+        if pending is None and is_retry and valid and len(valid) == len(equal) and not self._num_to_retry[digest]:
             pending = valid[0]
         if pending is None:
             self._num_to_retry[digest] -= is_retry and self._num_to_retry[digest] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,10 +23,10 @@ from rlpipe.episodes.bridge import Bridge, check_bridge, special_ids, turn_ends
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import STARTS, isolate
-from rlpipe.episodes.load_environment import EpisodeKind, import_kind
+from rlpipe.episodes.load_environment import EpisodeKind, close_tried, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, Episode, Rules, SampledTurn, Session
-from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse, call_anywhere
+from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import SEED_STEP
 from rlpipe.types import (
@@ -103,9 +103,7 @@ class GroupPlayer:
                     if self._kind.tools or served:
                         environment = await self._make_environment()
                         Toolbox([*environment.tools(), *self._kind.tools, *served], timeout_s=0)  # names may clash
-                        with suppress(Exception):  # it has not begun, which a user's method may not expect
-                            async with asyncio.timeout(self._config.tool_timeout_s):
-                                await call_anywhere(environment.close)
+                        await asyncio.to_thread(close_tried, environment, self._config.tool_timeout_s)
                     return
             except ConfigError:
                 raise

@@ -70,7 +70,7 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
             environment = make_environment()
             environment_tools = environment.tools()
             schemas = [tool.schema for tool in environment_tools]
-            _close(environment, config.tool_timeout_s)
+            close_tried(environment, config.tool_timeout_s)
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be created: {describe_error(error)}") from error
     for tool in environment_tools:
@@ -86,7 +86,7 @@ def import_kind(config: EnvironmentConfig) -> EpisodeKind:
     )
 
 
-def _close(environment: Environment, timeout_s: float) -> None:
+def close_tried(environment: Environment, timeout_s: float) -> None:
     """Close an environment that was only tried, and may have started a server, from whatever thread this is.
 
     Its method may not expect that the environment has not begun, and raise anything or hang.

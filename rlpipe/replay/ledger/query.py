@@ -67,9 +67,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read: {' '.join(str(error).split())}") from None
-    if isinstance(tree, dict) and not all(isinstance(tree.get(name, {}), dict) for name in ("ledger", "algorithm")):
-        tree = None
-    if not isinstance(tree, dict):
+    sections = [tree.get(name, {}) for name in ("ledger", "algorithm")] if isinstance(tree, dict) else []
+    if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in sections):
         raise DataError(f"{path} holds no options: it is not the config.yaml of a run")
     return {str(key): value for key, value in tree.items()}
 

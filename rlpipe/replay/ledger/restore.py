@@ -65,7 +65,7 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     if reason is not None:
         assert start.checkpoint is not None, "without a checkpoint, there is no other ledger"
         with closing(Ledger(start.checkpoint / NAME, read_only=True, at_rest=True)) as copy:
-            _check_num_rows(copy, start)
+            _check_num_rows(copy, start, path)
         aside = _replace(path, start.checkpoint / NAME)
         moved = "" if aside is None else f"; it is now {aside}, and"
         messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} replaces it")
@@ -76,7 +76,7 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     ledger.set_missing(run_id=uuid4().hex, config=start.config, owner=owner)
     _check_owner(ledger, start)  # two runs may have created it at the same time
     changed = _check_run(ledger, start)
-    _check_num_rows(ledger, start)
+    _check_num_rows(ledger, start, path)
     ledger.take_over()
     with ledger.decoding("config"):
         released = _why_released(ledger.get("config"), start.config)
@@ -91,9 +91,10 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     return ledger, messages
 
 
-def _check_num_rows(ledger: Ledger, start: RunStart) -> None:
+def _check_num_rows(ledger: Ledger, start: RunStart, path: Path) -> None:
+    """Raise ``ConfigError`` if the run of the ledger, or copy of the one at ``path``, had another number of rows."""
     if not start.changes_allowed:
-        check_num_rows(ledger.get("num_rows"), start.num_rows, f"the run in {ledger.path.parent}")
+        check_num_rows(ledger.get("num_rows"), start.num_rows, f"the run in {path.parent}")
 
 
 @_refusing()
