@@ -438,4 +438,4 @@ class StepRenderer:
         return steps, [_truth_value(label, f"column {names[1]!r} has the label") for label in labels]
 
     def _tokens(self, text: str) -> list[int]:
-        return token_ids_of(self._tokenizer, text, add_special_tokens=False).tolist()
+        return token_ids_of(self._tokenizer, text).tolist()

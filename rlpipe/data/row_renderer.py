@@ -138,7 +138,7 @@ class PromptRenderer:
         if isinstance(value, str) and not self._data.chat:
             if images:
                 raise DataError(f"{at.location}: {NEED_CHAT}")
-            encoded = Encoded(token_ids=token_ids_of(self._tokenizer, value))
+            encoded = Encoded(token_ids=token_ids_of(self._tokenizer, value, begins=True))
             return self._prompt(value, encoded, task, at)
         messages = column_messages(value, self._data.prompt_column, "user")
         messages, contents = take_images(messages, images, images_folder(self._data))
@@ -363,7 +363,9 @@ class SequenceRenderer:
 
     def _text_tokens(self, text: str) -> IntArray:
         end = self._tokenizer.eos_token_id
-        token_ids = np.append(token_ids_of(self._tokenizer, text), np.array([] if end is None else [end], np.int32))
+        token_ids = np.append(
+            token_ids_of(self._tokenizer, text, begins=True), np.array([] if end is None else [end], np.int32)
+        )
         if len(token_ids) < 2:
             raise UnusableRow("the text is empty")
         return token_ids
@@ -375,8 +377,8 @@ class SequenceRenderer:
     def _plain_tokens(self, prompt: str, completion: str) -> tuple[Encoded, BoolArray]:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer {self._tokenizer.name_or_path!r} has no end token; plain SFT rows need one")
-        prompt_ids = token_ids_of(self._tokenizer, prompt)
-        completion_ids = token_ids_of(self._tokenizer, completion, add_special_tokens=False)
+        prompt_ids = token_ids_of(self._tokenizer, prompt, begins=True)
+        completion_ids = token_ids_of(self._tokenizer, completion)
         token_ids = np.array([*prompt_ids, *completion_ids, self._tokenizer.eos_token_id], np.int32)
         counts_all = self._data.train_on_inputs or self._data.loss_mask == "all"
         if not counts_all and (list(self._data.roles_to_train) != ["assistant"] or self._data.role_boundaries):

@@ -214,15 +214,19 @@ class GroupPlayer:
                     async with starting:
                         served = await stack.enter_async_context(open_servers(self._kind.servers))
                         environment = await self._make_environment()
-                    session = Session(
-                        environment,
-                        [*self._kind.tools, *served],
-                        bridge=self._bridge,
-                        parser=self._parser,
-                        sample=sample,
-                        rules=rules,
-                        deadline=deadline,
-                    )
+                    try:
+                        session = Session(
+                            environment,
+                            [*self._kind.tools, *served],
+                            bridge=self._bridge,
+                            parser=self._parser,
+                            sample=sample,
+                            rules=rules,
+                            deadline=deadline,
+                        )
+                    except Exception:  # as of its method `tools`
+                        await asyncio.to_thread(close_tried, environment, self._config.tool_timeout_s)
+                        raise
                     played = _with_turns(await session.play(row, request.seed)), session.toolbox.use
             except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made
                 if played is None:  # else only the end of a server went wrong

@@ -45,6 +45,7 @@ class ConversationMask:
         self._template = template
         self._data = data
         self._prompts: dict[str, str] = {}
+        self._warned_of_ends = False
         if data.role_boundaries and data.text_column is None:
             _ = self.rules
 
@@ -143,7 +144,16 @@ class ConversationMask:
         end_id = self._template.tokenizer.eos_token_id
         if end_id is not None:
             mask[1:] |= mask[:-1] & (encoded.token_ids[1:] == end_id)
-        return mask, _runs(mask)
+        runs = _runs(mask)
+        if runs and not self._warned_of_ends:
+            self._warned_of_ends = True
+            last_ids = encoded.token_ids[[stop - 1 for _, stop in runs]]
+            if not set(last_ids.tolist()) & self._template.tokenizer.added_tokens_decoder.keys():
+                logger.warning(
+                    "the chat template's generation blocks have no end token, in them or right after them, so that the "
+                    "end of a turn is not learned; move the end marker into the blocks (model.chat_template)"
+                )
+        return mask, runs
 
     def _turn_mask(
         self, encoded: Encoded, normalized: ChatMessages, first_message: int, template: ChatTemplate

@@ -9,6 +9,7 @@ Shapes: C characters of the rendered text, T tokens.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlpipe.data.masks.rules import TrainedParts
-from rlpipe.data.render.messages import CALLS, REASONING_KEYS, with_arguments
+from rlpipe.data.render.messages import END_THINK, REASONING_KEYS, with_arguments
 from rlpipe.data.render.template import Span
 from rlpipe.data.row import UnusableRow
 from rlpipe.types import BoolArray, ChatMessages, IntArray
@@ -207,9 +208,12 @@ class RowCheck:
                 "turn merge with adjacent text, or the chat template writes none before it"
             )
         for index in self.parts.trained:
-            if self.origins.span(index) is None and self._has_text(index):
+            num_shown = int(np.sum(self.origins.messages == index))
+            if num_shown < (num_expected := self._num_characters(index)):
+                lost = f"{num_expected - num_shown} characters of it" if num_shown else "it"
                 raise UnusableRow(
-                    f"message {index + 1} ({roles[index]}) would not be trained: the chat template leaves it out"
+                    f"message {index + 1} ({roles[index]}) would not be trained as it is: the chat template leaves "
+                    f"{lost} out"
                 )
         silent = sum(self.origins.span(index) is None for index in self.parts.trained)
         empty = sum(mask[start:stop].any() and not self._trained[start:stop].any() for start, stop in spans)
@@ -227,10 +231,21 @@ class RowCheck:
                     return f"{index + 1} ({self.messages[index]['role']})"
         raise AssertionError("a token of no candidate")
 
-    def _has_text(self, index: int) -> bool:
+    def _num_characters(self, index: int) -> int:
+        """Return how many replaced characters of a message the template should write.
+
+        Reasoning counts in the last message alone, as templates leave that of earlier turns out on purpose.
+        """
         message = self.messages[index]
-        content = message.get("content")
-        texts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or []]
-        return any(hit[1] is None for text in texts for hit in self.origins.replaced.finditer(text)) and not any(
-            message.get(key) for key in CALLS
-        )
+        reasoning = [key for key in REASONING_KEYS if message.get(key)]
+        if index == len(self.messages) - 1:
+            unseen = reasoning[1:]  # other names of the same text
+        else:
+            unseen = reasoning
+            content = _texts_replaced(
+                message.get("content"), lambda text: text.rpartition(END_THINK)[2], keys=("text",)
+            )
+            message = {**message, "content": content}
+        shown = {key: value for key, value in message.items() if key not in unseen}
+        marked = json.dumps(_marked(shown, index, self.origins.replaced), ensure_ascii=False, default=str)
+        return marked.count(chr(FIRST + index))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,22 @@ Span = tuple[int, int]
 """First character of a span, and the one after its last."""
 
 
-def token_ids_of(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> IntArray:
-    """Return the token ids of a text ``[T]``; raise ``UnusableRow`` if it has half a character."""
+def token_ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> IntArray:
+    """Return the token ids of a text ``[T]``, after the tokens that begin a sequence if it ``begins`` one.
+
+    Never with an end token, though some tokenizers add one (``add_eos_token``): the text may go on. Raises
+    ``UnusableRow`` if it has half a character.
+    """
     _check_characters(text)
-    return np.array(tokenizer(text, **options)["input_ids"], np.int32)
+    token_ids = np.array(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
+    return token_ids[: len(token_ids) - _num_end_tokens(tokenizer)] if begins else token_ids
+
+
+@lru_cache(maxsize=8)
+def _num_end_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens the tokenizer adds to the end of a text."""
+    whole, bare = (tokenizer(PROBE_WORD, add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    return next((num for num in range(len(whole)) if whole[: len(whole) - num][-len(bare) :] == bare), 0)
 
 
 def _check_characters(text: str) -> None:
@@ -269,7 +281,7 @@ class ChatTemplate:
 
     def token_ids(self, text: str) -> IntArray:
         """Return the token ids of rendered text, which contains its special tokens already."""
-        return token_ids_of(self.tokenizer, text, add_special_tokens=False)
+        return token_ids_of(self.tokenizer, text)
 
     def encode_with_offsets(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
         """Encode as ``encode`` does, with ``offsets``, which only fast tokenizers have."""

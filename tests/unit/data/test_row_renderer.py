@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -280,6 +281,20 @@ def test_raw_texts_need_no_chat_template() -> None:
     tokenizer.chat_template = None
     renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", text_column="text"), max_tokens=100)
     assert renderer.render({"text": "abc"}, PLACE).num_loss_tokens == 3
+
+
+def test_end_tokens_that_a_tokenizer_adds_are_not_part_of_a_prompt() -> None:
+    tokenizer = make_tokenizer()
+    ends = processors.TemplateProcessing(single="<|user|> $A <|end|>", special_tokens=[("<|user|>", 4), ("<|end|>", 2)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    data = DataConfig(source="jsonl", chat=False, completion_column="answer")
+    row = {"prompt": "ab", "answer": "c"}
+    assert tokenizer.decode(tokenizer("ab")["input_ids"]) == "<|user|>ab<|end|>"
+    assert tokenizer.decode(PromptRenderer(tokenizer, data).render(row, PLACE).token_ids) == "<|user|>ab"
+    sequence = SequenceRenderer(tokenizer, data, max_tokens=100).render(row, PLACE)
+    assert tokenizer.decode(sequence.token_ids) == "<|user|>abc<|end|>"
+    raw = SequenceRenderer(tokenizer, DataConfig(source="jsonl", text_column="text"), max_tokens=100)
+    assert tokenizer.decode(raw.render({"text": "ab"}, PLACE).token_ids) == "<|user|>ab<|end|>"
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\t ", "\u3000"])

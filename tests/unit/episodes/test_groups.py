@@ -33,7 +33,7 @@ from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_text
 from rlpipe.episodes.session import SampledTurn, read_turn
-from rlpipe.episodes.tools import FunctionTool, Step
+from rlpipe.episodes.tools import FunctionTool, Step, Tool
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
@@ -300,6 +300,23 @@ def test_no_environment_that_is_only_tried_stays_open() -> None:
     assert holding.num_open == 0
     play(["1"], ["2"], kind=replace(kind, tools=[FunctionTool(triple)]))
     assert holding.num_open == 0
+
+
+class WithoutTools(Holding):
+    """A game whose tools can't be listed."""
+
+    num_open = 0
+
+    def tools(self) -> list[Tool]:
+        """Fail as a server that lists them does."""
+        raise OSError("no server")
+
+
+def test_an_environment_whose_tools_fail_is_closed() -> None:
+    group, _ = play(["1"], ["2"], kind=replace(KIND, make=WithoutTools))
+    assert group.failure is not None
+    assert "no server" in group.failure
+    assert WithoutTools.num_open == 0
 
 
 def rewrite(row: dict[str, Any], episode: EndpointAccess) -> float:

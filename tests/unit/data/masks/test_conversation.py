@@ -48,6 +48,17 @@ def test_every_assistant_turn_counts_with_its_end_token_and_no_more(jinja: str) 
     assert marked(jinja, CONVERSATION) == ["4<|end|>", " 7 \n<|end|>"]
 
 
+def test_blocks_that_leave_out_the_end_marker_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = template_of(END_OUTSIDE.replace("{% endgeneration %}<|end|>", "{% endgeneration %}<|pad|>"))
+    mask = ConversationMask(template, DATA)
+    for _ in range(2):
+        encoded, counted = mask.tokens(CONVERSATION)
+        assert template.tokenizer.decode(encoded.token_ids[counted]) == "4 7 \n"
+    assert [record.message.partition(",")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "the chat template's generation blocks have no end token"
+    ]
+
+
 OPENED = "<think>\n\n</think>\n\n"
 OPENS_BEFORE_BLOCKS = CHAT_TEMPLATE.replace(
     "<|assistant|>{% generation %}{{", "<|assistant|>{% generation %}" + OPENED + "{{"
@@ -96,6 +107,44 @@ def test_template_that_rewrites_earlier_turns_is_marked_as_it_renders_them() -> 
 def test_conversation_without_assistant_is_unusable() -> None:
     with pytest.raises(UnusableRow, match="it has no token in a turn of assistant"):
         marked(CHAT_TEMPLATE, CONVERSATION[:1])
+
+
+SPLIT = "{% set content = m.content.split('</think>')[-1] if m.role == 'assistant' %s else m.content %%}"
+WRITTEN = (
+    "<|{{ m.role }}|>{{ content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
+)
+DROPS_REASONING, DROPS_EARLIER_REASONING = (
+    "{% for m in messages %}" + SPLIT % unless + WRITTEN + "{% endfor %}" for unless in ("", "and not loop.last")
+)
+THOUGHTS: ChatMessages = [
+    {**message, "content": f"<think>so\n</think>{message['content']}"} if message["role"] == "assistant" else message
+    for message in CONVERSATION
+]
+
+
+def test_reasoning_may_be_left_out_of_all_turns_but_the_last() -> None:
+    assert marked(DROPS_EARLIER_REASONING, THOUGHTS) == ["4<|end|>", "<think>so\n</think> 7 \n<|end|>"]
+    with pytest.raises(UnusableRow, match=r"message 4 \(assistant\) .*leaves 2 characters of it out"):
+        marked(DROPS_REASONING, THOUGHTS)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_the_template_does_not_know_is_noticed_in_the_last_turn(key: str) -> None:
+    *earlier, last = CONVERSATION
+    first, answer, *rest = earlier
+    assert len(marked(UNMARKED, [first, {**answer, key: "so"}, *rest, last])) == 2
+    with pytest.raises(UnusableRow, match=r"message 4 \(assistant\) .*leaves 2 characters of it out"):
+        marked(UNMARKED, [*earlier, {**last, key: "so"}])
+
+
+def test_second_of_two_calls_that_the_template_leaves_out_is_noticed() -> None:
+    calls = [{"function": {"name": "look", "arguments": {"at": word}}} for word in ("cat", 'the "mat"')]
+    conversation = [CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    (turn,) = marked(DROPS_REASONING, conversation)
+    assert turn == '{"at": "cat"}{"at": "the \\"mat\\""}<|end|>'
+    with pytest.raises(UnusableRow, match=r"message 2 \(assistant\) .*leaves 8 characters of it out"):
+        marked(DROPS_REASONING.replace("m.tool_calls", "(m.tool_calls or [])[:1]"), conversation)
 
 
 def test_template_that_raises_makes_the_row_unusable() -> None:
