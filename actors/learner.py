@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_remote
+from rlpipe.common import run_files
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.serving import published_kind
@@ -32,7 +33,6 @@ from rlpipe.learner.profiling import StepProfiler, memory_metrics
 from rlpipe.learner.publish import DirectSender, publish_weights
 from rlpipe.learner.step import Learner, LossTarget
 from rlpipe.learner.strategies.sharding import Reduce
-from rlpipe.replay.ledger.database import NAME as LEDGER
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.feature_scorer import learner_feature_scorer
 from rlpipe.types import MiniBatch, ServedRecord, TrainBatch, Transfer, WeightsKind, WeightsManifest
@@ -321,9 +321,9 @@ class LearnerLoop:
         self._calls = RemoteCalls(self._rank, setup.call_timeout_s)
         self._publisher = make_publisher(self._policy, setup, self._calls)
         self._target = LossTarget(setup.algorithm.stop_loss)
-        profiles, steps = setup.output / "profiles", setup.learner.profile_steps
+        profiles, steps = setup.output / run_files.PROFILES, setup.learner.profile_steps
         self._profiler = StepProfiler(profiles, steps, rank=self._rank, device=self._policy.device)
-        self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
+        self._store = CheckpointStore(setup.output / run_files.CHECKPOINTS, keep=setup.checkpoint.keep)
         self._features = self._make_features()
 
     def _make_features(self) -> FeatureRank | None:
@@ -338,7 +338,7 @@ class LearnerLoop:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
         if setup.algorithm.precomputes_reference:
             self._precompute_reference()
-        checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
+        checkpoint = newest_of_run(setup.output / run_files.CHECKPOINTS, setup.resume_from)
         loaded = None if checkpoint is None else self._store.load(checkpoint, self._learner)
         first_step = 0 if loaded is None else loaded.step
         if loaded is not None and loaded.extra["config"]["algorithm"]["num_steps"] == num_steps:
@@ -388,7 +388,7 @@ class LearnerLoop:
             self._report(batch, self._learner.compare(batch), {}, last=True)
         self._score_remaining()
         self._calls.await_all()
-        export_policy(self._policy, setup.output / "policy")
+        export_policy(self._policy, setup.output / run_files.POLICY)
 
     def _precompute_reference(self) -> None:
         """Compute the reference's log-probs that the cache lacks, while the policy has its initial weights."""
@@ -487,7 +487,7 @@ class LearnerLoop:
     def _add_ledger(self, folder: Path) -> dict[str, Any]:
         """Copy the ledger into the checkpoint and return its run's id; raise ``OSError`` if it can't be written."""
         try:
-            call: Any = self._setup.batches.back_up.remote(folder / LEDGER)
+            call: Any = self._setup.batches.back_up.remote(folder / run_files.LEDGER)
             # A ledger of many long completions has tens of gigabytes.
             run_id = self._calls.get(call, "the ledger to be copied", more_s=self._setup.step_timeout_s)
         except RlpipeError as error:

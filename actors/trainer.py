@@ -30,6 +30,7 @@ from ray.train.v2.api.result import Result
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.ray_internals import own_node
 from rlpipe.actors.remote import describe_failure
+from rlpipe.common import run_files
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
 ENVIRONMENT = {
@@ -117,7 +118,7 @@ def make_trainer(
         torch_config=TorchConfig(timeout_s=max(1, int(learner.collective_timeout_s))),
         run_config=RunConfig(
             name=run_name,
-            storage_path=str(setup.output / "ray_train"),
+            storage_path=str(setup.output / run_files.RAY_TRAIN),
             # The replay actor limits the group's deaths, because it knows whether there were steps in between.
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=-1, max_preemption_failures=-1, controller_failure_limit=0

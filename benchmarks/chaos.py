@@ -30,9 +30,9 @@ import psutil
 
 from benchmarks import chaos_episodes
 from benchmarks.processes import find_processes
+from rlpipe.common import run_files
 from rlpipe.errors import LedgerError
 from rlpipe.replay.ledger.audit import audit
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver")
@@ -137,7 +137,7 @@ class Chaos:
     """A run whose processes are killed at random for some minutes, and that is then left to end."""
 
     def __init__(self, driver: Driver, output: Path, *, minutes: float, seed: int, kinds: Sequence[str]) -> None:
-        self._driver, self._watcher, self._kinds = driver, Watcher(output / NAME), kinds
+        self._driver, self._watcher, self._kinds = driver, Watcher(output / run_files.LEDGER), kinds
         self._random, self._until = random.Random(seed), time.time() + 60 * minutes
         self.kills: list[Kill] = []
 
@@ -247,12 +247,12 @@ def run_undisturbed(arguments: argparse.Namespace, output: Path, warm_up: Path) 
 
 
 def read_summary(output: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((output / run_files.SUMMARY).read_text())
     return summary
 
 
 def summarize(kills: list[Kill], output: Path, accuracy: float, undisturbed: float) -> dict[str, Any]:
-    ledger = Ledger(output / NAME, read_only=True)
+    ledger = Ledger(output / run_files.LEDGER, read_only=True)
     resume_state = audit(ledger)
     recoveries = sorted(kill.recovery_s for kill in kills if kill.recovery_s is not None)
     repeated = ledger.rows("SELECT coalesce(sum(times - 1), 0) FROM steps")[0][0]

@@ -25,6 +25,7 @@ import psutil
 
 from benchmarks.processes import find_processes, status_bytes
 from benchmarks.vs_trl import step_seconds, warm_part
+from rlpipe.common import run_files
 
 FOLDER = Path("outputs/benchmarks/preference").absolute()
 PAIRS_PER_STEP, NUM_HELD_OUT = 16, 200
@@ -71,7 +72,7 @@ def run_rlpipe(num_steps: int) -> dict[str, Any]:
             time.sleep(POLL_S)
     if process.returncode:
         raise RuntimeError(f"rlpipe failed: {(FOLDER / 'rlpipe.log').read_text()[-2000:]}")
-    lines = (output / "metrics.jsonl").read_text().splitlines()
+    lines = (output / run_files.METRICS).read_text().splitlines()
     held_out = [row for row in map(json.loads, lines) if "eval/rewards/accuracies" in row]
     return {"seconds": step_seconds(lines), "accuracy": held_out[-1]["eval/rewards/accuracies"], "peak_mb": peak_mb}
 

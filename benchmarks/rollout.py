@@ -25,6 +25,7 @@ from typing import Any
 
 import rlpipe
 from benchmarks.cpu_engine import GROUP_SIZE, NUM_PROMPTS, POLICIES, Policy, make
+from rlpipe.common import run_files
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.processor import load_tokenizer
@@ -113,7 +114,7 @@ def run_whole(overrides: Sequence[str], case: Case) -> float:
     output = Path(rlpipe.load_config(list(overrides)).output)
     shutil.rmtree(output, ignore_errors=True)
     run_command(["rlpipe", "train", *overrides])
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (output / run_files.METRICS).read_text().splitlines()]
     seconds = [row["time/step"] - row["time/train"] for row in rows if "time/step" in row]
     return TOKENS_PER_STEP * case.answer_tokens / statistics.median(seconds[COLD_STEPS:])
 

@@ -21,12 +21,12 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
+from rlpipe.common import run_files
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
-from rlpipe.replay.ledger.database import NAME as LEDGER
 from rlpipe.replay.ledger.restore import RunStart
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.rollout.engine import Engine
@@ -260,7 +260,7 @@ async def run_pipeline(
 ) -> None:
     """Run ``config.algorithm.num_steps`` steps, with the ledger in ``folder``."""
     engines = workers.engines
-    setup = ReplaySetup.of(config, folder / LEDGER, REWARDS)
+    setup = ReplaySetup.of(config, folder / run_files.LEDGER, REWARDS)
     replay = start_actor(ReplayActor, ResourceRequest(name="replay"), setup, max_concurrency=ASYNC_CALLS)
     weights = start_actor(
         WeightsActor,

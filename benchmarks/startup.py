@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.chaos import Chaos, Driver, Kill
+from rlpipe.common import run_files
 from rlpipe.tracking.jsonl import read_rows
 
 KINDS = {"engine": "rollout", "rank": "learner", "driver": "driver"}
@@ -96,7 +97,7 @@ def first_step(output: Path, policy: Path) -> dict[str, Any]:
         time.sleep(0.1)
     if driver.process.wait(TIMEOUT_S) != 0:
         raise RuntimeError(f"the run failed; see {driver.log}")
-    summary = json.loads((output / "summary.json").read_text())
+    summary = json.loads((output / run_files.SUMMARY).read_text())
     return {
         "first_step_s": summary["first_step_s"],
         "first_step_cpu_s": sum(cpu.values()),
@@ -106,7 +107,7 @@ def first_step(output: Path, policy: Path) -> dict[str, Any]:
 
 
 def _has_stepped(output: Path) -> bool:
-    metrics = output / "metrics.jsonl"
+    metrics = output / run_files.METRICS
     return metrics.exists() and any("loss" in row for row in read_rows(metrics))
 
 

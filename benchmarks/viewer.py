@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
-from rlpipe.replay.ledger.database import NAME, pack_arrays
+from rlpipe.common import run_files
+from rlpipe.replay.ledger.database import pack_arrays
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.types import NO_VERSION, Prompt, Rollout, RolloutGroup
 
@@ -105,11 +106,11 @@ def write_run(folder: Path, num_groups: int, group_size: int) -> None:
         "model": {"path": "none", "tokenizer": None, "revision": None, "trust_remote_code": False},
         "algorithm": {"kind": "rl", "num_steps": num_steps},
     }
-    (folder / "config.yaml").write_text(json.dumps(config))
-    with closing(Ledger(folder / NAME)) as ledger:
+    (folder / run_files.CONFIG).write_text(json.dumps(config))
+    with closing(Ledger(folder / run_files.LEDGER)) as ledger:
         ledger.set(run_id="large", config=config)
     arrays = pack_arrays(_sample(group_size))
-    with closing(sqlite3.connect(folder / NAME)) as connection:
+    with closing(sqlite3.connect(folder / run_files.LEDGER)) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         rows = _rows(num_groups, group_size)
         while batch := list(islice(rows, 10_000)):
@@ -119,7 +120,7 @@ def write_run(folder: Path, num_groups: int, group_size: int) -> None:
             connection.executemany("INSERT INTO payloads VALUES (?, ?)", records)
             connection.executemany("INSERT INTO tokens VALUES (?, ?)", [(number, arrays) for number, _ in records])
         connection.commit()
-    with (folder / "metrics.jsonl").open("w") as file:
+    with (folder / run_files.METRICS).open("w") as file:
         for step in range(1, num_steps + 1):
             file.write(json.dumps({"step": step, **_metrics(step)}) + "\n")
 
@@ -243,7 +244,7 @@ def main() -> int:
         folder = arguments.folder or Path(scratch) / "run"
         if not folder.is_dir():
             write_run(folder, arguments.groups, arguments.group_size)
-        print(f"the ledger has {(folder / NAME).stat().st_size / 2**20:,.0f} MiB", flush=True)
+        print(f"the ledger has {(folder / run_files.LEDGER).stat().st_size / 2**20:,.0f} MiB", flush=True)
         environment = {**os.environ, "XDG_CACHE_HOME": f"{scratch}/cache"}
         started = time.perf_counter()
         command = [sys.executable, "-m", "rlpipe", "view", str(folder)]

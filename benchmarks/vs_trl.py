@@ -29,6 +29,7 @@ from typing import Any
 
 import rlpipe
 from benchmarks import counting_task
+from rlpipe.common import run_files
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.quickstart import fetch_smollm2
@@ -178,10 +179,10 @@ def run_rlpipe(workload: Workload, *, max_staleness: int, seed: int = 0) -> dict
     output = Path(rlpipe.load_config(overrides).output)
     shutil.rmtree(output, ignore_errors=True)
     command_seconds = run_command("rlpipe", ["rlpipe", "train", *overrides])
-    summary = json.loads((output / "summary.json").read_text())
+    summary = json.loads((output / run_files.SUMMARY).read_text())
     return {
         "command_seconds": command_seconds,
-        "seconds": step_seconds((output / "metrics.jsonl").read_text().splitlines()),
+        "seconds": step_seconds((output / run_files.METRICS).read_text().splitlines()),
         "accuracy_start": summary["eval_accuracy_start"],
         "accuracy": summary["eval_accuracy_end"],
     }

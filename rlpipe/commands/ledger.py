@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, OneLineParser, add_command, add_trust_argument, at_least, span
+from rlpipe.common import run_files
 from rlpipe.errors import AuditFailed, InputError
 
 if TYPE_CHECKING:
     from rlpipe.commands.ledger_display import Question
 
-RUN_HELP = "the output folder of a run, one of its checkpoints, or a ledger.sqlite"
+RUN_HELP = f"the output folder of a run, one of its checkpoints, or a {run_files.LEDGER}"
 INSPECT_EXAMPLES = """\
 examples:
   rlpipe inspect outputs/run --step 10-12 --sort reward

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from rlpipe.common import run_files
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -33,7 +34,7 @@ from rlpipe.replay.ledger.query import (
     to_tree,
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, LoggedTexts, last_turn
+from rlpipe.tracking.jsonl import LoggedTexts, last_turn
 from rlpipe.tracking.metric_text import Column, one_line, print_table, show_count, show_number, show_start, show_time
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
@@ -276,7 +277,7 @@ def _logged_lines(row: GroupRow, logged: Sequence[dict[str, Any]], as_json: bool
         yield json.dumps({**to_tree(replace(row, prompt=prompt)), "rollouts": logged}, ensure_ascii=False)
         return
     yield from _describe_record(replace(row, prompt=prompt))
-    yield f"{row.why_no_tokens}; its texts are from {COMPLETIONS_FILE}"
+    yield f"{row.why_no_tokens}; its texts are from {run_files.COMPLETIONS}"
     if prompt:
         yield from _describe_prompt(prompt)
     for rollout in logged:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments, at_least
+from rlpipe.common import run_files
 from rlpipe.common.imports import without_collection
 from rlpipe.errors import InputError, RunError
 
@@ -172,8 +173,8 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     file = arguments.config
     if run is not None and not run.exists():
         raise InputError(f"--from needs the folder of a run; there is no {run}")
-    if file is None and run is not None and (run / "config.yaml").is_file():
-        file = run / "config.yaml"
+    if file is None and run is not None and (run / run_files.CONFIG).is_file():
+        file = run / run_files.CONFIG
     engines = [f"rollout.num_engines={arguments.engines}"] if arguments.engines else []
     config = load_config([*arguments.overrides, *engines], file=file, need_files=False)
     explicit_times = GivenTimes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlpipe.common import run_files
 from rlpipe.errors import DataError
 from rlpipe.learner.checkpoint_files import list_checkpoints, read_record
 from rlpipe.learner.checkpoints import open_checkpoint
@@ -27,7 +28,8 @@ def check_weights(run: Path, digests: Mapping[str, Sequence[str]], *, trusted: b
         DataError: the ledger knows the weights of none of the checkpoints.
         InputError: a checkpoint or the base model can't be read.
     """
-    steps = {str(read_record(checkpoint)["step"]): checkpoint for checkpoint in list_checkpoints(run / "checkpoints")}
+    checkpoints = list_checkpoints(run / run_files.CHECKPOINTS)
+    steps = {str(read_record(checkpoint)["step"]): checkpoint for checkpoint in checkpoints}
     audited = {step: checkpoint for step, checkpoint in steps.items() if step in digests}
     if not audited:
         raise DataError(f"{run} has no checkpoint whose weights were served: give a run's folder, without --weights")

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import RESERVE, is_held
 from rlpipe.common.formatting import duration, gib
 from rlpipe.configs.compose import load_config
@@ -22,7 +23,7 @@ from rlpipe.hardware.cgroup import GROUPS
 from rlpipe.learner.checkpoint_files import damaged, list_checkpoints
 from rlpipe.replay.ledger.query import find_ledger, reading
 from rlpipe.tracking.health import HealthFinding, HealthWatch
-from rlpipe.tracking.jsonl import EVENTS_FILE, METRICS_FILE, read_rows
+from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
 
 AGAIN = "the same command continues from the newest checkpoint"
@@ -52,9 +53,9 @@ STUCK = 10
 
 def diagnose(run: Path) -> Iterator[Observation]:
     """Yield how the run ended, and then everything in its folder that may be the cause; raise ``DataError`` if none."""
-    if not (run / "config.yaml").is_file():
-        raise DataError(f"{run} is not the folder of a run: it has no config.yaml")
-    rows = list(read_rows(run / METRICS_FILE))
+    if not (run / run_files.CONFIG).is_file():
+        raise DataError(f"{run} is not the folder of a run: it has no {run_files.CONFIG}")
+    rows = list(read_rows(run / run_files.METRICS))
     steps = [row for row in rows if "loss" in row]
     yield from examine(
         {
@@ -125,7 +126,7 @@ def _memory_kills() -> int:
 
 
 def _describe_checkpoints(run: Path) -> Iterator[Observation]:
-    folder = run / "checkpoints"
+    folder = run / run_files.CHECKPOINTS
     if not folder.is_dir():
         yield skipped("checkpoints", "none was written yet")
         return
@@ -143,7 +144,7 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
         path = find_ledger(run)
     except DataError as error:
         yield from _describe_events(
-            [(row["kind"], row["subject"], row["message"]) for row in read_rows(run / EVENTS_FILE)]
+            [(row["kind"], row["subject"], row["message"]) for row in read_rows(run / run_files.EVENTS)]
         )
         yield skipped("ledger", str(error))
         return
@@ -192,7 +193,7 @@ def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Obs
 def _config_of(run: Path) -> Config:
     """Return the config of a run; the default one if this version of rlpipe can't read it any more."""
     try:
-        return load_config([], file=str(run / "config.yaml"), need_files=False)
+        return load_config([], file=str(run / run_files.CONFIG), need_files=False)
     except InputError:
         return Config()
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import existing_folder
 from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.configs.compose import load_config, quoted
 from rlpipe.configs.options import to_yaml
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, ok
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, METRICS_FILE, read_rows, show_beginning
+from rlpipe.tracking.jsonl import read_rows, show_beginning
 
 SMALL = (
     "algorithm.num_steps=1",
@@ -63,7 +64,7 @@ def try_step(config: Config) -> Iterator[Observation]:
         with redirect_stdout(io.StringIO()):
             summary = train(small)
         yield ok("trial step", f"trained in {summary['seconds']:.0f} s{_times(folder / 'run')}")
-        for row in list(read_rows(folder / "run" / COMPLETIONS_FILE))[:1]:
+        for row in list(read_rows(folder / "run" / run_files.COMPLETIONS))[:1]:
             reward = "none" if row["reward"] is None else f"{row['reward']:.3g}"
             yield ok("completion", f"{show_beginning(row['completion'])} (reward {reward})")
     finally:
@@ -72,7 +73,7 @@ def try_step(config: Config) -> Iterator[Observation]:
 
 def _times(output: Path) -> str:
     """Return the times of the parts of the step that was trained, as the end of a sentence."""
-    row = next((row for row in read_rows(output / METRICS_FILE) if "loss" in row), {})
+    row = next((row for row in read_rows(output / run_files.METRICS) if "loss" in row), {})
     names = {"time/generate": "generating", "time/score": "scoring", "time/train": "training"}
     times = [f"{name} {row[key]:.1f} s" for key, name in names.items() if row.get(key) is not None]
     return f" ({', '.join(times)})" if times else ""

@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_remote, run_event_loop
 from rlpipe.algorithms.plugins import record_code
+from rlpipe.common import run_files
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
@@ -65,17 +66,7 @@ from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
 from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.health import HealthFinding, HealthWatch
-from rlpipe.tracking.jsonl import (
-    COMPLETIONS_FILE,
-    EVALUATIONS_FILE,
-    EVENTS_FILE,
-    MAX_HELD_OUT,
-    METRICS_FILE,
-    CompletionsLog,
-    StepLog,
-    num_steps_logged,
-    read_rows,
-)
+from rlpipe.tracking.jsonl import MAX_HELD_OUT, CompletionsLog, StepLog, num_steps_logged, read_rows
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
@@ -111,24 +102,24 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
             f"this run has ended after {start.step} steps, and nothing is left to do; to train further, increase "
             f"algorithm.num_steps, and for a new run choose another output than {config.output}"
         )
-        print_summary({**ended, "files": {"policy": f"{config.output}/policy"}})
+        print_summary({**ended, "files": {"policy": f"{config.output}/{run_files.POLICY}"}})
         return ended
     run = prepare_run(config, rewards)
     with open_output(run, start) as start, recorded_outcome(run.output):
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
-            metrics = run.output / METRICS_FILE
+            metrics = run.output / run_files.METRICS
             seconds = round(time.monotonic() - started, 3)
             summary = {**summarize_metrics(metrics), **figures, **phases.summary(), "seconds": seconds}
-            write_summary(run.output / "summary.json", summary)
+            write_summary(run.output / run_files.SUMMARY, summary)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
             raise RunError(
                 f"{run.output} can't be written: {error}; {config.resume_command} continues once there is space"
             ) from None
-    files = {"policy": run.output / "policy"}
-    for name, plot in (("reward.png", plot_rewards), ("loss.png", plot_losses)):
+    files = {"policy": run.output / run_files.POLICY}
+    for name, plot in ((run_files.REWARD_PLOT, plot_rewards), (run_files.LOSS_PLOT, plot_losses)):
         if plot(metrics, run.output / name, config.name):
             files["plot"] = run.output / name
             break
@@ -142,7 +133,7 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
         try:
             return train_rl(run, start)
         except LedgerLost as loss:
-            has_checkpoint = bool(list_checkpoints(run.output / "checkpoints"))
+            has_checkpoint = bool(list_checkpoints(run.output / run_files.CHECKPOINTS))
             resume = "auto" if has_checkpoint or run.config.resume == "never" else run.config.resume
             resume_point = read_resume_point(replace(run.config, resume=resume))
             start = replace(resume_point, messages=[f"{loss}; everything after the last checkpoint is lost"])
@@ -193,7 +184,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 reporter=reporter,
                 resume_state=resume_state,
                 first_step=start.step,
-                num_steps_logged=num_steps_logged(run.output / METRICS_FILE, start.step),
+                num_steps_logged=num_steps_logged(run.output / run_files.METRICS, start.step),
             )
             reporter.found = keep_findings(replay, controller.stop)
             with stop_on_signals(controller.stop, config.resume_command):
@@ -205,7 +196,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         "engine": engine,
         "tokens_per_second": reporter.tokens_per_second,
         "max_logprob_difference": reporter.max_logprob_difference,
-        **({"adapter": str(run.output / "policy")} if config.model.adapter.kind != "none" else {}),
+        **({"adapter": str(run.output / run_files.POLICY)} if config.model.adapter.kind != "none" else {}),
     }
 
 
@@ -233,7 +224,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 report=reporter.trained,
                 show_message=reporter.message,
                 first_step=start.step,
-                events=StepLog(run.output / EVENTS_FILE, start.step),
+                events=StepLog(run.output / run_files.EVENTS, start.step),
             )
             stopped: list[RunError] = []
 
@@ -443,10 +434,10 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
         resolved_config=to_tree(config),
     )
     log, num_logged = partial(CompletionsLog, tokenizer=load_tokenizer(run.model)), config.tracking.log_completions
-    completions = log(run.output / COMPLETIONS_FILE, num_groups=num_logged, first_step=start.step + 1)
+    completions = log(run.output / run_files.COMPLETIONS, num_groups=num_logged, first_step=start.step + 1)
     num_held_out = MAX_HELD_OUT if num_logged else 0  # the version that a run begins with is evaluated again
-    evaluations = log(run.output / EVALUATIONS_FILE, num_groups=num_held_out, first_step=start.step)
-    health = HealthWatch(config, read_rows(run.output / METRICS_FILE))
+    evaluations = log(run.output / run_files.EVALUATIONS, num_groups=num_held_out, first_step=start.step)
+    health = HealthWatch(config, read_rows(run.output / run_files.METRICS))
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, evaluations, health)
     reporter.start(config.algorithm.num_steps, start.step)
     gguf_line = describe_gguf(config.model.path)

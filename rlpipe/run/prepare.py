@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import create_once, held, is_held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
@@ -115,7 +116,7 @@ def open_output(run: Run, start: ResumePoint) -> Iterator[ResumePoint]:
         if _newest(run.config) != start.newest:
             start = read_resume_point(run.config)
         with naming_output(run.output):
-            write_whole(run.output / "config.yaml", to_yaml(run.config))
+            write_whole(run.output / run_files.CONFIG, to_yaml(run.config))
             mark_output(run.output)
         yield start
 
@@ -316,7 +317,7 @@ def _num_positions(model: ModelConfig) -> int | None:
 
 
 def _newest(config: Config) -> Path | None:
-    return latest(Path(config.output).absolute() / "checkpoints")
+    return latest(Path(config.output).absolute() / run_files.CHECKPOINTS)
 
 
 def set_others_aside(output: Path, start: ResumePoint) -> ResumePoint:
@@ -324,7 +325,7 @@ def set_others_aside(output: Path, start: ResumePoint) -> ResumePoint:
 
     To be called once nothing of the config or the data can prevent the run, by the holder of the output.
     """
-    folder = output / "checkpoints"
+    folder = output / run_files.CHECKPOINTS
     with naming_output(output):
         damaged_aside = set_damaged_aside(folder, newer_than=start.step)
         newer_aside = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
@@ -345,7 +346,7 @@ def read_resume_point(config: Config) -> ResumePoint:
     if (problem := why_not_writable(output)) is not None:
         raise _unwritable(output, problem)
     newest = _newest(config)
-    start = ResumePoint() if config.resume == "never" else _read_checkpoint(config, output / "checkpoints")
+    start = ResumePoint() if config.resume == "never" else _read_checkpoint(config, output / run_files.CHECKPOINTS)
     start = replace(start, newest=newest)
     if config.resume == "never":
         _check_is_new(output, ledger)
@@ -389,10 +390,10 @@ def _read_checkpoint(config: Config, folder: Path) -> ResumePoint:
 def ended_summary(config: Config, start: ResumePoint) -> dict[str, Any] | None:
     """Return the summary of the run if it has done all that the config asks for, or None."""
     output = Path(config.output)
-    if not start.step or not (output / "policy").is_dir():
+    if not start.step or not (output / run_files.POLICY).is_dir():
         return None
     try:
-        summary = json.loads((output / "summary.json").read_bytes())
+        summary = json.loads((output / run_files.SUMMARY).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     stopped = config.algorithm.stop_loss is not None and start.num_steps == config.algorithm.num_steps
@@ -413,7 +414,7 @@ def run_start(config: Config, start: ResumePoint) -> RunStart:
 
 
 def _check_is_new(output: Path, ledger: Path) -> None:
-    if any((output / "checkpoints").glob("step_*")) or (output == ledger.parent and ledger.exists()):
+    if any((output / run_files.CHECKPOINTS).glob("step_*")) or (output == ledger.parent and ledger.exists()):
         raise ConfigError(f"resume=never, but {output} holds an earlier run: choose another output, or remove it")
     if ledger.exists():
         raise ConfigError(f"resume=never, but {ledger} is of an earlier run: choose another name or ledger.folder")

@@ -11,12 +11,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import writing_path
 from rlpipe.configs.compose import list_groups, load_config, nested
 from rlpipe.configs.data_sources import SUFFIXES
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.run import pipeline
 from rlpipe.run.prepare import RewardLike, hold_output, naming_output
 
@@ -217,7 +217,7 @@ def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:
                 rows.to_parquet(str(temporary))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise DataError(f"dataset: these rows can't be stored as Parquet ({error})") from error
-        has_begun = (output / NAME).exists() or any(output.glob("checkpoints/step_*"))
+        has_begun = (output / run_files.LEDGER).exists() or any((output / run_files.CHECKPOINTS).glob("step_*"))
         if path.is_file() and has_begun and not _have_equal_rows(path, temporary):
             temporary.unlink()
             raise ConfigError(

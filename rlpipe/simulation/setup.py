@@ -17,6 +17,7 @@ import numpy as np
 from numpy.random import Generator, SeedSequence, default_rng
 from numpy.typing import NDArray
 
+from rlpipe.common import run_files
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import Config
@@ -253,7 +254,7 @@ def read_measured(run: Path) -> Measured:
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of the run's ``metrics.jsonl``, which has what is known only after a step; skip damaged ones."""
-    path, rows = folder / "metrics.jsonl", []
+    path, rows = folder / run_files.METRICS, []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
@@ -262,7 +263,7 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
 
 def read_run_config(run: Path) -> Config | None:
     """Return the config that a run was started with, or None if none is in its folder, or beside its ledger."""
-    path = (run if run.is_dir() else run.parent) / "config.yaml"
+    path = (run if run.is_dir() else run.parent) / run_files.CONFIG
     return load_config(file=path, need_files=False) if path.is_file() else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlpipe.common import run_files
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.tracking import health_measures as measures
 from rlpipe.tracking.health_measures import Measure, RunHistory, typical
@@ -66,8 +67,8 @@ RULES = (
         is_above=False,
         message="nearly no completion of the last 20 steps was rewarded (mean {value:.2g})",
         causes="a reward that does not recognize the answers, or a task that is too hard for this model",
-        fix="read completions.jsonl, test the reward on them, show the format in the prompt, or start from a model "
-        "that is right sometimes",
+        fix=f"read {run_files.COMPLETIONS}, test the reward on them, show the format in the prompt, or start from a "
+        "model that is right sometimes",
     ),
     HealthRule(
         name="low_reward",
@@ -76,7 +77,7 @@ RULES = (
         is_above=False,
         message="only {value:.0%} of the completions earn the reward {subject}, which did not rise in 50 steps",
         causes="a reward function that does not recognize the answers, or an aim that the policy never reaches",
-        fix="the function on its own, with texts of completions.jsonl; partial credit; an example in the prompt",
+        fix=f"the function on its own, with texts of {run_files.COMPLETIONS}; partial credit; an example in the prompt",
     ),
     HealthRule(
         name="reward_falls",

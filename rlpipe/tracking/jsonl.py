@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlpipe.common import run_files
 from rlpipe.common.formatting import printable
 from rlpipe.data.render.messages import content_text
 from rlpipe.replay.ledger.query import GroupRow
@@ -22,13 +23,8 @@ from rlpipe.tracking.completion_table import CompletionTable
 from rlpipe.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
-"""Answers to held-out prompts, in the form of the completions; a version's rows have its number as their step."""
 MAX_HELD_OUT = 100
 """Held-out prompts whose answers are logged, the same ones at each evaluation."""
-EVENTS_FILE = "events.jsonl"
-"""Events of a run that has no ledger, which keeps those of others."""
 FOLDERS_UP = 3
 """Levels from a checkpoint's ledger up to the run's folder, and one more."""
 
@@ -216,7 +212,7 @@ class LoggedTexts:
 
     def __init__(self, run: Path) -> None:
         folders = [run.absolute(), *run.absolute().parents[:FOLDERS_UP]]
-        self._file = next((file for folder in folders if (file := folder / COMPLETIONS_FILE).is_file()), None)
+        self._file = next((file for folder in folders if (file := folder / run_files.COMPLETIONS).is_file()), None)
         self._steps: dict[int, list[dict[str, Any]]] = {}
 
     def rollouts(self, row: GroupRow) -> list[dict[str, Any]]:

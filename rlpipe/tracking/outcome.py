@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import write_whole
 from rlpipe.common.formatting import without_password
 from rlpipe.common.imports import one_line
 from rlpipe.errors import Interrupted
 
-OUTCOME_FILE = "outcome.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 MAX_EARLIER = 50
 """Earlier commands that are kept."""
@@ -60,13 +60,13 @@ def recorded_outcome(output: Path) -> Iterator[None]:
 
 def _write(output: Path, outcome: RunOutcome) -> None:
     with suppress(OSError):
-        write_whole(output / OUTCOME_FILE, json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
+        write_whole(output / run_files.OUTCOME, json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
 
 
 def read_outcome(output: Path) -> RunOutcome | None:
     """Return how the latest command of a run ended; None if nothing, or nothing readable, was recorded."""
     try:
-        record = json.loads((output / OUTCOME_FILE).read_bytes())
+        record = json.loads((output / run_files.OUTCOME).read_bytes())
         return RunOutcome(**{**record, "earlier": [RunOutcome(**entry) for entry in record.get("earlier", ())]})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None

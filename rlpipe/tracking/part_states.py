@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import write_whole
-
-PARTS_FILE = "parts.json"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -36,13 +35,13 @@ def write_parts(output: Path, parts: Iterable[PartState]) -> None:
     """Replace the file; what can't be written, on a full disk for example, is not."""
     record = {"time": time.time(), "parts": [asdict(part) for part in parts]}
     with suppress(OSError):
-        write_whole(output / PARTS_FILE, json.dumps(record, ensure_ascii=False) + "\n")
+        write_whole(output / run_files.PARTS, json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_parts(output: Path) -> tuple[float, list[PartState]] | None:
     """Return when the parts were seen last (seconds since 1970), and their states; None if nothing is recorded."""
     try:
-        record = json.loads((output / PARTS_FILE).read_bytes())
+        record = json.loads((output / run_files.PARTS).read_bytes())
         return float(record["time"]), [PartState(**part) for part in record["parts"]]
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None

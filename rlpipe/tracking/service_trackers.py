@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from uuid import uuid4
 
+from rlpipe.common import run_files
 from rlpipe.tracking.completion_table import COMPLETIONS, CompletionTable
 
-WANDB_ID_FILE, MLFLOW_ID_FILE, TRACKIO_NAME_FILE = "wandb_run_id.txt", "mlflow_run_id.txt", "trackio_run_name.txt"
 MAX_PARAMETER_CHARS = 500
 """Characters of a parameter's value, of which MLflow takes no more."""
 MAX_NAME_CHARS = 250
@@ -33,7 +33,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=project,
             name=run_name,
-            id=_stored_id(output / WANDB_ID_FILE, lambda: uuid4().hex[:8]),
+            id=_stored_id(output / run_files.WANDB_ID, lambda: uuid4().hex[:8]),
             resume="allow",
             mode=cast(Literal["online", "offline"], mode),
             dir=str(output),
@@ -71,7 +71,7 @@ class MlflowTracker:
         output.mkdir(parents=True, exist_ok=True)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            uri = (output.absolute() / "mlruns").as_uri()
+            uri = (output.absolute() / run_files.MLRUNS).as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
         self._client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
@@ -82,7 +82,7 @@ class MlflowTracker:
             run_id: str = self._client.create_run(experiment, run_name=run_name).info.run_id
             return run_id
 
-        self._id = _stored_id(output / MLFLOW_ID_FILE, create)
+        self._id = _stored_id(output / run_files.MLFLOW_ID, create)
         self._client.update_run(self._id, status="RUNNING")
         existing = self._client.get_run(self._id).data.params.keys()
         parameters = {_mlflow_name(key): str(value)[:MAX_PARAMETER_CHARS] for key, value in leaves(config)}
@@ -128,7 +128,7 @@ class TrackioTracker:
         from rlpipe.configs.options import leaves
 
         output.mkdir(parents=True, exist_ok=True)
-        name = _stored_id(output / TRACKIO_NAME_FILE, lambda: f"{run_name}-{uuid4().hex[:8]}")
+        name = _stored_id(output / run_files.TRACKIO_NAME, lambda: f"{run_name}-{uuid4().hex[:8]}")
         self._run = trackio.init(project=project, name=name, config=dict(leaves(config)), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

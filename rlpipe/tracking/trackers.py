@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlpipe.common import run_files
 from rlpipe.common.formatting import HIDDEN, without_password
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.root_config import TrackingConfig
@@ -92,9 +93,10 @@ class BackgroundTracker:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning(
-                "%s tracking has not ended within %g s, and may lack steps; metrics.jsonl has all",
+                "%s tracking has not ended within %g s, and may lack steps; %s has all",
                 self._name,
                 CLOSE_TIMEOUT_S,
+                run_files.METRICS,
             )
 
     def _run(self) -> None:
@@ -129,7 +131,7 @@ def open_trackers(
     of it and of later steps is dropped, so that no step appears twice. A tracker other than JSONL that can't be
     opened, or that fails, costs a warning.
     """
-    jsonl = JsonlTracker(output / "metrics.jsonl", first_step)
+    jsonl = JsonlTracker(output / run_files.METRICS, first_step)
 
     def open_service(kind: Callable[..., Tracker], **options: str) -> Callable[[], Tracker]:
         return lambda: kind(
@@ -137,7 +139,7 @@ def open_trackers(
         )
 
     optional: dict[str, tuple[bool, Callable[[], Tracker]]] = {
-        "TensorBoard": (config.tensorboard, partial(TensorBoardTracker, output / "tensorboard", first_step)),
+        "TensorBoard": (config.tensorboard, partial(TensorBoardTracker, output / run_files.TENSORBOARD, first_step)),
         "W&B": (config.wandb, open_service(WandbTracker, mode=config.wandb_mode)),
         "MLflow": (config.mlflow, open_service(MlflowTracker)),
         "Trackio": (config.trackio, open_service(TrackioTracker)),

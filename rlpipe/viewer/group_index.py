@@ -17,12 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import write_ahead
 from rlpipe.common.formatting import storable
 from rlpipe.data.render.messages import content_text
 from rlpipe.replay.ledger.database import DECODING_ERRORS, stored_prompt
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, rows_after
+from rlpipe.tracking.jsonl import rows_after
 from rlpipe.types import NO_VERSION, RolloutStatus
 
 BATCH = 2000
@@ -293,7 +294,7 @@ class _IndexUpdate:
     def _read_completions(self) -> None:
         """Add what the log of completions has of groups whose records were dropped before they were read."""
         missing = "SELECT 1 FROM entries WHERE group_id = ? AND prompt IS NULL"
-        for rows in self._new_rows(COMPLETIONS_FILE):
+        for rows in self._new_rows(run_files.COMPLETIONS):
             for group_id, rollouts in groupby(rows, _group_of):
                 if self._connection.execute(missing, (group_id,)).fetchone():
                     entries = [*rollouts]
@@ -301,7 +302,7 @@ class _IndexUpdate:
 
     def _read_evaluations(self) -> None:
         """Add the answers to held-out prompts; of two evaluations of a version the later one counts."""
-        for rows in self._new_rows(EVALUATIONS_FILE, table="held_out"):
+        for rows in self._new_rows(run_files.EVALUATIONS, table="held_out"):
             self._connection.executemany(
                 "INSERT INTO held_out (version, prompt, prompt_id, reward, row) VALUES (?, ?, ?, ?, ?)"
                 " ON CONFLICT DO UPDATE SET reward = excluded.reward, row = excluded.row",

@@ -9,14 +9,12 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import user_cache
 from rlpipe.errors import DataError
-from rlpipe.replay.ledger.database import NAME
-from rlpipe.tracking.jsonl import METRICS_FILE
 from rlpipe.viewer.group_index import SCHEMA
 
-CONFIG_FILE = "config.yaml"
-MARKS = (CONFIG_FILE, METRICS_FILE, NAME)
+MARKS = (run_files.CONFIG, run_files.METRICS, run_files.LEDGER)
 """Files by which a folder is known as a run's, or as a checkpoint's."""
 DEPTH = 3
 """Levels below a folder at which runs are looked for."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlpipe.common import run_files
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
@@ -35,7 +36,7 @@ def open_tokenizer(model: ModelConfig, run: Path, *, trusted: bool) -> Any:
 
     A tokenizer's own code is executed only if it is ``trusted``, and the run's config allows it.
     """
-    folders = [Path(model.tokenizer or model.path).expanduser(), run / "policy"]
+    folders = [Path(model.tokenizer or model.path).expanduser(), run / run_files.POLICY]
     runs_custom_code = model.trust_remote_code and trusted
     with reading_files("its tokens can't be decoded", "fix the run's config or the tokenizer", error=ModelError):
         from rlpipe.data.render.processor import check_ids, load_tokenizer

@@ -17,22 +17,30 @@ from typing import Any
 import psutil
 import yaml
 
+from rlpipe.common import run_files
 from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
 from rlpipe.replay.ledger.run_ledger import Ledger
-from rlpipe.tracking.jsonl import COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, LoggedTexts
-from rlpipe.tracking.outcome import OUTCOME_FILE, RUNNING, RunOutcome, read_outcome
-from rlpipe.tracking.part_states import PARTS_FILE, read_parts
+from rlpipe.tracking.jsonl import LoggedTexts
+from rlpipe.tracking.outcome import RUNNING, RunOutcome, read_outcome
+from rlpipe.tracking.part_states import read_parts
 from rlpipe.viewer import run_events
 from rlpipe.viewer.group_detail import MAX_TOKENS, describe_group, describe_logged, describe_texts
 from rlpipe.viewer.group_index import GroupIndex, shown_start
 from rlpipe.viewer.group_query import GroupPage, GroupQuery, count_groups, find_choices, find_page
 from rlpipe.viewer.metric_series import MetricSeries
-from rlpipe.viewer.run_folders import CONFIG_FILE, distinct_names, find_runs, index_path
+from rlpipe.viewer.run_folders import distinct_names, find_runs, index_path
 from rlpipe.viewer.run_tokenizer import open_tokenizer
 
-FILES = (METRICS_FILE, OUTCOME_FILE, PARTS_FILE, COMPLETIONS_FILE, EVALUATIONS_FILE, EVENTS_FILE)
+FILES = (
+    run_files.METRICS,
+    run_files.OUTCOME,
+    run_files.PARTS,
+    run_files.COMPLETIONS,
+    run_files.EVALUATIONS,
+    run_files.EVENTS,
+)
 HELD_OUT = "HELD OUT"
 """State of an answer to a held-out prompt, which is in no ledger."""
 SILENT = "silent"
@@ -57,7 +65,7 @@ class ViewedRun:
     def __init__(self, path: Path, name: str, *, trusted: bool = False) -> None:
         self.path, self.name, self._trusted = path, name, trusted
         self.folder = path if path.is_dir() else path.parent
-        self.series = MetricSeries(self.folder / METRICS_FILE)
+        self.series = MetricSeries(self.folder / run_files.METRICS)
         self.index: GroupIndex | None = None
         self.why_no_ledger = ""
         self._ledger_path: Path | None = None
@@ -169,7 +177,7 @@ class ViewedRun:
             "tokens_per_second": self.series.latest("tokens_per_second"),
             "num_groups": 0 if index is None else index.num_groups,
             "num_indexed": 0 if index is None else index.num_indexed,
-            "has_evaluations": (self.folder / EVALUATIONS_FILE).is_file(),
+            "has_evaluations": (self.folder / run_files.EVALUATIONS).is_file(),
             "problem": self.problem,
             "why_no_ledger": self.why_no_ledger if index is None else "",
         }
@@ -192,7 +200,7 @@ class ViewedRun:
                 section = ledger.get("config")["algorithm"]
         if section is None:  # a run on rows has no ledger
             with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-                section = yaml.safe_load((self.folder / CONFIG_FILE).read_text())["algorithm"]
+                section = yaml.safe_load((self.folder / run_files.CONFIG).read_text())["algorithm"]
         self._cached_algorithm = section
         return section if isinstance(section, Mapping) else {}
 
@@ -259,7 +267,7 @@ class ViewedRun:
     @property
     def _events_log(self) -> Path | None:
         """The file with the events of a run without a ledger."""
-        log = self.folder / EVENTS_FILE
+        log = self.folder / run_files.EVENTS
         is_on_rows = self._algorithm.get("kind", "rl") != "rl"  # one without any event has no file of them
         return log if self.index is None and (log.is_file() or is_on_rows) else None
 
@@ -324,7 +332,7 @@ class ViewedRun:
         if group is None:
             logged = LoggedTexts(self.folder).rollouts(row)
             tree = describe_logged(row, logged) if logged else describe_group(row, None, None)
-            note = row.why_no_tokens + (f"; its texts are from {COMPLETIONS_FILE}" if logged else "")
+            note = row.why_no_tokens + (f"; its texts are from {run_files.COMPLETIONS}" if logged else "")
             return {**tree, "why_no_tokens": note}
         tokenizer, problem = self._find_tokenizer()
         return {

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.common.run_files import LEDGER
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, ReplayPolicyConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.buffer import GroupTicket
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.replay.store import Outcome, ReplayStore
 from rlpipe.scoring.scorer import GroupScores
@@ -79,7 +79,7 @@ def open_store(
 ) -> ReplayStore:
     """Open a store on the ledger in ``folder``, which is created if it is missing."""
     return ReplayStore(
-        Ledger(folder / NAME, keep_steps=keep_steps),
+        Ledger(folder / LEDGER, keep_steps=keep_steps),
         algorithm=AlgorithmConfig(
             groups_per_step=groups_per_step,
             num_steps=num_steps,

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replay_cases import REWARD, group, open_store
 
+from rlpipe.common.run_files import LEDGER
 from rlpipe.configs.schema.root_config import ReplayConfig, WeightsConfig
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.buffer import Admission, GroupTicket, Rerolls
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState, Ledger
 from rlpipe.replay.step_queue import StepReport
@@ -91,7 +91,7 @@ class Schedule(RuleBasedStateMachine):
 
     @property
     def path(self) -> Path:
-        return Path(self.folder.name) / NAME
+        return Path(self.folder.name) / LEDGER
 
     @property
     def ledger(self) -> Ledger:

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.processes import find_processes
+from rlpipe.common.run_files import LEDGER
 from rlpipe.replay.ledger.audit import audit
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 
 HANGS_S = 300
@@ -80,7 +80,7 @@ def wait_for_step(driver: subprocess.Popen[bytes], metrics: Path, step: int) -> 
 
 
 def ledger_of(output: Path) -> Ledger:
-    return Ledger(output / NAME, read_only=True)
+    return Ledger(output / LEDGER, read_only=True)
 
 
 def assert_accounts_add_up(output: Path, *, num_steps: int, groups_per_step: int) -> None:

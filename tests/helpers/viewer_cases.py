@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rlpipe.common.run_files import EVALUATIONS, LEDGER
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.buffer import GroupTicket
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.tracking.jsonl import EVALUATIONS_FILE, JsonlTracker, StepLog
+from rlpipe.tracking.jsonl import JsonlTracker, StepLog
 from rlpipe.tracking.outcome import recorded_outcome
 from rlpipe.tracking.part_states import PartState, write_parts
 from rlpipe.types import NO_VERSION, EpisodeTrace, HalfArray, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus
@@ -87,7 +87,7 @@ class ViewerRun:
         TOKENIZER.save(str(self.folder / "policy" / "tokenizer.json"))
         config = config_of(self.folder, self.num_steps)
         (self.folder / "config.yaml").write_text(json.dumps(config))
-        self.ledger = Ledger(self.folder / NAME)
+        self.ledger = Ledger(self.folder / LEDGER)
         self.ledger.set(run_id=uuid4().hex, config=config)
         self._metrics = JsonlTracker(self.folder / "metrics.jsonl", 0)
 
@@ -147,7 +147,7 @@ class ViewerRun:
             }
             for place in range(num_prompts)
         ]
-        StepLog(self.folder / EVALUATIONS_FILE, self.step).append(self.step, rows)
+        StepLog(self.folder / EVALUATIONS, self.step).append(self.step, rows)
         return self
 
     def end(self) -> ViewerRun:

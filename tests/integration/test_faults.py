@@ -17,8 +17,8 @@ from run_cases import SIX_STEPS, read_adapter, run_options, trained_steps
 
 from rlpipe import cli
 from rlpipe.common.atomic_io import RESERVE
+from rlpipe.common.run_files import LEDGER
 from rlpipe.learner.checkpoint_files import RECORD, list_checkpoints
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 from rlpipe.tracking.jsonl import read_rows
 
@@ -91,7 +91,7 @@ def checkpoint_names(output: Path) -> list[str]:
 
 def assert_accounts(output: Path, num_steps: int) -> None:
     """Check that each of the four groups of every step is trained, and that nothing is left open."""
-    ledger = Ledger(output / NAME, read_only=True)
+    ledger = Ledger(output / LEDGER, read_only=True)
     trained = ledger.rows("SELECT step, count(*) FROM groups WHERE state = 'TRAINED' GROUP BY step")
     assert trained == [(step, 4) for step in range(num_steps)]
     assert ledger.counts().keys() == {GroupState.TRAINED, GroupState.DISCARDED}
@@ -130,7 +130,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         for step in (4, 6):
             assert f"the checkpoint after step {step} can't be written, the last complete one is kept" in printed
         assert "[Errno 28] the disk has " in printed
-        events = Ledger(output / NAME, read_only=True).events()
+        events = Ledger(output / LEDGER, read_only=True).events()
         assert [event.message in printed for event in events if event.kind == "checkpoint"] == [True, True]
         assert checkpoint_names(output) == ["step_000002"]
         assert not list((output / "checkpoints").glob(".*")), "nothing half written is left"
@@ -144,7 +144,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         further = options(output, "algorithm.num_steps=100")
         error = refusal(further, capsys, code=1)
         filling.join()
-        assert f"the ledger {output / NAME} can't be used: database or disk is full" in error
+        assert f"the ledger {output / LEDGER} can't be used: database or disk is full" in error
 
         # No room at all: nothing is started or changed.
         before = hashes(output)
@@ -170,7 +170,7 @@ def test_damaged_checkpoints_are_set_aside_for_the_one_before(
     printed = capsys.readouterr().out
     assert f"({largest.name} has {size // 2} of {size} bytes); it is now {checkpoints}/step_000006.damaged" in printed
     assert f"(it has no complete {RECORD}); it is now {checkpoints}/step_000004.damaged" in printed
-    assert f"{finished / NAME} continues to step 6; it is now {finished}/ledger-1.sqlite, and the one in" in printed
+    assert f"{finished / LEDGER} continues to step 6; it is now {finished}/ledger-1.sqlite, and the one in" in printed
     assert f"resuming from {checkpoints}/step_000002, after step 2" in printed
     assert (checkpoints / "step_000006.damaged" / largest.name).stat().st_size == size // 2
     assert_accounts(finished, 6)
@@ -193,10 +193,10 @@ def test_without_a_whole_checkpoint_nothing_is_touched(
 def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
     options: Options, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Ledger(finished / NAME).close()  # merges its log into the file
-    content = bytearray((finished / NAME).read_bytes())
+    Ledger(finished / LEDGER).close()  # merges its log into the file
+    content = bytearray((finished / LEDGER).read_bytes())
     content[4096 * 2 : 4096 * 3] = b"\xff" * 4096
-    (finished / NAME).write_bytes(content)
+    (finished / LEDGER).write_bytes(content)
     before = hashes(finished)
     changed = options(finished, "algorithm.num_steps=8", "learner.optimizer.lr=0.5", "seed=3")
     error = refusal(changed, capsys)
@@ -204,7 +204,7 @@ def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
     assert hashes(finished) == before
 
     assert cli.main(["train", *changed, "resume_changes=allow"]) == 0
-    assert f"{finished / NAME} is damaged (" in capsys.readouterr().out
+    assert f"{finished / LEDGER} is damaged (" in capsys.readouterr().out
     assert (finished / "ledger-1.sqlite").read_bytes() == bytes(content)
     assert_accounts(finished, 8)
 
@@ -213,12 +213,12 @@ def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
 def test_the_ledger_of_another_run_is_refused(
     options: Options, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = Ledger(finished / NAME)
+    other = Ledger(finished / LEDGER)
     other.set(run_id="another")
     other.close()
     before = hashes(finished)
     error = refusal(options(finished), capsys)
-    assert f"{finished / NAME} belongs to another run (another) than {finished}/checkpoints/step_000006" in error
+    assert f"{finished / LEDGER} belongs to another run (another) than {finished}/checkpoints/step_000006" in error
     assert hashes(finished) == before
 
 
@@ -227,7 +227,7 @@ def test_two_runs_with_one_name_do_not_share_a_ledger(
     options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared = [f"ledger.folder={tmp_path}/ledgers", "name=sums", "algorithm.num_steps=1", "checkpoint.every_steps=0"]
-    one, two, path = tmp_path / "one", tmp_path / "two", tmp_path / "ledgers" / "sums" / NAME
+    one, two, path = tmp_path / "one", tmp_path / "two", tmp_path / "ledgers" / "sums" / LEDGER
     assert cli.main(["train", *options(one, *shared)]) == 0
     before = hashes(tmp_path)
     error = refusal(options(two, *shared), capsys)

@@ -9,8 +9,8 @@ import pytest
 from run_cases import largest_difference, make_config, read_adapter, trained_steps
 
 import rlpipe
+from rlpipe.common.run_files import LEDGER
 from rlpipe.replay.ledger.audit import audit
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import reading
 
 pytestmark = pytest.mark.ray
@@ -24,7 +24,7 @@ def write(path: Path, name: str, count: int) -> Path:
 
 def trained_rows(output: Path) -> list[tuple[int, int, int]]:
     """Return the position, prompt and step of every trained group."""
-    with reading(output / NAME) as ledger:
+    with reading(output / LEDGER) as ledger:
         assert audit(ledger).problems == []
         return ledger.rows("SELECT position, prompt_id, step FROM groups WHERE state = 'TRAINED' ORDER BY position")
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 import rlpipe
 from rlpipe.common.atomic_io import file_digest
+from rlpipe.common.run_files import LEDGER
 from rlpipe.replay.ledger.audit import audit
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger
 
 pytestmark = pytest.mark.ray
@@ -126,7 +126,7 @@ def test_sampled_pairs_train_with_functions_of_ones_own_and_replayed_groups(
     assert sum(step["groups/replayed"] for step in steps) > 0
     assert [step["groups/rerolled"] for step in steps[:2]] == [0, 0], "too early"
     assert sum(step["groups/rerolled"] for step in steps) > 0
-    ledger = Ledger(output / NAME, read_only=True)
+    ledger = Ledger(output / LEDGER, read_only=True)
     assert not audit(ledger).problems
     ledger.close()
     recorded = rlpipe.load_config(file=output / "config.yaml").algorithm

@@ -16,9 +16,9 @@ from signal_cases import assert_accounts_add_up, ledger_of, signals, steps_done
 
 import rlpipe
 from benchmarks.processes import find_processes
+from rlpipe.common.run_files import LEDGER
 from rlpipe.errors import EngineFailed, LearnerFailed
 from rlpipe.replay.ledger.audit import audit
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.run.cluster import placement_groups
 
@@ -110,7 +110,7 @@ def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(
     failure.join()
     expected, adapter = read_adapter(undisturbed_run / "policy"), read_adapter(output / "policy")
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
-    resume_state = audit(Ledger(disk / "moved" / NAME, read_only=True))
+    resume_state = audit(Ledger(disk / "moved" / LEDGER, read_only=True))
     assert resume_state.finished
     assert not resume_state.problems
 

@@ -20,8 +20,8 @@ from signal_cases import HANGS_S, ledger_of, signals, start_driver, wait_for_ste
 import rlpipe
 from benchmarks.processes import find_processes
 from rlpipe import cli
+from rlpipe.common.run_files import LEDGER
 from rlpipe.learner.step import WINDOW
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.run.controller import ROW_CHANGED
 
@@ -196,7 +196,7 @@ def test_completions_of_rows_that_have_changed_are_not_scored_against_the_new_on
     options = run_options(tiny_policy, rows, output, *reward, *sizes, "tracking.log_completions=100")
     driver = start_driver(options, cluster_environment, log)
     deadline = time.monotonic() + HANGS_S
-    while not (output / NAME).exists() or ledger_of(output).counts().get(GroupState.GENERATED, 0) < 8:
+    while not (output / LEDGER).exists() or ledger_of(output).counts().get(GroupState.GENERATED, 0) < 8:
         assert driver.poll() is None, log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.1)

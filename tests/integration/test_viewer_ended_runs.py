@@ -17,10 +17,11 @@ from browser_cases import opened, served, show
 from playwright.sync_api import Browser, expect
 from viewer_cases import ViewerRun, recorded_outcome_of
 
+from rlpipe.common.run_files import EVENTS, OUTCOME
 from rlpipe.errors import RunError
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
-from rlpipe.tracking.jsonl import EVENTS_FILE, JsonlTracker, StepLog
-from rlpipe.tracking.outcome import OUTCOME_FILE, RunOutcome
+from rlpipe.tracking.jsonl import JsonlTracker, StepLog
+from rlpipe.tracking.outcome import RunOutcome
 from rlpipe.tracking.part_states import PartState, write_parts
 from rlpipe.viewer.exported_page import write_page
 from rlpipe.viewer.viewed_run import ViewedRun
@@ -57,7 +58,7 @@ def write_empty_run(folder: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(20)
     outcome = RunOutcome(state="running", host=socket.gethostname(), pid=ended.pid, began_at=time.time() - 60)
-    (folder / OUTCOME_FILE).write_text(json.dumps(asdict(outcome)))
+    (folder / OUTCOME).write_text(json.dumps(asdict(outcome)))
 
 
 def write_run_on_rows(folder: Path) -> None:
@@ -67,7 +68,7 @@ def write_run_on_rows(folder: Path) -> None:
         for step in range(1, 5):
             tracker.log(step, {"loss": 1 / step, "time/step": 2.0})
         event = LedgerEvent(number=0, time=time.time(), kind="death", subject="rank 1", message="rank 1 died: killed")
-        StepLog(folder / EVENTS_FILE, 0).append(2, [asdict(event)])
+        StepLog(folder / EVENTS, 0).append(2, [asdict(event)])
         write_parts(folder, [PartState(kind="rank", name="rank 0", state="in a step", step=4, heard_s=2.0)])
 
 

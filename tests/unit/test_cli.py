@@ -18,8 +18,8 @@ from rlpipe import cli
 from rlpipe.algorithms.surrogates import SURROGATES
 from rlpipe.commands import runs
 from rlpipe.common.atomic_io import file_digest
+from rlpipe.common.run_files import LEDGER
 from rlpipe.errors import ConfigError, InputError, RunError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.tracking.progress import PlainProgress, print_summary
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
@@ -326,7 +326,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     assert "prompts    19: 10 TRAINED, 6 DISCARDED, 3 skipped\n" in text
     assert "            2  compared after the last step, not trained\n" in text
     assert "FAILS" not in text
-    with sqlite3.connect(run / NAME) as connection:
+    with sqlite3.connect(run / LEDGER) as connection:
         connection.execute("DELETE FROM groups WHERE group_id = 5")
         connection.execute("UPDATE groups SET reason = NULL WHERE group_id = 10")
     assert cli.main(["audit", str(run)]) == 3
@@ -335,7 +335,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     assert "         epoch 0, position 5\n" in streams.out
     assert "         group 10, DISCARDED, without a reason\n" in streams.out
     assert streams.err.count("\n") == 1
-    assert f"rlpipe: error: the ledger {run / NAME} is inconsistent; failed checks: every position" in streams.err
+    assert f"rlpipe: error: the ledger {run / LEDGER} is inconsistent; failed checks: every position" in streams.err
     assert cli.main(["audit", str(run), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [
@@ -353,12 +353,12 @@ def test_a_ledger_that_can_not_be_read_is_named(
         [command, str(tmp_path)], capsys
     )
     assert "nothing.sqlite does not exist" in fails([command, str(tmp_path / "nothing.sqlite")], capsys)
-    content = bytearray((run / NAME).read_bytes())
+    content = bytearray((run / LEDGER).read_bytes())
     content[:4096] = b"\xff" * 4096
-    (run / NAME).write_bytes(content)
-    assert f"the ledger {run / NAME} " in fails([command, str(run)], capsys)
-    (run / NAME).write_bytes(b"")
-    assert str(run / NAME) in fails([command, str(run)], capsys)
+    (run / LEDGER).write_bytes(content)
+    assert f"the ledger {run / LEDGER} " in fails([command, str(run)], capsys)
+    (run / LEDGER).write_bytes(b"")
+    assert str(run / LEDGER) in fails([command, str(run)], capsys)
 
 
 @pytest.mark.parametrize("command", ["audit", "inspect"])

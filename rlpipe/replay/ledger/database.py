@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import check_room
 from rlpipe.common.formatting import storable
 from rlpipe.data.render.messages import content_text
@@ -220,7 +221,6 @@ def _optional_number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-NAME = "ledger.sqlite"
 NO_LEDGER = "it has no tables of a ledger"
 SCHEMA_VERSION, WITH_EPISODES = 1, 2
 """Versions of the records: those of ledgers without episodes, and with them."""
@@ -342,8 +342,8 @@ class Database:
     def damaged(self, problem: str) -> LedgerDamaged:
         """Return the error that says what is damaged, and what to do."""
         return LedgerDamaged(
-            f"the ledger {self.path} is damaged ({problem}): use the copy, {NAME}, in one of its run's checkpoints, or "
-            "begin a new run with another output",
+            f"the ledger {self.path} is damaged ({problem}): use the copy, {run_files.LEDGER}, in one of its "
+            "run's checkpoints, or begin a new run with another output",
             problem,
         )
 

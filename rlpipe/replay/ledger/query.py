@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlpipe.common import run_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import DataError, LedgerDamaged, LedgerError
-from rlpipe.replay.ledger.database import NAME, SCHEMA, SETTINGS, stored_prompt
+from rlpipe.replay.ledger.database import SCHEMA, SETTINGS, stored_prompt
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger, LedgerEvent
 from rlpipe.types import NO_VERSION, ChatMessages
 
@@ -31,7 +32,7 @@ FINITE, IN_CALENDAR = "-1.7976931348623157e308 AND 1.7976931348623157e308", "0 A
 
 def ledger_path(output: Path, name: str, folder: str | None) -> Path:
     """Return the ledger's path on the replay actor's machine, for the run ``name``; ``folder`` is ``ledger.folder``."""
-    return (output if folder is None else Path(folder) / name).absolute() / NAME
+    return (output if folder is None else Path(folder) / name).absolute() / run_files.LEDGER
 
 
 def find_ledger(run: Path) -> Path:
@@ -40,7 +41,7 @@ def find_ledger(run: Path) -> Path:
         return run
     if not run.is_dir():
         raise DataError(f"{run} does not exist: {WANTED}")
-    config = _read_config(run / "config.yaml")
+    config = _read_config(run / run_files.CONFIG)
     folder = config.get("ledger", {}).get("folder")
     path = ledger_path(run, str(config.get("name")), folder)
     if path.is_file():
@@ -50,9 +51,9 @@ def find_ledger(run: Path) -> Path:
     if folder is not None:
         raise DataError(
             f"the ledger {path} (ledger.folder) is not on this machine: inspect it on the replay actor's machine, or "
-            f"specify a checkpoint in {run / 'checkpoints'}, which has a copy"
+            f"specify a checkpoint in {run / run_files.CHECKPOINTS}, which has a copy"
         )
-    raise DataError(f"{run} has no {NAME}: {WANTED}")
+    raise DataError(f"{run} has no {run_files.LEDGER}: {WANTED}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} can't be read: {' '.join(str(error).split())}") from None
     sections = [tree.get(name, {}) for name in ("ledger", "algorithm")] if isinstance(tree, dict) else []
     if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in sections):
-        raise DataError(f"{path} holds no options: it is not the config.yaml of a run")
+        raise DataError(f"{path} holds no options: it is not the {run_files.CONFIG} of a run")
     return {str(key): value for key, value in tree.items()}
 
 

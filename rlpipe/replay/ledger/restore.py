@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import why_not_writable, write_whole, writing_path
 from rlpipe.configs.options import changed_options
 from rlpipe.data.sources.row_source import check_num_rows
 from rlpipe.errors import ConfigError, LedgerDamaged, LedgerError
-from rlpipe.replay.ledger.database import NAME, NO_LEDGER
+from rlpipe.replay.ledger.database import NO_LEDGER
 from rlpipe.replay.ledger.query import damage
 from rlpipe.replay.ledger.run_ledger import Ledger
 
 COMPANIONS = ("-wal", "-shm")
 """Suffixes of SQLite's files beside a database."""
-OUTPUT_ID = "output_id.txt"
-"""File with the random id of an output folder, which its ledger records; both move together."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -64,9 +63,9 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     reason = why_unusable(path, start)
     if reason is not None:
         assert start.checkpoint is not None, "without a checkpoint, there is no other ledger"
-        with closing(Ledger(start.checkpoint / NAME, read_only=True, at_rest=True)) as copy:
+        with closing(Ledger(start.checkpoint / run_files.LEDGER, read_only=True, at_rest=True)) as copy:
             _check_num_rows(copy, start, path)
-        aside = _replace(path, start.checkpoint / NAME)
+        aside = _replace(path, start.checkpoint / run_files.LEDGER)
         moved = "" if aside is None else f"; it is now {aside}, and"
         messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} replaces it")
     ledger = Ledger(path, keep_steps=keep_steps)
@@ -111,7 +110,7 @@ def why_unusable(path: Path, start: RunStart) -> str | None:
             f"{path} {reason}, and there is no checkpoint to resume from: put a backup in its place, or choose another "
             "output and, with ledger.folder, another name"
         )
-    copy = start.checkpoint / NAME
+    copy = start.checkpoint / run_files.LEDGER
     problem = damage(copy) if copy.exists() else "it is missing"
     if problem is not None:
         raise ConfigError(f"{path} {reason}, and {copy} can't replace it: {problem}; resume from another checkpoint")
@@ -164,13 +163,13 @@ def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 def mark_output(output: Path) -> None:
     """Give the output folder an id, if it has none yet."""
     if not output_id(output):
-        write_whole(output / OUTPUT_ID, uuid4().hex)
+        write_whole(output / run_files.OUTPUT_ID, uuid4().hex)
 
 
 def output_id(output: Path) -> str:
     """Return the id of the output folder, or an empty text if it has none."""
     try:
-        return (output / OUTPUT_ID).read_text(errors="replace").strip()
+        return (output / run_files.OUTPUT_ID).read_text(errors="replace").strip()
     except OSError:
         return ""
 

@@ -20,11 +20,11 @@ from ledger_cases import Run
 from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe import cli
+from rlpipe.common.run_files import LEDGER
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.models.tiny_model import make_tiny_policy
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import Feed, GroupFilter, Row, find_groups, find_steps, to_tree
 from rlpipe.replay.ledger.run_ledger import Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
@@ -120,7 +120,7 @@ def test_steps_and_events_have_tables_of_their_own(finished: Path, capsys: pytes
 
 
 def test_metrics_that_are_not_numbers_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Ledger(tmp_path / NAME).complete(StepReport(step=0, metrics={"loss": float("nan"), "reward": 0.5}))
+    Ledger(tmp_path / LEDGER).complete(StepReport(step=0, metrics={"loss": float("nan"), "reward": 0.5}))
     (line,) = printed([str(tmp_path), "--steps", "--json"], capsys)
     assert json.loads(line)["metrics"] == {"loss": None, "reward": 0.5}
     assert " nan" in printed([str(tmp_path), "--steps"], capsys)[1]
@@ -135,7 +135,7 @@ def trained_group(folder: Path, model: Path) -> Path:
         if tokenizer is not None:
             rollout.token_ids[2:] = tokenizer.encode(text, add_special_tokens=False)
     one.logged, one.engine = {"words": float("nan")}, "rollout-1"
-    ledger = Ledger(folder / NAME)
+    ledger = Ledger(folder / LEDGER)
     ledger.set(config={"model": {"path": str(model), "tokenizer": None, "revision": None, "trust_remote_code": False}})
     ledger.admit([admitted(5, version=2)], Cursor(0, 6))
     ledger.generated([one])
@@ -194,7 +194,7 @@ def test_dropped_texts_are_shown_where_they_were_logged(
     """Check the run's folder, its ledger, and a checkpoint, whose ledger is a copy."""
     if place.startswith("checkpoints"):
         (finished / place).mkdir(parents=True, exist_ok=True)
-        shutil.copy(finished / NAME, finished / place / NAME)
+        shutil.copy(finished / LEDGER, finished / place / LEDGER)
     rollouts = [
         {
             "group_id": 0,
@@ -296,7 +296,7 @@ def test_a_feed_continues_with_a_copy(tmp_path: Path) -> None:
     store.batches(0)
     store.ledger.complete(StepReport(step=0, metrics={}))
     (tmp_path / "copy").mkdir()
-    store.ledger.back_up(tmp_path / "copy" / NAME)
+    store.ledger.back_up(tmp_path / "copy" / LEDGER)
     store.ledger.checkpointed(1)
     bring(store, 2, [1.0, 0.0])
     admit(store, 3)
@@ -355,7 +355,7 @@ def test_following_survives_the_writer_and_ends_with_the_run(tmp_path: Path) -> 
     follower = start("-m", "rlpipe", "inspect", str(tmp_path), "--follow", "--json", "--limit", "1")
     assert follower.stdout is not None
     assert json.loads(follower.stdout.readline())["type"] == "group", "it has begun"
-    reader = Ledger(tmp_path / NAME, read_only=True)
+    reader = Ledger(tmp_path / LEDGER, read_only=True)
     for steps in (20, 50):
         writer = write(tmp_path, num_steps)
         wait_until(lambda steps=steps: reader.last_step >= steps)
@@ -366,16 +366,16 @@ def test_following_survives_the_writer_and_ends_with_the_run(tmp_path: Path) -> 
     copy = tmp_path / "copy.sqlite"
     run.ledger.back_up(copy)
     run.ledger.close()
-    (tmp_path / NAME).rename(tmp_path / "ledger-1.sqlite")
+    (tmp_path / LEDGER).rename(tmp_path / "ledger-1.sqlite")
     for suffix in ("-wal", "-shm"):
-        (tmp_path / f"{NAME}{suffix}").unlink(missing_ok=True)
+        (tmp_path / f"{LEDGER}{suffix}").unlink(missing_ok=True)
     time.sleep(0.6)
-    copy.rename(tmp_path / NAME)
+    copy.rename(tmp_path / LEDGER)
     last = write(tmp_path, num_steps)
     output, _ = follower.communicate(timeout=120)
     assert (follower.returncode, last.wait()) == (0, 0)
     rows = [json.loads(line) for line in output.splitlines()]
-    with_reward = Ledger(tmp_path / NAME, read_only=True)
+    with_reward = Ledger(tmp_path / LEDGER, read_only=True)
     expected = {row.group_id for row in find_groups(with_reward, GroupFilter())}
     shown = [row["group_id"] for row in rows if row["type"] == "group"]
     assert set(shown) >= {number for number in expected if number > 3}

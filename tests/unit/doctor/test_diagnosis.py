@@ -18,6 +18,7 @@ from ledger_cases import Run
 
 from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
+from rlpipe.common.run_files import EVENTS, OUTCOME
 from rlpipe.errors import (
     EngineFailed,
     HeadLost,
@@ -30,8 +31,8 @@ from rlpipe.errors import (
     WeightsMismatch,
 )
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
-from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
-from rlpipe.tracking.outcome import OUTCOME_FILE, RunOutcome, read_outcome, recorded_outcome
+from rlpipe.tracking.jsonl import StepLog
+from rlpipe.tracking.outcome import RunOutcome, read_outcome, recorded_outcome
 
 STEP_S = 2.0
 
@@ -116,22 +117,22 @@ def test_a_run_that_was_killed_is_distinguished_from_one_that_is_running(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     running = RunOutcome(state="running", host="elsewhere", pid=4321, began_at=time.time() - 100)
-    (run / OUTCOME_FILE).write_text(json.dumps(asdict(running)))
+    (run / OUTCOME).write_text(json.dumps(asdict(running)))
     (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     monkeypatch.setattr("rlpipe.doctor.diagnosis.GROUPS", tmp_path)
     said = diagnosis(run, capsys)["ending", "PROBLEM"]
     assert re.search(r"process 4321 on elsewhere, which began at .*, was killed or lost its machine", said)
     assert "the kernel has ended" not in said, "that is known of this machine alone"
     assert "dmesg on elsewhere" in said
-    (run / OUTCOME_FILE).write_text(json.dumps(asdict(replace(running, host=socket.gethostname()))))
+    (run / OUTCOME).write_text(json.dumps(asdict(replace(running, host=socket.gethostname()))))
     said = diagnosis(run, capsys)["ending", "PROBLEM"]
     assert "the kernel has ended 2 processes of this container for lack of memory" in said
     with held(run):
         assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"]
         write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
-        (run / OUTCOME_FILE).write_text(json.dumps(asdict(replace(running, began_at=time.time() - 7000))))
+        (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time() - 7000))))
         assert "6 steps were done" in diagnosis(run, capsys)["ending", "warning"]
-        (run / OUTCOME_FILE).write_text(json.dumps(asdict(replace(running, began_at=time.time()))))
+        (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time()))))
         assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"], "it was resumed just now"
 
 
@@ -205,7 +206,7 @@ def test_deaths_of_a_run_without_a_ledger_are_said(
     write_metrics(tmp_path, [row(step) for step in range(1, 7)])
     end(tmp_path, None)
     assert not [subject for subject, _ in diagnosis(tmp_path, capsys) if subject == "events"]
-    log = StepLog(tmp_path / EVENTS_FILE, 0)
+    log = StepLog(tmp_path / EVENTS, 0)
     for number, text in enumerate(["its process was killed (memory usage)", "CUDA out of memory"]):
         message = f"rank 1 died: {text}"
         log.append(3, [asdict(LedgerEvent(number=number, time=5.0, kind="death", subject="rank 1", message=message))])
@@ -225,5 +226,5 @@ def test_other_folders_and_old_records_are_refused_or_passed_over(
     assert main(["doctor", str(tmp_path / "tpyo")]) == 2
     assert f"there is no run {tmp_path / 'tpyo'}" in capsys.readouterr().err
     for damaged in ("", "[]", '{"state": 1}', "{" * 100_000):
-        (run / OUTCOME_FILE).write_text(damaged)
+        (run / OUTCOME).write_text(damaged)
         assert "was not recorded" in diagnosis(run, capsys)["ending", "skipped"]

@@ -21,10 +21,11 @@ from starlette.testclient import TestClient
 from viewer_cases import ATTACK, ViewerRun, finished_run, picture, recorded_outcome_of
 
 from rlpipe.cli import main
+from rlpipe.common.run_files import EVENTS, OUTCOME
 from rlpipe.errors import Interrupted, RunError
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
-from rlpipe.tracking.jsonl import EVENTS_FILE, StepLog
-from rlpipe.tracking.outcome import OUTCOME_FILE, read_outcome
+from rlpipe.tracking.jsonl import StepLog
+from rlpipe.tracking.outcome import read_outcome
 from rlpipe.viewer import web_app
 from rlpipe.viewer.group_detail import messages_of
 from rlpipe.viewer.group_index import GroupIndex
@@ -350,14 +351,14 @@ def test_a_run_without_a_ledger_has_curves_and_says_why_it_has_no_groups(tmp_pat
 
 def test_a_process_with_the_number_of_a_dead_driver_is_not_taken_for_it(tmp_path: Path) -> None:
     with recorded_outcome_of(tmp_path):
-        state = json.loads((tmp_path / OUTCOME_FILE).read_text())
+        state = json.loads((tmp_path / OUTCOME).read_text())
         assert ViewedRun(tmp_path, "run").summary()["state"] == "running"
-        (tmp_path / OUTCOME_FILE).write_text(json.dumps({**state, "began_at": state["began_at"] - 86400}))
+        (tmp_path / OUTCOME).write_text(json.dumps({**state, "began_at": state["began_at"] - 86400}))
         run = ViewedRun(tmp_path, "run")
         run.read_metrics()
         summary = run.summary()
         assert summary["state"] == "killed"
-        assert summary["ended_at"] == pytest.approx((tmp_path / OUTCOME_FILE).stat().st_mtime), "it lasts no longer"
+        assert summary["ended_at"] == pytest.approx((tmp_path / OUTCOME).stat().st_mtime), "it lasts no longer"
         assert [event["time"] for event in run._commands()] == [summary["ended_at"]]
 
 
@@ -396,7 +397,7 @@ def test_marks_have_deaths_that_are_older_than_the_newest_events(
     monkeypatch.setattr("rlpipe.viewer.run_events.MAX_MARKS", 3)
     kinds = ["death", "death", "health", "recovery", "death", "death", "recovery"]
     written = ViewerRun(tmp_path / "run").train(1)
-    log = StepLog(tmp_path / "log" / EVENTS_FILE, 0)
+    log = StepLog(tmp_path / "log" / EVENTS, 0)
     for number, kind in enumerate(kinds):
         written.ledger.note(kind, "rollout-0", f"event {number}")
         event = LedgerEvent(number=number, time=50.0, kind=kind, subject="rank", message=f"event {number}")
@@ -420,7 +421,7 @@ def test_where_commands_went_on_and_ended_is_among_events_and_marks(tmp_path: Pa
     outcome = read_outcome(path)
     assert outcome is not None
     killed = [*outcome.earlier, replace(outcome, state="running", ended_at=None, error=None, message=None, earlier=[])]
-    (path / OUTCOME_FILE).write_text(json.dumps(asdict(replace(outcome, earlier=killed))))
+    (path / OUTCOME).write_text(json.dumps(asdict(replace(outcome, earlier=killed))))
     run.end()
     client = client_of(path)
     found = ask(client, "events")
@@ -438,7 +439,7 @@ def test_where_commands_went_on_and_ended_is_among_events_and_marks(tmp_path: Pa
 def test_an_unreadable_record_of_commands_is_left_out(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=1)
     for text in ('{"earlier": 5}', "[1]", '{"state": "failed", "earlier": [{}]}', "{"):
-        (tmp_path / "run" / OUTCOME_FILE).write_text(text)
+        (tmp_path / "run" / OUTCOME).write_text(text)
         assert ask(client_of(tmp_path / "run"), "events")["commands"] == []
 
 
@@ -451,7 +452,7 @@ def test_discarded_groups_are_marked_by_reason_and_time(client: TestClient) -> N
 
 
 def test_events_of_a_run_without_a_ledger_come_from_its_log(tmp_path: Path) -> None:
-    log = StepLog(tmp_path / EVENTS_FILE, 0)
+    log = StepLog(tmp_path / EVENTS, 0)
     for number, kind in enumerate(["health", "death", "health"]):
         event = LedgerEvent(number=number, time=50.0 + number, kind=kind, subject="rank", message=f"event {number}")
         log.append(number + 1, [asdict(event)])

@@ -8,11 +8,11 @@ import pytest
 from ledger_cases import NUM_ROWS, Run, config_tree
 from replay_cases import group
 
+from rlpipe.common.run_files import LEDGER
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
 from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.audit import CHECKS, MAX_KEPT, Audit, audit
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import reading
 from rlpipe.replay.ledger.run_ledger import COMPARED, Ledger, StepGroups
 
@@ -20,12 +20,12 @@ CLAIMS = [check.claim for check in CHECKS]
 
 
 def audited(folder: Path) -> Audit:
-    with reading(folder / NAME) as ledger:
+    with reading(folder / LEDGER) as ledger:
         return audit(ledger)
 
 
 def change(folder: Path, *statements: str) -> None:
-    connection = sqlite3.connect(folder / NAME)
+    connection = sqlite3.connect(folder / LEDGER)
     for statement in statements:
         assert connection.execute(statement).rowcount != 0, f"{statement} changes nothing"
     connection.commit()
@@ -126,7 +126,7 @@ def test_a_prompt_whose_group_failed_is_put_back_with_the_same_number(tmp_path: 
 
 def test_a_mix_of_sources_repeats_prompts_and_has_no_epochs(tmp_path: Path) -> None:
     config = config_tree()
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     ledger.set(run_id="mix", num_rows=None, config={**config, "data": {"source": "mix", "sources": {"a": {}}}})
     groups = [GroupTicket(group_id=i, version=0, epoch=0, position=i, prompt_id=i % 2) for i in range(5)]
     ledger.admit(groups, Cursor(0, 5))
@@ -209,7 +209,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_check_notices(
     finished: Path, tmp_path: Path, check: int, statements: list[str], contradiction: str
 ) -> None:
-    shutil.copyfile(finished, tmp_path / NAME)
+    shutil.copyfile(finished, tmp_path / LEDGER)
     change(tmp_path, *statements)
     assert any(text.startswith(contradiction) for text in problems(tmp_path)[CLAIMS[check]])
 
@@ -231,7 +231,7 @@ def test_another_combination_of_rewards_decides_itself_which_groups_have_varianc
 @pytest.mark.slow
 def test_a_lost_group_is_found_among_many(tmp_path: Path) -> None:
     num_groups, num_rows = 200_000, 7_000
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     place = divmod(num_groups - 1, num_rows)
     ledger.set(config=config_tree(), num_rows=num_rows, place=[place[0], place[1] + 1], checkpoint_step=num_groups // 2)
     ledger.close()
@@ -253,7 +253,7 @@ def test_a_lost_group_is_found_among_many(tmp_path: Path) -> None:
 
 
 def test_a_ledger_of_no_run_is_refused(tmp_path: Path) -> None:
-    Ledger(tmp_path / NAME).assign(0, StepGroups(fresh=[group(0, [1.0])]))
+    Ledger(tmp_path / LEDGER).assign(0, StepGroups(fresh=[group(0, [1.0])]))
     with pytest.raises(DataError, match=r"ledger.sqlite has no config yet: its run has not started"):
         audited(tmp_path)
 

@@ -14,9 +14,9 @@ from ledger_damage import DAMAGES, change
 from replay_cases import open_store
 
 from rlpipe import cli
+from rlpipe.common.run_files import LEDGER
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import AuditFailed, ConfigError, RlpipeError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.simulation.setup import GivenTimes, read_setup, read_times
 from rlpipe.simulation.study import study
@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.train(step, **{"time/train": 2.0})
             if step + 1 == num_checkpointed:
                 (folder / name / "checkpoint").mkdir()
-                run.ledger.back_up(folder / name / "checkpoint" / NAME)
+                run.ledger.back_up(folder / name / "checkpoint" / LEDGER)
                 run.store.checkpointed(step + 1)
         run.admit(2, 4)
         run.ledger.note("death", "learner", "killed")
@@ -77,8 +77,8 @@ def resume(folder: Path) -> None:
     start = RunStart(
         config=CONFIG, output=folder, step=step, checkpoint=checkpoint if step else None, run_id="feed", num_rows=7
     )
-    why_unusable(folder / NAME, start)
-    ledger, _ = open_ledger(folder / NAME, start, keep_steps=2)
+    why_unusable(folder / LEDGER, start)
+    ledger, _ = open_ledger(folder / LEDGER, start, keep_steps=2)
     ledger.close()
     store = open_store(folder, num_steps=6, keep_steps=2, replay=REPLAY)
     try:
@@ -90,7 +90,7 @@ def resume(folder: Path) -> None:
 
 def check(folder: Path) -> list[int]:
     """Do all that reads a run's ledger, and return the exit codes, that of resuming last."""
-    path = folder / NAME
+    path = folder / LEDGER
     before = contents(path)
     codes = [exit_code(path, partial(command, folder, words)) for words in COMMANDS]
     codes.append(exit_code(path, partial(simulate, folder, generate="constant:1")))
@@ -153,7 +153,7 @@ def test_each_kind_of_ledger_damage_is_reported(
 ) -> None:
     folder = tmp_path / "begun"
     shutil.copytree(runs / "begun", folder)
-    change(folder / NAME, statement)
+    change(folder / LEDGER, statement)
     assert check(folder)[: len(COMMANDS)] == codes
     if problem is None:
         resume(folder)
@@ -166,8 +166,8 @@ def test_damage_to_the_values_is_mended_with_the_copy_of_a_checkpoint(runs: Path
     for number, statement in enumerate(["UPDATE groups SET state = 'LOST'", "UPDATE steps SET metrics = '['"]):
         folder = tmp_path / f"run-{number}"
         shutil.copytree(runs / "resumable", folder)
-        change(folder / NAME, statement)
-        broken = (folder / NAME).read_bytes()
+        change(folder / LEDGER, statement)
+        broken = (folder / LEDGER).read_bytes()
         resume(folder)
         assert (folder / "ledger-1.sqlite").read_bytes() == broken
 
@@ -178,7 +178,7 @@ def test_damage_to_the_values_is_mended_with_the_copy_of_a_checkpoint(runs: Path
 def test_a_damaged_ledger_is_refused_or_read(runs: Path, tmp_path: Path, seed: int) -> None:
     random = Random(seed)
     shutil.copytree(runs / ("begun", "resumable")[seed % 2], tmp_path / "run")
-    DAMAGES[seed // 2 % len(DAMAGES)](tmp_path / "run" / NAME, random)
+    DAMAGES[seed // 2 % len(DAMAGES)](tmp_path / "run" / LEDGER, random)
     check(tmp_path / "run")
 
 

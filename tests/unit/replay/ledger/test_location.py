@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from ledger_cases import Run
 
+from rlpipe.common.run_files import LEDGER
 from rlpipe.errors import DataError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import find_ledger, ledger_path, reading
 
 
@@ -18,10 +18,10 @@ def test_a_run_a_checkpoint_and_a_file_are_found(tmp_path: Path) -> None:
     run.train(0)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    run.ledger.back_up(checkpoint / NAME)
-    assert find_ledger(tmp_path / "run") == tmp_path / "run" / NAME
-    assert find_ledger(checkpoint) == checkpoint / NAME
-    assert find_ledger(checkpoint / NAME) == checkpoint / NAME
+    run.ledger.back_up(checkpoint / LEDGER)
+    assert find_ledger(tmp_path / "run") == tmp_path / "run" / LEDGER
+    assert find_ledger(checkpoint) == checkpoint / LEDGER
+    assert find_ledger(checkpoint / LEDGER) == checkpoint / LEDGER
 
 
 def write_config(folder: Path, text: str) -> Path:
@@ -33,7 +33,7 @@ def write_config(folder: Path, text: str) -> Path:
 def test_a_ledger_on_another_disk_is_found_by_the_config(tmp_path: Path) -> None:
     run = write_config(tmp_path / "run", f"name: sums\nledger: {{folder: {tmp_path / 'local'}}}\n")
     path = ledger_path(run, "sums", str(tmp_path / "local"))
-    assert path == tmp_path / "local" / "sums" / NAME
+    assert path == tmp_path / "local" / "sums" / LEDGER
     with pytest.raises(
         DataError, match=rf"{path} \(ledger.folder\) is not on this machine: .*run/checkpoints, which has"
     ):
@@ -61,11 +61,11 @@ def test_a_folder_without_ledger_is_refused(tmp_path: Path, config: str, message
 def test_reading_is_of_one_moment(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(0)
-    with reading(tmp_path / NAME) as ledger:
+    with reading(tmp_path / LEDGER) as ledger:
         before = ledger.counts()
         run.train(1)
         assert ledger.counts() == before
-    with reading(tmp_path / NAME) as ledger:
+    with reading(tmp_path / LEDGER) as ledger:
         assert ledger.counts() != before
 
 
@@ -82,7 +82,7 @@ def test_a_finished_run_of_somebody_else_is_read() -> None:
             with suppress(Exception):
                 if os.getuid() == 0:
                     os.setuid(65534)
-                with reading(folder / NAME) as ledger:
+                with reading(folder / LEDGER) as ledger:
                     code = 0 if ledger.last_step == 0 else 2
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

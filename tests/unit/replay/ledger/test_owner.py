@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from replay_cases import RUN_CONFIG, admit, bring, open_store
 
+from rlpipe.common.run_files import LEDGER, OUTPUT_ID
 from rlpipe.errors import ConfigError, LedgerError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import ledger_path
-from rlpipe.replay.ledger.restore import OUTPUT_ID, RunStart, mark_output, open_ledger
+from rlpipe.replay.ledger.restore import RunStart, mark_output, open_ledger
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 
 
@@ -84,7 +84,7 @@ def test_a_copied_run_shares_no_ledger_with_its_original(tmp_path: Path, path: P
 def test_a_branch_of_another_run_gets_a_copy_of_its_ledger(tmp_path: Path, path: Path) -> None:
     ledger, checkpoint = begun(tmp_path / "one", path), tmp_path / "one" / "checkpoint"
     checkpoint.mkdir()
-    ledger.back_up(checkpoint / NAME)
+    ledger.back_up(checkpoint / LEDGER)
     ledger.checkpointed(1)
     ledger.close()
     resumed = {"step": 1, "checkpoint": checkpoint, "run_id": ledger_run_id(path)}
@@ -101,11 +101,11 @@ def ledger_run_id(path: Path) -> str:
 
 
 def test_a_ledger_in_the_output_is_moved_and_copied_with_it(tmp_path: Path) -> None:
-    begun(tmp_path / "one", tmp_path / "one" / NAME).close()
+    begun(tmp_path / "one", tmp_path / "one" / LEDGER).close()
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     (tmp_path / "copy" / OUTPUT_ID).unlink()
     for name in ("one", "copy"):
-        assert begin(tmp_path / name, tmp_path / name / NAME).counts() == {GroupState.ASSIGNED: 2}
+        assert begin(tmp_path / name, tmp_path / name / LEDGER).counts() == {GroupState.ASSIGNED: 2}
 
 
 def test_a_ledger_without_owner_belongs_to_the_first_run_that_opens_it(tmp_path: Path, path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from disk_cases import largest_file
 from replay_cases import RUN_CONFIG, admit, bring, open_store
 
+from rlpipe.common.run_files import LEDGER
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 
@@ -26,14 +26,14 @@ def checkpoint(folder: Path, ledger: Ledger, step: int) -> Path:
     """Checkpoint as the learner does: copy the ledger first, and then record the checkpoint in it."""
     path = folder / f"step_{step}"
     path.mkdir()
-    ledger.back_up(path / NAME)
+    ledger.back_up(path / LEDGER)
     ledger.checkpointed(step)
     return path
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / NAME
+    return tmp_path / "run" / LEDGER
 
 
 def started(path: Path) -> Ledger:
@@ -51,7 +51,7 @@ def started(path: Path) -> Ledger:
 
 def test_a_new_run_gets_a_ledger_of_its_own(path: Path, tmp_path: Path) -> None:
     one, _ = begin(path)
-    other, _ = begin(tmp_path / "other" / NAME)
+    other, _ = begin(tmp_path / "other" / LEDGER)
     assert one.get("run_id") != other.get("run_id")
     assert one.get("config") == RUN_CONFIG
 
@@ -137,7 +137,7 @@ def test_the_log_of_a_ledger_goes_aside_with_it(path: Path, tmp_path: Path) -> N
     ledger = started(path)
     run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
     ledger.note("later", "than", "the copy")
-    log = path.with_name(f"{NAME}-wal")
+    log = path.with_name(f"{LEDGER}-wal")
     assert log.stat().st_size > 0
     path.unlink()
     restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
@@ -170,20 +170,20 @@ def test_a_ledger_that_cannot_be_put_there_leaves_the_old_one(path: Path, tmp_pa
     ledger.close()
     with largest_file(1000), pytest.raises(ConfigError, match=f"the ledger {path} can't be written: .*too large"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
-    assert [file.name for file in path.parent.iterdir()] == [NAME]
+    assert [file.name for file in path.parent.iterdir()] == [LEDGER]
     assert Ledger(path).checkpoint_step == 5
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"can't be written: \S*/file is not a folder; choose another ledger.folder"):
-        begin(tmp_path / "file" / "ledgers" / NAME)
+        begin(tmp_path / "file" / "ledgers" / LEDGER)
 
 
 @pytest.mark.parametrize(("mode", "problem"), [(0o444, "readonly"), (0, "unable to open")])
 def test_a_ledger_that_may_not_be_written_is_refused(mode: int, problem: str) -> None:
     with TemporaryDirectory() as name:
-        path = Path(name) / NAME
+        path = Path(name) / LEDGER
         started(path).close()
         path.chmod(mode)
         path.parent.chmod(0o777)
@@ -214,8 +214,8 @@ def test_a_damaged_copy_is_refused_and_named(path: Path, tmp_path: Path) -> None
     run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
     ledger.close()
     shutil.rmtree(path.parent)
-    damage_file(old / NAME)
-    with pytest.raises(ConfigError, match=rf"is missing, and {old / NAME} can't replace it: .*; resume"):
+    damage_file(old / LEDGER)
+    with pytest.raises(ConfigError, match=rf"is missing, and {old / LEDGER} can't replace it: .*; resume"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
     assert not path.exists()
 

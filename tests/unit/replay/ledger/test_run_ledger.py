@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from replay_cases import admit, admitted, bring, group, open_store, score
 
+from rlpipe.common.run_files import LEDGER
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import damage
 from rlpipe.replay.ledger.run_ledger import COMPARED, GroupState, Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
@@ -37,14 +37,14 @@ def same(one: RolloutGroup, other: RolloutGroup) -> bool:
 
 
 def test_a_group_is_given_back_as_it_was(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     original = group(3, [0.5, None, 1.0], lengths=[1, 4, 2], version=7)
     original.rollouts[1].status, original.rollouts[1].finish_reason = RolloutStatus.TRUNCATED, "length"
     original.logged, original.engine, original.generate_s, original.score_s = {"words": 2.5}, "rollout-1", 0.25, 0.5
     ledger.admit([admitted(3)], Cursor())
     ledger.generated([original])
     ledger.scored([original])
-    (restored,) = Ledger(tmp_path / NAME).load([3])
+    (restored,) = Ledger(tmp_path / LEDGER).load([3])
     assert same(original, restored)
     assert (restored.logged, restored.engine, restored.score_s) == ({"words": 2.5}, "rollout-1", 0.5)
     assert restored.prompt.prompt == original.prompt.prompt
@@ -52,7 +52,7 @@ def test_a_group_is_given_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_chat_prompts_come_back_as_messages(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     original = group(0, [1.0])
     object.__setattr__(original.prompt, "prompt", [{"role": "user", "content": "2+2 = »?«"}])
     ledger.admit([admitted(0)], Cursor())
@@ -63,7 +63,7 @@ def test_chat_prompts_come_back_as_messages(tmp_path: Path) -> None:
 
 
 def test_images_come_back_with_their_places(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     images = tuple(
         PlacedImage(start=place, num_tokens=place + 1, content=content)
         for place, content in enumerate([b"\x89PNG", b"", b"\xff\x00"])
@@ -77,7 +77,7 @@ def test_images_come_back_with_their_places(tmp_path: Path) -> None:
 
 
 def test_a_group_goes_through_its_states(tmp_path: Path) -> None:
-    ledger, one = Ledger(tmp_path / NAME), group(0, [1.0, 0.0])
+    ledger, one = Ledger(tmp_path / LEDGER), group(0, [1.0, 0.0])
     ledger.admit([admitted(0)], Cursor(0, 1))
     assert states(ledger) == {0: "ADMITTED"}
     ledger.generated([one])
@@ -95,7 +95,7 @@ def test_a_group_goes_through_its_states(tmp_path: Path) -> None:
 
 
 def test_calls_can_be_repeated(tmp_path: Path) -> None:
-    ledger, one = Ledger(tmp_path / NAME), group(0, [1.0, 0.0])
+    ledger, one = Ledger(tmp_path / LEDGER), group(0, [1.0, 0.0])
     for _ in range(2):
         ledger.admit([admitted(0)], Cursor(0, 1))
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_step_gives_back_what_it_took(tmp_path: Path) -> None:
     for group_id in (2, 0, 1, 3):
         bring(store, group_id, [1.0, 0.0])
     store.batches(0)
-    again = Ledger(tmp_path / NAME).groups_of(0)
+    again = Ledger(tmp_path / LEDGER).groups_of(0)
     assert again is not None
     assert [g.group_id for g in again.fresh] == [0, 1]
     assert [r.advantages is not None for r in again.fresh[0]] == [True, True]
@@ -153,7 +153,7 @@ def test_released_groups_leave_no_tokens(tmp_path: Path) -> None:
 
 
 def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tmp_path: Path) -> None:
-    ledger, one = Ledger(tmp_path / NAME), group(0, [1.0, 0.0])
+    ledger, one = Ledger(tmp_path / LEDGER), group(0, [1.0, 0.0])
     ledger.admit([admitted(0)], Cursor())
     ledger.generated([one])
     ledger.scored([one])
@@ -169,7 +169,7 @@ def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tm
 
 
 def test_what_was_only_compared_takes_no_slot_of_a_shorter_run(tmp_path: Path) -> None:
-    ledger, one = Ledger(tmp_path / NAME), group(0, [1.0, 0.0])
+    ledger, one = Ledger(tmp_path / LEDGER), group(0, [1.0, 0.0])
     ledger.admit([admitted(0)], Cursor())
     ledger.generated([one])
     ledger.scored([one])
@@ -180,7 +180,7 @@ def test_what_was_only_compared_takes_no_slot_of_a_shorter_run(tmp_path: Path) -
 
 
 def test_reports_and_events_are_followed(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     for step in range(3):
         ledger.complete(StepReport(step=step, metrics={"loss": float(step)}, last=step == 2))
     assert [(r.step, r.metrics["loss"], r.last) for r in ledger.reports(0)] == [(1, 1.0, False), (2, 2.0, True)]
@@ -192,14 +192,14 @@ def test_reports_and_events_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_late_repetition_does_not_move_the_source_back(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     for group_id, place in ((0, Cursor(0, 1)), (1, Cursor(1, 0)), (0, Cursor(0, 1))):
         ledger.admit([admitted(group_id)], place)
     assert ledger.cursor == Cursor(1, 0)
 
 
 def test_a_report_that_comes_twice_is_one_training(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     times = "SELECT times FROM steps"
     for _ in range(2):
         ledger.complete(StepReport(step=0, metrics={"loss": 1.0, "time/train": 0.25}))
@@ -212,7 +212,7 @@ def test_a_report_that_comes_twice_is_one_training(tmp_path: Path) -> None:
 
 
 def test_groups_that_stood_in_for_others_in_the_comparison_may_do_so_in_a_longer_run(tmp_path: Path) -> None:
-    ledger, one = Ledger(tmp_path / NAME), group(1, [1.0, 0.0])
+    ledger, one = Ledger(tmp_path / LEDGER), group(1, [1.0, 0.0])
     ledger.admit([admitted(0), admitted(1)], Cursor())
     ledger.assign(0, StepGroups(fresh=[group(0, [1.0, 0.0])]))
     ledger.assign(1, StepGroups(fresh=[one], replayed=[group(0, [1.0, 0.0])]))
@@ -224,7 +224,7 @@ def test_groups_that_stood_in_for_others_in_the_comparison_may_do_so_in_a_longer
 
 
 def test_skipped_rows_are_kept(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     passed = SkipRecord(at=Cursor(0, 1), prompt_id=17, reason="too_long: 90 tokens")
     for _ in range(2):
         ledger.admit([admitted(0)], Cursor(0, 3), [passed])
@@ -265,28 +265,28 @@ for step in range(10**6):
     writer.send_signal(signal.SIGKILL)
     last = max([last, *(int(line) for line in writer.stdout.read().split())])
     writer.wait()
-    assert damage(tmp_path / NAME) is None
-    ledger = Ledger(tmp_path / NAME)
+    assert damage(tmp_path / LEDGER) is None
+    ledger = Ledger(tmp_path / LEDGER)
     steps = [row[0] for row in ledger.rows("SELECT step FROM groups WHERE state = 'ASSIGNED' ORDER BY step")]
     assert steps[: last + 1] == list(range(last + 1)), "what was answered is in the ledger"
     assert sum(ledger.counts().values()) - len(steps) <= 1
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(b"no database at all" * 500)
-    with pytest.raises(LedgerError, match=rf"the ledger {tmp_path / NAME} is damaged \(file is not a database\)"):
-        Ledger(tmp_path / NAME)
-    assert damage(tmp_path / NAME) == "file is not a database"
+    (tmp_path / LEDGER).write_bytes(b"no database at all" * 500)
+    with pytest.raises(LedgerError, match=rf"the ledger {tmp_path / LEDGER} is damaged \(file is not a database\)"):
+        Ledger(tmp_path / LEDGER)
+    assert damage(tmp_path / LEDGER) == "file is not a database"
 
 
 def test_a_ledger_of_another_schema_is_refused(tmp_path: Path) -> None:
-    Ledger(tmp_path / NAME).set(schema=99)
+    Ledger(tmp_path / LEDGER).set(schema=99)
     with pytest.raises(LedgerError, match="schema 99"):
-        Ledger(tmp_path / NAME)
+        Ledger(tmp_path / LEDGER)
 
 
 def test_any_text_can_be_stored(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     ledger.admit([admitted(0), admitted(1)], Cursor(0, 2), [SkipRecord(Cursor(0, 1), 1, "a lone \udfff")])
     ledger.generated([group(0, [1.0])])
     ledger.discard({0: "it raised \ud800, and »this«"})
@@ -297,7 +297,7 @@ def test_any_text_can_be_stored(tmp_path: Path) -> None:
 
 
 def test_groups_without_reward_are_found_by_their_place(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     asked: list[str] = []
     ledger._connection.set_trace_callback(asked.append)
     ledger.zero_reward(0.0)
@@ -307,7 +307,7 @@ def test_groups_without_reward_are_found_by_their_place(tmp_path: Path) -> None:
     assert any(found in line for line in plan), plan
     ledger._connection.execute("DROP INDEX groups_by_place")
     ledger.close()
-    again = Ledger(tmp_path / NAME)
+    again = Ledger(tmp_path / LEDGER)
     assert again.rows("SELECT 1 FROM sqlite_master WHERE name = 'groups_by_place'"), "an old ledger gets the index"
 
 
@@ -326,7 +326,7 @@ def test_groups_without_reward_are_found_by_their_place(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_values_are_named(tmp_path: Path, key: str, value: str | None) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     ledger._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
     with pytest.raises(LedgerError, match=rf"is damaged \({key} .*: use the copy, ledger.sqlite, in one of"):
         getattr(ledger, "cursor" if key == "place" else key)
@@ -338,7 +338,7 @@ def test_a_broken_page_is_noticed(tmp_path: Path) -> None:
     for group_id in range(40):
         bring(store, group_id, [1.0, 0.0])
     store.ledger.close()
-    path = tmp_path / NAME
+    path = tmp_path / LEDGER
     assert damage(path) is None
     content = bytearray(path.read_bytes())
     content[4096 * 2 : 4096 * 3] = b"\xff" * 4096
@@ -352,9 +352,9 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path: Path) -> None:
     bring(store, 0, [1.0, 0.0])
     pages = store.ledger.rows("PRAGMA page_count")[0][0]
     store.ledger.rows(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(LedgerError, match=rf"the ledger {tmp_path / NAME} can't be used: database or disk is full"):
+    with pytest.raises(LedgerError, match=rf"the ledger {tmp_path / LEDGER} can't be used: database or disk is full"):
         store.admit([admitted(group_id) for group_id in range(2, 4000)], Cursor())
-    assert states(Ledger(tmp_path / NAME)) == {0: "SCORED", 1: "ADMITTED"}
+    assert states(Ledger(tmp_path / LEDGER)) == {0: "SCORED", 1: "ADMITTED"}
     store.ledger.rows(f"PRAGMA max_page_count = {pages * 100}")
     bring(store, 1, [1.0, 0.0])
     assert store.batches(0) is not None, "the run could go on once there is room"
@@ -362,7 +362,7 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path: Path) -> None:
 
 def test_readers_see_the_newest_state_and_can_change_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    reader = Ledger(tmp_path / NAME, read_only=True)
+    reader = Ledger(tmp_path / LEDGER, read_only=True)
     admit(store, 0, 1)
     assert reader.counts() == {GroupState.ADMITTED: 2}
     with pytest.raises(LedgerError, match="readonly"):
@@ -370,10 +370,10 @@ def test_readers_see_the_newest_state_and_can_change_nothing(tmp_path: Path) -> 
 
 
 def test_the_settings_are_plain_json(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     ledger.set(config={"seed": 3}, run_id="a")
     assert (ledger.get("config"), ledger.get("nothing")) == ({"seed": 3}, None)
-    with sqlite3.connect(tmp_path / NAME) as connection:
+    with sqlite3.connect(tmp_path / LEDGER) as connection:
         assert json.loads(connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]) == "a"
 
 
@@ -389,7 +389,7 @@ def test_digests_of_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_differences_of_log_probs_go_with_the_tokens_of_their_group(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / NAME)
+    ledger = Ledger(tmp_path / LEDGER)
     groups = [group(0, [1.0, 0.0]), group(1, [1.0, 0.0])]
     ledger.admit([admitted(0), admitted(1)], Cursor())
     ledger.generated(groups)
@@ -410,12 +410,12 @@ def test_differences_of_log_probs_go_with_the_tokens_of_their_group(tmp_path: Pa
 
 
 def test_a_ledger_of_an_earlier_version_has_no_differences_until_a_run_continues(tmp_path: Path) -> None:
-    Ledger(tmp_path / NAME).set(run_id="a")
-    with sqlite3.connect(tmp_path / NAME) as connection:
+    Ledger(tmp_path / LEDGER).set(run_id="a")
+    with sqlite3.connect(tmp_path / LEDGER) as connection:
         connection.execute("DROP TABLE differences")
-    assert damage(tmp_path / NAME) is None
-    assert Ledger(tmp_path / NAME, read_only=True).differences(0) is None
-    assert Ledger(tmp_path / NAME).rows("SELECT count(*) FROM differences") == [(0,)]
+    assert damage(tmp_path / LEDGER) is None
+    assert Ledger(tmp_path / LEDGER, read_only=True).differences(0) is None
+    assert Ledger(tmp_path / LEDGER).rows("SELECT count(*) FROM differences") == [(0,)]
 
 
 OWN_ADVANTAGES = """
