@@ -45,7 +45,7 @@ class ConversationMask:
         self._template = template
         self._data = data
         self._prompts: dict[str, str] = {}
-        self._warned_of_ends = False
+        self._warnings: set[str] = set()
         if data.role_boundaries and data.text_column is None:
             _ = self.rules
 
@@ -145,14 +145,12 @@ class ConversationMask:
         if end_id is not None:
             mask[1:] |= mask[:-1] & (encoded.token_ids[1:] == end_id)
         runs = _runs(mask)
-        if runs and not self._warned_of_ends:
-            self._warned_of_ends = True
-            last_ids = encoded.token_ids[[stop - 1 for _, stop in runs]]
-            if not set(last_ids.tolist()) & self._template.tokenizer.added_tokens_decoder.keys():
-                logger.warning(
-                    "the chat template's generation blocks have no end token, in them or right after them, so that the "
-                    "end of a turn is not learned; move the end marker into the blocks (model.chat_template)"
-                )
+        added = self._template.tokenizer.added_tokens_decoder
+        if runs and not any(int(encoded.token_ids[stop - 1]) in added for _, stop in runs):
+            self._warn(
+                "the chat template's generation blocks have no end token, in them or right after them, so that the end "
+                "of a turn is not learned; move the end marker into the blocks (model.chat_template)"
+            )
         return mask, runs
 
     def _turn_mask(
@@ -193,7 +191,18 @@ class ConversationMask:
         mask = check.without_untrained(mask, spans)
         if not counts_all:
             check.require_right(mask, spans)
+        if check.drops_reasoning:
+            self._warn(
+                "the chat template does not write the reasoning of messages, so that it is not trained; set "
+                "model.chat_template to one that does, or move the reasoning into the content"
+            )
         return mask
+
+    def _warn(self, text: str) -> None:
+        """Log a warning that holds for the template, once."""
+        if text not in self._warnings:
+            self._warnings.add(text)
+            logger.warning("%s", text)
 
 
 @dataclass(slots=True, frozen=True)

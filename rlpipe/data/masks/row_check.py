@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlpipe.data.masks.rules import TrainedParts
-from rlpipe.data.render.messages import END_THINK, REASONING_KEYS, with_arguments
+from rlpipe.data.render.messages import CALLS, END_THINK, REASONING_KEYS, with_arguments
 from rlpipe.data.render.template import Span
 from rlpipe.data.row import UnusableRow
 from rlpipe.types import BoolArray, ChatMessages, IntArray
@@ -96,6 +96,10 @@ def _texts_replaced(value: Any, replace: Callable[[str], str], *, keys: Sequence
             for key, child in value.items()
         }
     return value
+
+
+def _without_thought(text: str) -> str:
+    return text.rpartition(END_THINK)[2]
 
 
 def tokens_with(characters: BoolArray, offsets: IntArray) -> BoolArray:
@@ -208,12 +212,13 @@ class RowCheck:
                 "turn merge with adjacent text, or the chat template writes none before it"
             )
         for index in self.parts.trained:
-            num_shown = int(np.sum(self.origins.messages == index))
-            if num_shown < (num_expected := self._num_characters(index)):
-                lost = f"{num_expected - num_shown} characters of it" if num_shown else "it"
+            num_shown = self._num_shown(index)
+            is_call = not num_shown and any(self.messages[index].get(key) for key in CALLS)  # a mere name shows it
+            if (num_missing := self._num_expected(index) - num_shown) > 0 and not is_call:
+                lost = f"{num_missing} characters of " if num_shown else ""
                 raise UnusableRow(
-                    f"message {index + 1} ({roles[index]}) would not be trained as it is: the chat template leaves "
-                    f"{lost} out"
+                    f"the chat template leaves out {lost}message {index + 1} ({roles[index]}), so it would not be "
+                    "trained as it is"
                 )
         silent = sum(self.origins.span(index) is None for index in self.parts.trained)
         empty = sum(mask[start:stop].any() and not self._trained[start:stop].any() for start, stop in spans)
@@ -231,21 +236,25 @@ class RowCheck:
                     return f"{index + 1} ({self.messages[index]['role']})"
         raise AssertionError("a token of no candidate")
 
-    def _num_characters(self, index: int) -> int:
-        """Return how many replaced characters of a message the template should write.
+    @property
+    def drops_reasoning(self) -> bool:
+        """Whether the last message is trained without its reasoning, which has a key of its own."""
+        last = len(self.messages) - 1
+        return last in self.parts.trained and self._num_shown(last) < self._num_expected(last, with_reasoning=True)
 
-        Reasoning counts in the last message alone, as templates leave that of earlier turns out on purpose.
+    def _num_shown(self, index: int) -> int:
+        return int(np.sum(self.origins.messages == index))
+
+    def _num_expected(self, index: int, *, with_reasoning: bool = False) -> int:
+        """Return how many of a message's replaced characters the template should write.
+
+        Those of reasoning count in the last message alone, as templates leave out that of earlier turns on purpose.
         """
         message = self.messages[index]
         reasoning = [key for key in REASONING_KEYS if message.get(key)]
-        if index == len(self.messages) - 1:
-            unseen = reasoning[1:]  # other names of the same text
-        else:
-            unseen = reasoning
-            content = _texts_replaced(
-                message.get("content"), lambda text: text.rpartition(END_THINK)[2], keys=("text",)
-            )
-            message = {**message, "content": content}
-        shown = {key: value for key, value in message.items() if key not in unseen}
+        kept = reasoning[:1] if with_reasoning else []  # other keys hold the same text
+        shown = {key: value for key, value in message.items() if key not in reasoning or key in kept}
+        if index < len(self.messages) - 1:
+            shown["content"] = _texts_replaced(message.get("content"), _without_thought, keys=("text",))
         marked = json.dumps(_marked(shown, index, self.origins.replaced), ensure_ascii=False, default=str)
         return marked.count(chr(FIRST + index))

@@ -109,7 +109,7 @@ def test_conversation_without_assistant_is_unusable() -> None:
         marked(CHAT_TEMPLATE, CONVERSATION[:1])
 
 
-SPLIT = "{% set content = m.content.split('</think>')[-1] if m.role == 'assistant' %s else m.content %%}"
+SPLIT = "{%% set content = m.content.split('</think>')[-1] if m.role == 'assistant' %s else m.content %%}"
 WRITTEN = (
     "<|{{ m.role }}|>{{ content }}"
     "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
@@ -125,17 +125,20 @@ THOUGHTS: ChatMessages = [
 
 def test_reasoning_may_be_left_out_of_all_turns_but_the_last() -> None:
     assert marked(DROPS_EARLIER_REASONING, THOUGHTS) == ["4<|end|>", "<think>so\n</think> 7 \n<|end|>"]
-    with pytest.raises(UnusableRow, match=r"message 4 \(assistant\) .*leaves 2 characters of it out"):
+    with pytest.raises(UnusableRow, match=r"leaves out 2 characters of message 4 \(assistant\)"):
         marked(DROPS_REASONING, THOUGHTS)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_that_the_template_does_not_know_is_noticed_in_the_last_turn(key: str) -> None:
-    *earlier, last = CONVERSATION
-    first, answer, *rest = earlier
-    assert len(marked(UNMARKED, [first, {**answer, key: "so"}, *rest, last])) == 2
-    with pytest.raises(UnusableRow, match=r"message 4 \(assistant\) .*leaves 2 characters of it out"):
-        marked(UNMARKED, [*earlier, {**last, key: "so"}])
+def test_reasoning_that_the_template_does_not_write_is_reported_if_it_is_the_last_turns(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, answer, question, last = CONVERSATION
+    expected = ["4<|end|>", " 7 \n<|end|>"]
+    assert marked(UNMARKED, [first, {**answer, key: "so"}, question, last]) == expected
+    assert "reasoning" not in caplog.text
+    assert marked(UNMARKED, [first, answer, question, {**last, key: "so"}]) == expected
+    assert "the chat template does not write the reasoning of messages" in caplog.text
 
 
 def test_second_of_two_calls_that_the_template_leaves_out_is_noticed() -> None:
@@ -143,7 +146,7 @@ def test_second_of_two_calls_that_the_template_leaves_out_is_noticed() -> None:
     conversation = [CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": calls}]
     (turn,) = marked(DROPS_REASONING, conversation)
     assert turn == '{"at": "cat"}{"at": "the \\"mat\\""}<|end|>'
-    with pytest.raises(UnusableRow, match=r"message 2 \(assistant\) .*leaves 8 characters of it out"):
+    with pytest.raises(UnusableRow, match=r"leaves out 8 characters of message 2 \(assistant\)"):
         marked(DROPS_REASONING.replace("m.tool_calls", "(m.tool_calls or [])[:1]"), conversation)
 
 
