@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +64,25 @@ def hide_lines(patterns: Sequence[str]) -> None:
 def hide_token_warning() -> None:
     """Hide the warning that Ray's own cluster needs a token; Ray then provides that token by itself."""
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+@contextmanager
+def own_sigterm_handler() -> Iterator[None]:
+    """Keep this process's own handler of SIGTERM, if it has one, while Ray is initialized within the block.
+
+    Ray would replace it by one that exits with code 15, and wrap that by one that aborts the process after 3 seconds.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    from ray._private import utils
+
+    with patch.object(utils, "set_sigterm_handler"):
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from rlpipe.commands import data, doctor, importing, ledger, policies, preflight, runs, viewing
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import drop_output, printable
+from rlpipe.common.signals import interrupted_by_sigterm
 from rlpipe.errors import InputError, Interrupted, RlpipeError, RunError
 
 LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "transformers.modeling_utils")
@@ -29,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in LIBRARIES:
         logging.getLogger(name).addFilter(_is_useful)
     try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        command: Callable[[argparse.Namespace], None] = arguments.command
-        command(arguments)
-        if sys.stdout is not None:  # closed by the caller, as in `rlpipe config >&-`
-            sys.stdout.flush()
+        with interrupted_by_sigterm():
+            arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+            command: Callable[[argparse.Namespace], None] = arguments.command
+            command(arguments)
+            if sys.stdout is not None:  # closed by the caller, as in `rlpipe config >&-`
+                sys.stdout.flush()
     except RlpipeError as error:
         print(f"rlpipe: error: {user_message(error)}", file=sys.stderr)
         return error.exit_code

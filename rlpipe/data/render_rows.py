@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -294,6 +295,7 @@ _worker_jobs: list[tuple[Render, Rows]] = []
 def _enter_worker(render: Render, rows: Rows) -> None:
     import torch
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler raises, which would print a traceback here
     torch.set_num_threads(1)  # the parent's threads do not survive the fork, and torch would wait for them
     _worker_jobs.append((render, rows))
 

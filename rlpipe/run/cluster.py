@@ -19,7 +19,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, own_node, private_services
+from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, own_node, own_sigterm_handler, private_services
 from rlpipe.actors.remote import describe_failure, root_cause, wait_within
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
@@ -83,7 +83,8 @@ def connect(cluster: ClusterConfig, needs: Sequence[ResourceRequest]) -> bool:
             # Otherwise Ray shows all GPUs to processes that requested none, and a run on CPUs would fill the first.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         try:
-            with preloading.used_by_ray(), private_services() if address is None else nullcontext():
+            services = private_services() if address is None else nullcontext()
+            with preloading.used_by_ray(), services, own_sigterm_handler():
                 ray.init(address or "local", **options)
         except ConnectionError as error:
             raise ConfigError(

@@ -25,6 +25,7 @@ from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_remote, run_event_loop
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.common import run_files
+from rlpipe.common.signals import ONE_SIGNAL_S
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
@@ -448,8 +449,6 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
 
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-ONE_SIGNAL_S = 0.3
-"""Seconds within which several signals count as one; people press Ctrl-C twice more slowly."""
 
 
 @contextmanager

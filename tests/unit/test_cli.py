@@ -40,6 +40,21 @@ COMMANDS = [
     "generate",
 ]
 TIMES = ("--generate", "constant:2", "--train", "constant:1")
+SIGNALLED = """
+import os, signal, sys
+from rlpipe import cli
+from rlpipe.commands import runs
+
+def run_train(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)  # `timeout` signals the process, and then its group
+        print("cleaned up")
+
+runs.run_train = run_train
+sys.exit(cli.main(["train"]))
+"""
 HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}"
 
 
@@ -278,6 +293,19 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert run_raising(KeyboardInterrupt(), monkeypatch) == 130
     with pytest.raises(ZeroDivisionError):
         run_raising(ZeroDivisionError(), monkeypatch)
+
+
+def test_a_sigterm_is_an_interruption_and_several_in_a_row_are_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stderr) == (130, "rlpipe: interrupted\n")
+    assert done.stdout == "cleaned up\n"
 
 
 def test_errors_that_crossed_ray_show_their_cause_only(

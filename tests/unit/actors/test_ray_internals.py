@@ -1,15 +1,17 @@
-"""Ray's own limit on the start of a local cluster is extended."""
+"""Tests of rlpipe's changes to Ray: the limit on the start of a local cluster, and the handler of SIGTERM."""
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray._private import services
+from ray._private import services, utils
 
 from rlpipe.actors import ray_internals
-from rlpipe.actors.ray_internals import private_services
+from rlpipe.actors.ray_internals import own_sigterm_handler, private_services
 
 NODE = {"node_id": "0"}
 
@@ -36,3 +38,34 @@ def test_a_node_that_registers_late_is_awaited(monkeypatch: pytest.MonkeyPatch) 
 def test_a_node_that_does_not_register_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="has not registered"):
         ask_after(monkeypatch, missing_s=60, limit_s=0.5)
+
+
+@pytest.fixture
+def restored_sigterm() -> Iterator[None]:
+    earlier = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, earlier)
+
+
+def exit_at(number: int, frame: object) -> None:
+    """Stand for the handler that Ray sets."""
+
+
+def interrupt_at(number: int, frame: object) -> None:
+    """Stand for a handler of this process."""
+
+
+def test_a_handler_of_sigterm_is_kept_while_ray_starts(restored_sigterm: None) -> None:
+    signal.signal(signal.SIGTERM, interrupt_at)
+    with own_sigterm_handler():
+        utils.set_sigterm_handler(exit_at)
+        assert signal.getsignal(signal.SIGTERM) is interrupt_at
+        signal.signal(signal.SIGTERM, exit_at)  # as Ray's core does
+    assert signal.getsignal(signal.SIGTERM) is interrupt_at
+
+
+def test_a_process_without_a_handler_of_sigterm_has_that_of_ray(restored_sigterm: None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with own_sigterm_handler():
+        utils.set_sigterm_handler(exit_at)
+    assert signal.getsignal(signal.SIGTERM) is exit_at
