@@ -246,6 +246,8 @@ class Layer:
     """A tree from the root."""
     source: str | None = None
     """The file that the options come from, for error messages; None for the command line."""
+    typed: str | None = None
+    """The number or boolean of an override as typed, which options that take a text keep: 2024_11_30, 12e4567."""
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(message if self.source is None else f"{self.source}: {message}")
@@ -314,6 +316,8 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
 
 
 def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
+    if layer.typed is not None and hint in (str, str | None):
+        value = layer.typed
     try:
         value = [*value] if isinstance(value, tuple) else expand_home(value)
         OmegaConf.update(node, key, value, merge=True, force_add=True)
@@ -462,7 +466,9 @@ def apply_override(tree: DictConfig, override: Override) -> None:
     if override.is_delete():
         delete_entry(tree, key)
         return
-    merge(tree, Layer(content=nested(key, override.value())))
+    value = override.value()
+    typed = override.get_value_string().strip() if isinstance(value, bool | int | float) else None
+    merge(tree, Layer(content=nested(key, value), typed=typed))
 
 
 def delete_entry(tree: DictConfig, key: str) -> None:

@@ -100,6 +100,12 @@ def test_override_grammar_reads_lists_dictionaries_null_and_quotes() -> None:
     assert config.learner.optimizer.lr == 1e-5
 
 
+@pytest.mark.parametrize("text", ["2024_11_30", "12e4567", "1.10", "007", "true"])
+def test_an_option_that_takes_a_text_keeps_what_looks_like_a_number(text: str) -> None:
+    config = load_config([*BASE, f"name={text}", f"model.revision= {text} "])
+    assert (config.name, config.model.revision) == (text, text)
+
+
 def test_rewards_are_made_entry_by_entry_and_removed() -> None:
     rewards = [
         "scoring.rewards.right.path=mine:right",
