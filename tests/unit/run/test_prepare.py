@@ -24,6 +24,8 @@ from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.learner.checkpoint_files import complete_checkpoint
 from rlpipe.models.tiny_model import make_tiny_policy
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.query import find_ledger, ledger_path
 from rlpipe.replay.ledger.restore import open_ledger
 from rlpipe.run.pipeline import train
 from rlpipe.run.precision import resolve_serving
@@ -175,6 +177,19 @@ def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]
     assert not run.output.exists(), "an evaluation would leave a config that no run had"
     with open_output(run, ResumePoint()):
         assert load_config(file=run.output / "config.yaml") == run.config
+
+
+def test_a_ledger_in_a_relative_folder_is_found_from_any_folder(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = prepare_run(load_config([*options, "name=sums", "ledger.folder=local"]))
+    with open_output(run, ResumePoint()):
+        ledger = ledger_path(run.output, "sums", "local")
+    ledger.parent.mkdir(parents=True)
+    ledger.touch()
+    monkeypatch.chdir("/")
+    assert find_ledger(run.output) == ledger == tmp_path / "local" / "sums" / NAME
 
 
 def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
