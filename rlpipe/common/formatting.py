@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from typing import TextIO
+from typing import IO, TextIO
 
 JOINERS = "\u200c\u200d"
 """Zero-width characters that some scripts and emoji need inside words."""
@@ -24,15 +24,15 @@ def printable(text: str) -> str:
     )
 
 
-def print_line(text: str, stream: TextIO) -> None:
+def print_line(text: str, stream: TextIO, *, end: str = "\n") -> None:
     """Print a line; once nobody reads the stream any more, as behind ``| head``, drop it and all that follow."""
     try:
-        print(text, file=stream, flush=True)
+        print(text, end=end, file=stream, flush=True)
     except BrokenPipeError:
         drop_output(stream)
 
 
-def drop_output(stream: TextIO) -> None:
+def drop_output(stream: IO[str]) -> None:
     """Send what is left of the output to ``/dev/null``, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -156,8 +156,7 @@ class Phases:
 
     def _clear(self) -> None:
         if self._stream is not None:
-            self._stream.write(CLEAR_LINE)
-            self._stream.flush()
+            print_line(CLEAR_LINE, self._stream, end="")
 
     def _tick(self) -> None:
         while True:
@@ -166,8 +165,7 @@ class Phases:
                 if self._print is None:
                     return
                 if self._stream is not None:
-                    self._stream.write(f"{CLEAR_LINE}  {self.describe()}"[:200])
-                    self._stream.flush()
+                    print_line(f"{CLEAR_LINE}  {self.describe()}"[:200], self._stream, end="")
                 elif self._is_reminder_due():
                     self._line(f"still {self.describe()}")
 

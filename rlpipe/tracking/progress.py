@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlpipe.common.atomic_io import write_whole
-from rlpipe.common.formatting import print_line, printable
+from rlpipe.common.formatting import drop_output, print_line, printable
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.metric_text import PHASE_PREFIX, RunProgress, format_duration, is_phase
@@ -109,6 +109,13 @@ class PlainProgress:
         pass
 
 
+class LiveConsole(Console):
+    """Console that drops all that follows once nobody reads its file any more; rich's would exit."""
+
+    def on_broken_pipe(self) -> None:
+        drop_output(self.file)
+
+
 class LiveProgress:
     """Display of a few live lines at the bottom of the terminal; whatever else is printed appears above them."""
 
@@ -164,7 +171,7 @@ def open_progress(config: TrackingConfig, *, run_name: str, stream: TextIO | Non
     stream = stream or sys.stdout
     if config.progress == "none":
         return NoProgress()
-    console = Console(file=stream, force_terminal=True if config.progress == "live" else None)
+    console = LiveConsole(file=stream, force_terminal=True if config.progress == "live" else None)
     if config.progress == "live" or (config.progress == "auto" and stream.isatty() and not console.is_dumb_terminal):
         return LiveProgress(console, run_name)
     return PlainProgress(stream)

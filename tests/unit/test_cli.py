@@ -19,8 +19,10 @@ from rlpipe.algorithms.surrogates import SURROGATES
 from rlpipe.commands import runs
 from rlpipe.common.atomic_io import file_digest
 from rlpipe.common.run_files import LEDGER
+from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.errors import ConfigError, InputError, RunError
-from rlpipe.tracking.progress import PlainProgress, print_summary
+from rlpipe.tracking.phases import Phases
+from rlpipe.tracking.progress import open_progress, print_summary
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
 CONSTANT = ("--generate", "constant:1", "--train", "constant:1")
@@ -325,14 +327,22 @@ def test_closed_pipe_is_no_error() -> None:
     assert done.stderr == ""
 
 
-def test_a_run_goes_on_when_nobody_reads_its_output() -> None:
+@pytest.mark.parametrize("kind", ["plain", "live"])
+def test_a_run_goes_on_when_nobody_reads_its_output(kind: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
+    tracking = TrackingConfig(progress=kind)
     with os.fdopen(writer, "w") as stream:
-        progress = PlainProgress(stream)
+        phases = Phases()
+        phases.show(tracking, stream=stream)
+        with phases.run(), phases.phase("reading the data"):
+            pass
+        progress = open_progress(tracking, run_name="run", stream=stream)
         progress.start(2)
         for step in (1, 2):
             progress.update(step, {"loss": 1.0})
+        progress.message("a message")
+        progress.close()
         print_summary({"steps": 2}, stream)
 
 

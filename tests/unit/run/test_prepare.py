@@ -24,7 +24,6 @@ from rlpipe.data.render.processor import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, InputError, RewardImportError
 from rlpipe.learner.checkpoint_files import complete_checkpoint
 from rlpipe.models.tiny_model import make_tiny_policy
-from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import find_ledger, ledger_path
 from rlpipe.replay.ledger.restore import open_ledger
 from rlpipe.run.pipeline import train
@@ -189,7 +188,7 @@ def test_a_ledger_in_a_relative_folder_is_found_from_any_folder(
     ledger.parent.mkdir(parents=True)
     ledger.touch()
     monkeypatch.chdir("/")
-    assert find_ledger(run.output) == ledger == tmp_path / "local" / "sums" / NAME
+    assert find_ledger(run.output) == ledger == tmp_path / "local" / "sums" / run_files.LEDGER
 
 
 def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
