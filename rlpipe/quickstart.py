@@ -61,7 +61,7 @@ def cold_start(config: Config, *options: str) -> None:
 
     output = Path(config.model.path).parent
     shared = {
-        "name": f"{config.name}_warm_up",
+        "name": quoted(f"{config.name}_warm_up"),
         "output": quoted(output),
         "algorithm": "sft",
         "model": "full",
@@ -89,7 +89,7 @@ def learn_solutions(config: Config, column: str) -> None:
     """Train a new policy by SFT on the solutions in a column of the rows, until some of its own are right."""
     cold_start(
         config,
-        *(f"seed={config.seed}", f"data.completion_column={column}"),
+        *(f"seed={config.seed}", f"data.completion_column={quoted(column)}"),
         f"data.held_out.size={config.data.held_out.size}",
         *("algorithm.num_steps=300", "algorithm.stop_loss=0.2", "algorithm.groups_per_step=64"),
         *("learner.num_cpus=2", "learner.optimizer.lr=1e-3", "learner.schedule.warmup_steps=10"),

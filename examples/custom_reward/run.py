@@ -6,6 +6,7 @@ from pathlib import Path
 from rewards import Novelty, alphabet
 
 import rlpipe
+from rlpipe.configs.compose import quoted
 
 ROWS = Path(__file__).with_name("rows.jsonl")
 
@@ -18,7 +19,7 @@ if __name__ == "__main__":
             "model.prepare=rlpipe.quickstart:make_policy",
             "model.dtype=float32",
             "data=jsonl",
-            f"data.path={ROWS}",
+            f"data.path={quoted(ROWS)}",
             "data.max_prompt_tokens=32",
             "replay=async",
             "algorithm.num_steps=100",

@@ -4,6 +4,7 @@ A model from the hub needs no cold start.
 """
 
 import rlpipe
+from rlpipe.configs.compose import quoted
 from rlpipe.quickstart import cold_start
 
 
@@ -11,7 +12,7 @@ def warm_up(config: rlpipe.Config) -> None:
     """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
     cold_start(
         config,
-        f"data.text_column={config.data.text_column}",
+        f"data.text_column={quoted(config.data.text_column)}",
         f"data.held_out.size={config.data.held_out.size}",
         "algorithm.num_steps=100",
         "algorithm.stop_loss=1.2",

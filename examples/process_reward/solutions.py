@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rlpipe
+from rlpipe.configs.compose import quoted
 from rlpipe.quickstart import cold_start, train_reward_model
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
@@ -111,7 +112,7 @@ def warm_up(config: rlpipe.Config) -> None:
             f"data.task_args.{name}={sums.task_args[name]}"
             for name in ("min_terms", "max_terms", "min_digits", "max_digits")
         ),
-        f"data.transform={sums.transform}",
+        f"data.transform={quoted(sums.transform)}",
         f"data.transform_args.forgotten={sums.transform_args['forgotten']}",
         f"data.held_out.size={sums.held_out.size}",
         "algorithm.num_steps=400",

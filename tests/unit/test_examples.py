@@ -18,14 +18,16 @@ from rlpipe.algorithms.advantages import AdvantageInputs, own_advantages
 from rlpipe.algorithms.losses import LossInputs, policy_loss
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.common.imports import import_object
-from rlpipe.configs.compose import list_groups, load_config, require_rewards
+from rlpipe.configs.compose import list_groups, load_config, quoted, require_rewards
 from rlpipe.configs.data_sources import all_sources
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
 from rlpipe.episodes.load_environment import import_kind
 from rlpipe.models.tiny_model import make_tokenizer
+from rlpipe.run import pipeline
 from rlpipe.scoring.code_execution import passes_tests
 from rlpipe.scoring.rewards import load_reward, missing_columns
 from rlpipe.scoring.toolbox import gsm8k_accuracy, math_answer
@@ -308,6 +310,17 @@ def test_solutions_of_the_policy_are_whole_and_wrong_where_carries_are_forgotten
     assert 0.15 < sum(found) / len(rows) < 0.4
     differences = {int(row["answer"]) - int(re.findall(r"\d+", row["completion"])[-1]) for row in rows}
     assert differences <= {0, 10, 20, 30}
+
+
+def test_the_policy_of_the_process_reward_learns_by_the_transform_of_the_run_whatever_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Config] = []
+    monkeypatch.setattr(pipeline, "train", trained.append)
+    transform = f"{tmp_path}/mine, (1)=a.py:attempted"
+    config = load_config([f"data.transform={quoted(transform)}"], file="examples/process_reward/run.yaml")
+    import_object("examples/process_reward/solutions.py:warm_up")(config)
+    assert [warm_up.data.transform for warm_up in trained] == [transform]
 
 
 def test_math_answers_of_made_rows_are_right() -> None:

@@ -6,11 +6,13 @@ import huggingface_hub
 import pytest
 
 from rlpipe import quickstart
-from rlpipe.configs.compose import load_config
+from rlpipe.configs.compose import load_config, quoted
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import ModelError
 from rlpipe.models.tiny_model import make_tokenizer
+from rlpipe.run import pipeline
 
 CONFIG = load_config(["experiment=quickstart", "model.prepare=rlpipe.quickstart:warm_up"])
 
@@ -47,6 +49,28 @@ def test_the_source_continues_from_a_cursor() -> None:
     ids = [prompt.prompt_id for prompt in prompts.take(5)]
     prompts.seek(Cursor(epoch=cursor.epoch, position=cursor.position))
     assert [prompt.prompt_id for prompt in prompts.take(5)] == ids
+
+
+def test_names_with_special_characters_reach_a_cold_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trained: list[Config] = []
+    monkeypatch.setattr(pipeline, "train", trained.append)
+    rows = tmp_path / "rows, (1)=a.jsonl"
+    rows.write_text('{"prompt": "1+1=", "right, in words": "2"}\n')
+    config = load_config(
+        [
+            f"name={quoted('sums, (1)=a')}",
+            f"output={quoted(tmp_path / 'run, (1)=a')}",
+            "model.path=${output}/warm_up/policy",
+            "model.prepare=rlpipe.quickstart:make_policy",
+            "data=jsonl",
+            f"data.path={quoted(rows)}",
+        ]
+    )
+    quickstart.learn_solutions(config, "right, in words")
+    (warm_up,) = trained
+    assert warm_up.name == "sums, (1)=a_warm_up"
+    assert warm_up.output == str(tmp_path / "run, (1)=a" / "warm_up")
+    assert (warm_up.data.path, warm_up.data.completion_column) == (str(rows), "right, in words")
 
 
 def test_the_wheel_stands_in_for_a_hub_whose_files_do_not_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
