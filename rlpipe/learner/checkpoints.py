@@ -191,7 +191,8 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
             f"the config in {checkpoint} has the model's own code executed (model.trust_remote_code); add "
             "--trust-remote-code if you trust it"
         )
-    model = replace(model, path=base or model.path, attention="eager")  # every class has eager, and nothing is run
+    path = model.path if base is None else _absolute(base)
+    model = replace(model, path=path, attention="eager")  # every class has eager, and nothing is run
     head = kind if kind in REWARD_HEADS else LM_HEAD
     if model.adapter.kind == "none" or rescales_weights(model) or head != LM_HEAD:
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"), workload=Workload(head=head))
@@ -199,6 +200,12 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
         policy = empty_policy(model)
     read_policy(policy, checkpoint)
     return policy
+
+
+def _absolute(base: str) -> str:
+    """Return the absolute path of a model's folder, as adapters record it; any other base is a hub id."""
+    folder = Path(base).expanduser()
+    return str(folder.absolute()) if folder.exists() else base
 
 
 def _write_atomically(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -246,7 +246,7 @@ def merge(request: MergeRequest) -> Iterator[str]:
     if request.output.exists():
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
     adapter = _find_folder(request.adapter, "adapter")
-    named, revision = (request.base, None) if request.base is not None else named_base(adapter)
+    named, revision = named_base(adapter, request.base)
     base = _find_folder(named, "--base", revision)
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
     files, model = open_files(base), empty_base(base)
@@ -282,13 +282,14 @@ def _find_folder(path: str, option: str, revision: str | None = None) -> Path:
     return source if source.is_dir() else Path(model_snapshot(path, revision=revision))
 
 
-def named_base(adapter: Path) -> tuple[str, str | None]:
-    """Return the base that an adapter names, and the revision on the hub if it names one."""
+def named_base(adapter: Path, wanted: str | None = None) -> tuple[str, str | None]:
+    """Return the ``wanted`` base, or else the one that an adapter names; and the revision if the adapter names it."""
     config = read_peft_config(str(adapter), str(adapter))
-    base = config.base_model_name_or_path
+    named = config.base_model_name_or_path
+    base = named if wanted is None else wanted
     if not isinstance(base, str):
         raise ModelError(f"the adapter {adapter} does not name its base: give it with --base")
-    return base, config.revision
+    return base, config.revision if base == named else None
 
 
 def _read_texts(path: Path, base: Path) -> TextBatch:

@@ -293,6 +293,19 @@ def test_a_checkpoints_policy_is_exported_as_that_of_the_end(
         assert (tmp_path / "policy" / name).read_bytes() == (tmp_path / "end" / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("start", ["~/", ""])
+def test_an_exported_adapter_names_its_base_for_every_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    extra = {"model": to_tree(make_model_config(tiny))}
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra=extra)
+    monkeypatch.setenv("HOME", str(tiny.parent))
+    monkeypatch.chdir(tiny.parent)
+    assert main(["export", str(checkpoint), str(tmp_path / "policy"), f"--base={start}{tiny.name}"]) == 0
+    config = json.loads((tmp_path / "policy" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny)
+
+
 def exit_code(arguments: list[str]) -> int:
     try:
         return main(arguments)

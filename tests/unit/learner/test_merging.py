@@ -121,7 +121,13 @@ def test_the_output_may_lie_in_the_bases_folder(tmp_path: Path) -> None:
     assert not [path for path in (base / "merged").iterdir() if path.is_dir()]
 
 
-def test_the_revision_that_an_adapter_names_is_merged_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [(None, ("org/base", "v1")), ("org/base", ("org/base", "v1")), ("org/other", ("org/other", None))],
+)
+def test_the_revision_that_an_adapter_names_is_merged_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str | None, expected: tuple[str, str | None]
+) -> None:
     base, adapter = make_base(tmp_path), tmp_path / "adapter"
     make_adapter(base, adapter)
     settings = json.loads((adapter / "adapter_config.json").read_text())
@@ -135,8 +141,8 @@ def test_the_revision_that_an_adapter_names_is_merged_into(tmp_path: Path, monke
 
     monkeypatch.setattr(merging, "find_source", lambda path, option, revision=None: path)
     monkeypatch.setattr(merging, "model_snapshot", fetch)
-    list(merge(MergeRequest(adapter=str(adapter), output=tmp_path / "merged")))
-    assert fetched == [("org/base", "v1")]
+    list(merge(MergeRequest(adapter=str(adapter), output=tmp_path / "merged", base=wanted)))
+    assert fetched == [expected]
 
 
 def test_an_interrupted_merge_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
