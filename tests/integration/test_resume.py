@@ -148,6 +148,23 @@ def test_a_second_signal_ends_the_run_at_once(
 
 
 @pytest.mark.slow
+def test_a_run_that_is_told_to_end_while_ray_starts_ends_at_once(
+    cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    environment = {name: value for name, value in cluster_environment.items() if name != "RAY_ADDRESS"}
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    driver = start_driver(run_options(tiny_policy, prompts_file, output), environment, log)
+    while "starting Ray" not in log.read_text():
+        assert driver.poll() is None, log.read_text()
+        time.sleep(0.01)
+    os.kill(driver.pid, signal.SIGTERM)
+    os.killpg(driver.pid, signal.SIGTERM)
+    assert driver.wait(timeout=60) == 130
+    assert "rlpipe: interrupted" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_while_it_starts_ends_at_once(
     cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
