@@ -14,7 +14,7 @@ from disk_cases import largest_file
 import rlpipe
 from rlpipe import quickstart
 from rlpipe.algorithms.plugins import record_code
-from rlpipe.common import atomic_io
+from rlpipe.common import atomic_io, run_files
 from rlpipe.common.atomic_io import begin_folder, file_digest, whole_folder
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import to_tree
@@ -182,7 +182,7 @@ def test_a_ledger_in_a_relative_folder_is_found_from_any_folder(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = prepare_run(load_config([*options, "name=sums", "ledger.folder=local"]))
+    run = prepare_run(load_config([*options, reward("bare"), "name=sums", "ledger.folder=local"]))
     with open_output(run, ResumePoint()):
         ledger = ledger_path(run.output, "sums", "local")
     ledger.parent.mkdir(parents=True)
