@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from rlpipe.episodes.isolation import STARTS, isolate
 from rlpipe.episodes.load_environment import EpisodeKind, close_tried, import_kind
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import Deadline, Episode, Rules, SampledTurn, Session
-from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse
+from rlpipe.episodes.tools import Environment, FunctionTool, Toolbox, ToolUse, call_anywhere
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.rollout.multi_turn import SEED_STEP
 from rlpipe.types import (
@@ -225,7 +225,9 @@ class GroupPlayer:
                             deadline=deadline,
                         )
                     except Exception:  # as of its method `tools`
-                        await asyncio.to_thread(close_tried, environment, self._config.tool_timeout_s)
+                        with suppress(Exception):
+                            async with asyncio.timeout(self._config.tool_timeout_s):
+                                await call_anywhere(environment.close)
                         raise
                     played = _with_turns(await session.play(row, request.seed)), session.toolbox.use
             except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made

@@ -191,8 +191,9 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
             f"the config in {checkpoint} has the model's own code executed (model.trust_remote_code); add "
             "--trust-remote-code if you trust it"
         )
-    path = model.path if base is None else _absolute(base)
-    model = replace(model, path=path, attention="eager")  # every class has eager, and nothing is run
+    model = replace(model, attention="eager")  # every class has eager, and nothing is run
+    if base not in (None, model.path):
+        model = replace(model, path=_absolute(base), revision=None)
     head = kind if kind in REWARD_HEADS else LM_HEAD
     if model.adapter.kind == "none" or rescales_weights(model) or head != LM_HEAD:
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"), workload=Workload(head=head))

@@ -116,15 +116,9 @@ def open_output(run: Run, start: ResumePoint) -> Iterator[ResumePoint]:
         if _newest(run.config) != start.newest:
             start = read_resume_point(run.config)
         with naming_output(run.output):
-            write_whole(run.output / run_files.CONFIG, to_yaml(_readable_anywhere(run.config)))
+            write_whole(run.output / run_files.CONFIG, to_yaml(run.config))
             mark_output(run.output)
         yield start
-
-
-def _readable_anywhere(config: Config) -> Config:
-    """Return the config with an absolute ``ledger.folder``, by which commands in any folder find the ledger."""
-    folder = config.ledger.folder
-    return replace(config, ledger=replace(config.ledger, folder=folder and str(Path(folder).absolute())))
 
 
 @contextmanager

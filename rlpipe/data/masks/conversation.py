@@ -145,13 +145,22 @@ class ConversationMask:
         if end_id is not None:
             mask[1:] |= mask[:-1] & (encoded.token_ids[1:] == end_id)
         runs = _runs(mask)
-        added = self._template.tokenizer.added_tokens_decoder
-        if runs and not any(int(encoded.token_ids[stop - 1]) in added for _, stop in runs):
+        if not any(self._is_ended(encoded, text, run) for run in runs):
             self._warn(
                 "the chat template's generation blocks have no end token, in them or right after them, so that the end "
                 "of a turn is not learned; move the end marker into the blocks (model.chat_template)"
             )
         return mask, runs
+
+    def _is_ended(self, encoded: Encoded, text: str, run: Span) -> bool:
+        """Return whether the last token of a block that is no blank is one that was added to the vocabulary."""
+        assert encoded.offsets is not None
+        shown = [index for index in range(*run) if text[slice(*encoded.offsets[index])].strip()]
+        return bool(shown) and int(encoded.token_ids[shown[-1]]) in self._added_ids
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._template.tokenizer.added_tokens_decoder)
 
     def _turn_mask(
         self, encoded: Encoded, normalized: ChatMessages, first_message: int, template: ChatTemplate
@@ -191,11 +200,8 @@ class ConversationMask:
         mask = check.without_untrained(mask, spans)
         if not counts_all:
             check.require_right(mask, spans)
-        if check.drops_reasoning:
-            self._warn(
-                "the chat template does not write the reasoning of messages, so that it is not trained; set "
-                "model.chat_template to one that does, or move the reasoning into the content"
-            )
+        for text in check.omissions():
+            self._warn(f"the chat template leaves out {text}, so that it is not trained (model.chat_template)")
         return mask
 
     def _warn(self, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlpipe.data.masks.rules import TrainedParts
-from rlpipe.data.render.messages import CALLS, END_THINK, REASONING_KEYS, with_arguments
+from rlpipe.data.render.messages import CALLS, REASONING_KEYS, with_arguments
 from rlpipe.data.render.template import Span
 from rlpipe.data.row import UnusableRow
 from rlpipe.types import BoolArray, ChatMessages, IntArray
@@ -96,10 +96,6 @@ def _texts_replaced(value: Any, replace: Callable[[str], str], *, keys: Sequence
             for key, child in value.items()
         }
     return value
-
-
-def _without_thought(text: str) -> str:
-    return text.rpartition(END_THINK)[2]
 
 
 def tokens_with(characters: BoolArray, offsets: IntArray) -> BoolArray:
@@ -213,9 +209,8 @@ class RowCheck:
             )
         for index in self.parts.trained:
             num_shown = self._num_shown(index)
-            is_call = not num_shown and any(self.messages[index].get(key) for key in CALLS)  # a mere name shows it
-            if (num_missing := self._num_expected(index) - num_shown) > 0 and not is_call:
-                lost = f"{num_missing} characters of " if num_shown else ""
+            if num_shown < (num_expected := self._num_required(index)):
+                lost = f"{num_expected - num_shown} characters of " if num_shown else ""
                 raise UnusableRow(
                     f"the chat template leaves out {lost}message {index + 1} ({roles[index]}), so it would not be "
                     "trained as it is"
@@ -236,25 +231,39 @@ class RowCheck:
                     return f"{index + 1} ({self.messages[index]['role']})"
         raise AssertionError("a token of no candidate")
 
-    @property
-    def drops_reasoning(self) -> bool:
-        """Whether the last message is trained without its reasoning, which has a key of its own."""
-        last = len(self.messages) - 1
-        return last in self.parts.trained and self._num_shown(last) < self._num_expected(last, with_reasoning=True)
-
     def _num_shown(self, index: int) -> int:
         return int(np.sum(self.origins.messages == index))
 
-    def _num_expected(self, index: int, *, with_reasoning: bool = False) -> int:
-        """Return how many of a message's replaced characters the template should write.
+    def _num_required(self, index: int) -> int:
+        """Return how many of a message's replaced characters the template has to write.
 
-        Those of reasoning count in the last message alone, as templates leave out that of earlier turns on purpose.
+        Templates leave out the reasoning of earlier turns on purpose, whatever its form, and many the text beside
+        calls; the name of a call may be all that they write of it.
         """
-        message = self.messages[index]
-        reasoning = [key for key in REASONING_KEYS if message.get(key)]
-        kept = reasoning[:1] if with_reasoning else []  # other keys hold the same text
-        shown = {key: value for key, value in message.items() if key not in reasoning or key in kept}
-        if index < len(self.messages) - 1:
-            shown["content"] = _texts_replaced(message.get("content"), _without_thought, keys=("text",))
-        marked = json.dumps(_marked(shown, index, self.origins.replaced), ensure_ascii=False, default=str)
+        if self._calls(index):
+            return self._count(index, *CALLS) if self._num_shown(index) else 0
+        num_characters = self._count(index, "content")
+        return num_characters if index == len(self.messages) - 1 else min(num_characters, 1)
+
+    def omissions(self) -> Iterator[str]:
+        """Yield what the template leaves out of trained messages, though they have it: their reasoning, for example.
+
+        Of reasoning in a key of its own, only the last message is looked at.
+        """
+        for index in self.parts.trained:
+            num_shown, calls = self._num_shown(index), self._calls(index)
+            if calls and 0 < num_shown < self._count(index, "content", *calls):
+                yield "the text of messages beside their calls"
+            reasoning = [key for key in REASONING_KEYS if self.messages[index].get(key)]  # names of the same text
+            is_last = index == len(self.messages) - 1
+            if reasoning and is_last and 0 < num_shown < self._count(index, "content", *calls, reasoning[0]):
+                yield f"the reasoning of messages ({reasoning[0]})"
+
+    def _calls(self, index: int) -> list[str]:
+        return [key for key in CALLS if self.messages[index].get(key)]
+
+    def _count(self, index: int, *keys: str) -> int:
+        """Return how many characters of a message's ``keys`` are replaced."""
+        held = {key: value for key, value in self.messages[index].items() if key in keys}
+        marked = json.dumps(_marked(held, index, self.origins.replaced), ensure_ascii=False, default=str)
         return marked.count(chr(FIRST + index))

@@ -43,7 +43,7 @@ def find_ledger(run: Path) -> Path:
         raise DataError(f"{run} does not exist: {WANTED}")
     config = _read_config(run / run_files.CONFIG)
     folder = config.get("ledger", {}).get("folder")
-    path = ledger_path(run, str(config.get("name")), folder)
+    path = ledger_path(run, str(config.get("name")), folder and str(_start_folder(run, config) / folder))
     if path.is_file():
         return path
     if (kind := config.get("algorithm", {}).get("kind", "rl")) != "rl":
@@ -54,6 +54,12 @@ def find_ledger(run: Path) -> Path:
             f"specify a checkpoint in {run / run_files.CHECKPOINTS}, which has a copy"
         )
     raise DataError(f"{run} has no {run_files.LEDGER}: {WANTED}")
+
+
+def _start_folder(run: Path, config: dict[str, Any]) -> Path:
+    """Return the folder that a run was started in, if its relative ``output`` shows that, or else the current one."""
+    parts, names = run.absolute().parts, Path(str(config.get("output"))).parts
+    return Path(*parts[: -len(names)]) if parts[-len(names) :] == names else Path.cwd()
 
 
 def _read_config(path: Path) -> dict[str, Any]:

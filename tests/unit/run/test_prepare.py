@@ -181,14 +181,22 @@ def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]
 def test_a_ledger_in_a_relative_folder_is_found_from_any_folder(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = prepare_run(load_config([*options, reward("bare"), "name=sums", "ledger.folder=local"]))
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    run = prepare_run(
+        load_config([*options, reward("bare"), "name=sums", "ledger.folder=local", "output=outputs/sums"])
+    )
     with open_output(run, ResumePoint()):
-        ledger = ledger_path(run.output, "sums", "local")
+        ledger = ledger_path(run.output, "sums", "local").absolute()
     ledger.parent.mkdir(parents=True)
     ledger.touch()
     monkeypatch.chdir("/")
-    assert find_ledger(run.output) == ledger == tmp_path / "local" / "sums" / run_files.LEDGER
+    assert find_ledger(tmp_path / "project" / "outputs" / "sums") == ledger
+    moved = (tmp_path / "project").rename(tmp_path / "moved")
+    assert find_ledger(moved / "outputs" / "sums") == moved / "local" / "sums" / run_files.LEDGER
+    monkeypatch.chdir(moved)
+    renamed = (moved / "outputs" / "sums").rename(moved / "kept")
+    assert find_ledger(renamed) == moved / "local" / "sums" / run_files.LEDGER
 
 
 def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:

@@ -48,6 +48,11 @@ def test_every_assistant_turn_counts_with_its_end_token_and_no_more(jinja: str) 
     assert marked(jinja, CONVERSATION) == ["4<|end|>", " 7 \n<|end|>"]
 
 
+def test_blocks_may_have_blanks_after_their_end_marker(caplog: pytest.LogCaptureFixture) -> None:
+    assert marked(CHAT_TEMPLATE.replace("<|end|>{% endgen", "<|pad|>\n{% endgen"), CONVERSATION[:2]) == ["4", "\n"]
+    assert "no end token" not in caplog.text
+
+
 def test_blocks_that_leave_out_the_end_marker_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     template = template_of(END_OUTSIDE.replace("{% endgeneration %}<|end|>", "{% endgeneration %}<|pad|>"))
     mask = ConversationMask(template, DATA)
@@ -138,7 +143,7 @@ def test_reasoning_that_the_template_does_not_write_is_reported_if_it_is_the_las
     assert marked(UNMARKED, [first, {**answer, key: "so"}, question, last]) == expected
     assert "reasoning" not in caplog.text
     assert marked(UNMARKED, [first, answer, question, {**last, key: "so"}]) == expected
-    assert "the chat template does not write the reasoning of messages" in caplog.text
+    assert f"the chat template leaves out the reasoning of messages ({key}), so that it is not trained" in caplog.text
 
 
 def test_second_of_two_calls_that_the_template_leaves_out_is_noticed() -> None:
@@ -148,6 +153,14 @@ def test_second_of_two_calls_that_the_template_leaves_out_is_noticed() -> None:
     assert turn == '{"at": "cat"}{"at": "the \\"mat\\""}<|end|>'
     with pytest.raises(UnusableRow, match=r"leaves out 8 characters of message 2 \(assistant\)"):
         marked(DROPS_REASONING.replace("m.tool_calls", "(m.tool_calls or [])[:1]"), conversation)
+
+
+def test_text_beside_calls_that_the_template_leaves_out_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    call = {"function": {"name": "look", "arguments": {"at": "cat"}}}
+    conversation = [CONVERSATION[0], {"role": "assistant", "content": "so", "tool_calls": [call]}]
+    only_calls = DROPS_REASONING.replace("{{ content }}", "{{ '' if m.tool_calls else content }}")
+    assert marked(only_calls, conversation) == ['{"at": "cat"}<|end|>']
+    assert "the chat template leaves out the text of messages beside their calls" in caplog.text
 
 
 def test_template_that_raises_makes_the_row_unusable() -> None:
