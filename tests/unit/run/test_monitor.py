@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray._private import ray_logging
@@ -158,3 +160,28 @@ def test_a_driver_that_stood_still_does_not_give_up_its_cluster(monkeypatch: pyt
     said: list[str] = []
     asyncio.run(watch())
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(("silent_s", "answers", "ends"), [(59, False, False), (61, True, False), (61, False, True)])
+def test_a_process_ends_if_its_head_was_silent_for_too_long_and_still_does_not_answer(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    silent_s: float,
+    answers: bool,
+    ends: bool,
+) -> None:
+    """Check that a head which answers counts as living: the process was suspended, and has heard nobody."""
+    codes: list[int] = []
+    monkeypatch.setattr(monitor.os, "_exit", codes.append)
+    rounds = iter([False, True])
+    stopped: Any = SimpleNamespace(wait=lambda timeout: next(rounds))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        head = Host(address="127.0.0.1", port=server.getsockname()[1], is_head=True)
+        cluster.watch.listed({"d": head}, {})
+        cluster.now += silent_s
+        if not answers:
+            server.close()
+        monitor._guard_head(cluster.watch, 60.0, HeadLost("the head is gone"), stopped)
+    assert codes == [HeadLost.exit_code] * ends
+    assert capsys.readouterr().err == "rlpipe: error: the head is gone\n" * ends
