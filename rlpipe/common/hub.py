@@ -1,7 +1,9 @@
-"""Repositories on the Hugging Face hub: whether one exists, without long retries, and a model's files."""
+"""Sources of models: local paths, and repositories on the Hugging Face hub, asked for without long retries."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from rlpipe.errors import InputError
@@ -9,6 +11,12 @@ from rlpipe.errors import InputError
 TIMEOUT_S = 10.0
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py", "adapter_model.bin"]
 """Files of a model in transformers' format or of an adapter, without the weights in other formats beside them."""
+
+
+def absolute_source(source: str) -> str:
+    """Return the absolute path of a local file or folder; any other source is a repository, and stays as it is."""
+    path = os.path.expanduser(source)  # which leaves the home of an unknown user, unlike Path's
+    return str(Path(path).absolute()) if Path(path).exists() else source
 
 
 def hub_has(

@@ -26,6 +26,7 @@ import pyarrow as pa
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from rlpipe.common.hub import absolute_source
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.cached_rows import cache_root
@@ -52,20 +53,17 @@ def reference_folder(data: DataConfig, model: ModelConfig) -> Path:
     Its name depends on the model, its files or its revision, its dtype, the adapter that it begins from, and whether it
     is quantized. Raises ``ConfigError`` if ``data.cache`` can't be a folder.
     """
+    adapter = model.adapter.path
     inputs = {
         "format": FORMAT,
-        "path": _absolute(model.path),
+        "path": absolute_source(model.path),
         "model": {name: value for name, value in dataclasses.asdict(model).items() if name in READ},
         "files": _state(model.path, model.revision),
         "quantized": model.adapter.kind == "qlora",
-        "adapter": [_absolute(model.adapter.path), _state(model.adapter.path, None, "adapter_config.json")],
+        "adapter": [adapter and absolute_source(adapter), _state(adapter, None, "adapter_config.json")],
         "libraries": {name: version(name) for name in ("transformers", "torch")},
     }
     return cache_root(data) / "reference" / sha256(json.dumps(inputs, default=repr).encode()).hexdigest()[:32]
-
-
-def _absolute(path: str | None) -> str | None:
-    return path if path is None or not Path(path).expanduser().exists() else str(Path(path).expanduser().absolute())
 
 
 def _state(path: str | None, revision: str | None, config: str = "config.json") -> Any:

@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlpipe.common.atomic_io import begin_folder, check_room, whole_folder, writing_path
+from rlpipe.common.hub import absolute_source
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.options import find_out_of_range, model_of
 from rlpipe.configs.schema.learner_config import LearnerConfig
@@ -193,7 +194,7 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
         )
     model = replace(model, attention="eager")  # every class has eager, and nothing is run
     if base not in (None, model.path):
-        model = replace(model, path=_absolute(base), revision=None)
+        model = replace(model, path=absolute_source(base), revision=None)
     head = kind if kind in REWARD_HEADS else LM_HEAD
     if model.adapter.kind == "none" or rescales_weights(model) or head != LM_HEAD:
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"), workload=Workload(head=head))
@@ -201,12 +202,6 @@ def open_checkpoint(checkpoint: Path, *, base: str | None = None, trusted: bool 
         policy = empty_policy(model)
     read_policy(policy, checkpoint)
     return policy
-
-
-def _absolute(base: str) -> str:
-    """Return the absolute path of a model's folder, as adapters record it; any other base is a hub id."""
-    folder = Path(base).expanduser()
-    return str(folder.absolute()) if folder.exists() else base
 
 
 def _write_atomically(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlpipe.common import run_files
 from rlpipe.common.atomic_io import create_once, held, is_held, why_not_writable, write_whole
+from rlpipe.common.hub import absolute_source
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -158,17 +159,16 @@ def _unwritable(output: Path, problem: object) -> ConfigError:
 
 
 def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
+    tokenizer, chat_template, adapter = (
+        path and absolute_source(path) for path in (model.tokenizer, model.chat_template, model.adapter.path)
+    )
     return replace(
         model,
-        path=model_folder(_absolute(model.path)),
-        tokenizer=_absolute(model.tokenizer),
-        chat_template=_absolute(model.chat_template),
-        adapter=replace(model.adapter, path=_absolute(model.adapter.path)),
+        path=model_folder(absolute_source(model.path)),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        adapter=replace(model.adapter, path=adapter),
     )
-
-
-def _absolute(path: Any) -> Any:
-    return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
 
 
 def collect_rewards(

@@ -155,8 +155,9 @@ class ConversationMask:
     def _is_ended(self, encoded: Encoded, text: str, run: Span) -> bool:
         """Return whether the last token of a block that is no blank is one that was added to the vocabulary."""
         assert encoded.offsets is not None
-        shown = [index for index in range(*run) if text[slice(*encoded.offsets[index])].strip()]
-        return bool(shown) and int(encoded.token_ids[shown[-1]]) in self._added_ids
+        offsets = encoded.offsets
+        last = next((index for index in reversed(range(*run)) if text[slice(*offsets[index])].strip()), None)
+        return last is not None and int(encoded.token_ids[last]) in self._added_ids
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:

@@ -208,7 +208,7 @@ class RowCheck:
                 "turn merge with adjacent text, or the chat template writes none before it"
             )
         for index in self.parts.trained:
-            num_shown = self._num_shown(index)
+            num_shown = self._num_shown[index]
             if num_shown < (num_expected := self._num_required(index)):
                 lost = f"{num_expected - num_shown} characters of " if num_shown else ""
                 raise UnusableRow(
@@ -231,8 +231,11 @@ class RowCheck:
                     return f"{index + 1} ({self.messages[index]['role']})"
         raise AssertionError("a token of no candidate")
 
-    def _num_shown(self, index: int) -> int:
-        return int(np.sum(self.origins.messages == index))
+    @cached_property
+    def _num_shown(self) -> list[int]:
+        """Number of the text's characters that come from each message."""
+        counts: list[int] = np.bincount(self.origins.messages - TEMPLATE, minlength=len(self.messages) + 1).tolist()
+        return counts[1:]
 
     def _num_required(self, index: int) -> int:
         """Return how many of a message's replaced characters the template has to write.
@@ -241,7 +244,7 @@ class RowCheck:
         calls; the name of a call may be all that they write of it.
         """
         if self._calls(index):
-            return self._count(index, *CALLS) if self._num_shown(index) else 0
+            return self._count(index, *CALLS) if self._num_shown[index] else 0
         num_characters = self._count(index, "content")
         return num_characters if index == len(self.messages) - 1 else min(num_characters, 1)
 
@@ -251,7 +254,7 @@ class RowCheck:
         Of reasoning in a key of its own, only the last message is looked at.
         """
         for index in self.parts.trained:
-            num_shown, calls = self._num_shown(index), self._calls(index)
+            num_shown, calls = self._num_shown[index], self._calls(index)
             if calls and 0 < num_shown < self._count(index, "content", *calls):
                 yield "the text of messages beside their calls"
             reasoning = [key for key in REASONING_KEYS if self.messages[index].get(key)]  # names of the same text
