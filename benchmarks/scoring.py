@@ -29,7 +29,8 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.run.cluster import ResourceRequest, start_actor
-from rlpipe.run.scoring_pools import ScorerPool, ScoringPool, ServedPool
+from rlpipe.run.scoring_pools import ScorerPool, ScoringPool
+from rlpipe.run.served_pool import ServedPool
 from rlpipe.scoring.feature_scorer import FeatureSequence, open_feature_network
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import Prompt, Rollout, RolloutGroup

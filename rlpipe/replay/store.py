@@ -264,6 +264,8 @@ class ReplayStore:
         ``with_tokens`` selects groups that were discarded after they were generated, else before.
         """
         unknown = [group_id for group_id in group_ids if group_id not in self._entries]
+        if not unknown:
+            return
         for group, reason in self.ledger.discarded(unknown, with_tokens=with_tokens):
             outcome.add_discarded(group, reason)
 
@@ -274,6 +276,8 @@ class ReplayStore:
         self, outcome: Outcome, reasons: dict[int, str], best_rewards: Mapping[int, float] | None = None
     ) -> None:
         """Discard groups for these reasons, and add them to ``outcome``."""
+        if not reasons:
+            return
         self.ledger.discard(reasons, best_rewards)
         for group_id, reason in reasons.items():
             self._buffer.discard(group_id)

@@ -16,7 +16,6 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.dataset import DatasetActor, DatasetSetup
-from rlpipe.actors.episodes import EpisodeActor, EpisodeSetup
 from rlpipe.actors.replay import HookActor, ReplayActor, ReplaySetup
 from rlpipe.actors.reward import Engines, ScoringActor
 from rlpipe.actors.rollout import QUESTIONS, TURNS, RolloutActor
@@ -48,7 +47,7 @@ from rlpipe.tracking.phases import PHASES
 
 if TYPE_CHECKING:
     from rlpipe.actors.served import GroupScorer
-    from rlpipe.run.scoring_pools import ServedPool
+    from rlpipe.run.served_pool import ServedPool
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -196,7 +195,7 @@ def _served_pool(
     run: Run, name: str, members: Mapping[str, RewardConfig], app: str, lease: ActorHandle, engines: Engines
 ) -> ServedPool:
     from rlpipe.actors.served import ServedSetup, deploy
-    from rlpipe.run.scoring_pools import ServedPool
+    from rlpipe.run.served_pool import ServedPool
 
     config, reward = run.config, next(iter(members.values()))
     setup = ServedSetup(
@@ -287,6 +286,8 @@ def start_episodes(
     run: Run, needs: Sequence[ResourceRequest], reservation: Reservation, engines: Mapping[str, ActorHandle]
 ) -> EpisodePool:
     """Start the processes that play episodes, without waiting until they are ready."""
+    from rlpipe.actors.episodes import EpisodeActor, EpisodeSetup  # imports an HTTP server, for agents
+
     setup = EpisodeSetup(
         config=replace(run.config, model=run.model),
         engines=engines,

@@ -48,13 +48,14 @@ def pack_arrays(group: RolloutGroup, *, with_columns: bool = False) -> bytes:
 
     ``with_columns`` adds those of the row's columns that can be stored.
     """
+    sequences = group.sequences
     arrays: dict[str, NDArray[Any]] = {"prompt": group.prompt.token_ids}
-    arrays["lengths"] = np.array([len(sequence.token_ids) for sequence in group.sequences], np.int32)
-    for name in TOKEN_ARRAYS if len(group) else ():
-        arrays[name] = np.concatenate([getattr(sequence, name) for sequence in group.sequences])
+    arrays["lengths"] = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
+    for name in TOKEN_ARRAYS if sequences else ():
+        arrays[name] = np.concatenate([getattr(sequence, name) for sequence in sequences])
     if has_episodes(group):
         arrays["num_sequences"] = np.array([len(rollout.sequences) for rollout in group], np.int32)
-        arrays["turns"] = np.concatenate([sequence.turns for sequence in group.sequences])
+        arrays["turns"] = np.concatenate([sequence.turns for sequence in sequences])
     if group.prompt.truth is not None:
         arrays |= {"truth": group.prompt.truth.token_ids, "truth_mask": group.prompt.truth.is_assistant}
     for index, image in enumerate(group.prompt.images):
@@ -290,7 +291,10 @@ class _Connection(sqlite3.Connection):
     """Connection that stores any text; what UTF-8 can't express, lone surrogates, becomes a backslash escape."""
 
     def execute(self, query: str, values: Any = (), /) -> sqlite3.Cursor:
-        return super().execute(query, [_storable(value) for value in values])
+        try:
+            return super().execute(query, values)
+        except UnicodeEncodeError:  # raised before anything is executed
+            return super().execute(query, [_storable(value) for value in values])
 
     def executemany(self, query: str, rows: Any, /) -> sqlite3.Cursor:
         return super().executemany(query, ([_storable(value) for value in row] for row in rows))

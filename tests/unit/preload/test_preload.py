@@ -142,9 +142,9 @@ def test_processes_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -
     assert preloading._server.poll() == -signal.SIGKILL
 
 
-def test_actors_without_weights_start_without_torch() -> None:
-    code = (
-        "import sys, rlpipe.actors.dataset, rlpipe.actors.replay; print({'torch', 'transformers'} & set(sys.modules))"
-    )
+@pytest.mark.parametrize("modules", ["rlpipe.actors.dataset, rlpipe.actors.replay", "rlpipe.run.controller"])
+def test_processes_without_weights_start_fast(modules: str) -> None:
+    heavy = {"torch", "transformers", "datasets", "pandas", "ray.serve", "fastapi", "aiohttp"}
+    code = f"import sys, {modules}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

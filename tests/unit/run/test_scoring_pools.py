@@ -16,7 +16,8 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from rlpipe.actors.remote import ObjectsLost, run_event_loop
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.errors import RunError, WaitTimeout
-from rlpipe.run.scoring_pools import ScorerPool, ScoringDispatch, ScoringPool, ServedPool
+from rlpipe.run.scoring_pools import ScorerPool, ScoringDispatch, ScoringPool
+from rlpipe.run.served_pool import ServedPool
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest
 
