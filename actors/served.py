@@ -25,6 +25,7 @@ from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.data.render.processor import load_tokenizer
+from rlpipe.scoring.processes import start_reaper
 from rlpipe.scoring.rewards import Reward
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import RolloutGroup
@@ -74,6 +75,7 @@ class ServedScorer:
 
     def __init__(self, setup: ServedSetup) -> None:
         enter_folder(setup.folder)
+        start_reaper()
         self._setup = setup
         self._scorer = setup.make()
         self._scoring = asyncio.Lock()

@@ -25,7 +25,9 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, did_you_mean
 
 VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
-SECRET_NAME = re.compile(r"(?:^|_)(?:key|token|secret|password|passwd|pass|pwd|pat|credentials?|auth)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(?:key|token|secret|password|passwd|pwd|credentials?|(?:^|_)(?:pass|pat|auth))$", re.IGNORECASE
+)
 """Names of options and environment variables whose values are taken for secrets, such as ``OPENAI_API_KEY``."""
 
 
@@ -58,17 +60,22 @@ class Option:
         return describe_range(self.metadata)
 
 
-def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
-    """Yield every option of a section and of the sections in it, in the schema's order."""
+def options(section: type = Config, prefix: str = "", defaults: Any = None) -> Iterator[Option]:
+    """Yield every option of a section and of the sections in it, in the schema's order.
+
+    ``defaults`` is a section whose values are the defaults, where these differ from the class's own.
+    """
     hints = get_type_hints(section)
     for entry in fields(section):
         hint, name = hints[entry.name], prefix + entry.name
+        default = entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
+        if defaults is not None:
+            default = getattr(defaults, entry.name)
         if is_section(hint):
-            yield from options(hint, f"{name}.")
+            yield from options(hint, f"{name}.", default)
         elif (element := element_section(hint)) is not None:
             yield from options(element, f"{name}.<name>.")
         else:
-            default = entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
             yield Option(name=name, hint=hint, default=default, metadata=entry.metadata)
 
 

@@ -157,7 +157,7 @@ class ClusterConfig(Freezable):
     )
     max_engine_failures: int = option(
         3,
-        "Deaths of an engine without a finished group in between, before the run stops.",
+        "Deaths of an engine without a finished group in between, after which the run continues without it.",
         minimum=0,
         maximum=MAX_STEPS,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ def witness(completions: list[Any], rollouts: list[Any], folder: str, **columns:
 
 
 def misbehave(completions: list[Any], how: list[str], **columns: Any) -> Any:
-    """Misbehave in the way that the row's column ``how`` names."""
+    """Misbehave in the way that the row's column ``how`` names, with a child whose id goes to the file ``child``."""
+    if child := columns.get("child"):
+        Path(child[0]).write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
     match how[0]:
         case "sleep":
             time.sleep(3600)

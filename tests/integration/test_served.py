@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -86,7 +87,12 @@ def test_a_replica_that_hangs_costs_its_group(
     local_ray: None, tiny_policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "say {how}", "how": "{how}"}}\n' for how in ["sleep", *["behave"] * 14]))
+    child = tmp_path / "child"
+    hanging, behaving = (
+        {"prompt": "say nothing", "how": "sleep", "child": str(child)},
+        {"prompt": "say", "how": "behave"},
+    )
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in [hanging, *[behaving] * 14]))
     output = tmp_path / "run"
     config = make_config(
         tiny_policy, rows, output, served("judge", "misbehave", replicas=1, timeout_s=1), "data.shuffle=false"
@@ -97,6 +103,7 @@ def test_a_replica_that_hangs_costs_its_group(
     shown = capsys.readouterr()
     assert "reward 'judge' failed: a replica of run-judge-" in shown.out + shown.err
     assert "took longer than" in shown.out + shown.err
+    wait_for(lambda: not is_alive(int(child.read_text())), "the end of what the reward started")
 
 
 @pytest.mark.slow

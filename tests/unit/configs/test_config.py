@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from rlpipe.configs.compose import (
 )
 from rlpipe.configs.data_sources import mixed_sources
 from rlpipe.configs.options import FREE_ON_RESUME, changed_options, options, to_tree, to_yaml
+from rlpipe.configs.schema.option import MISSING
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
@@ -358,6 +361,13 @@ def test_length_of_a_run_matters_where_the_learning_rate_depends_on_it() -> None
 
 def test_every_option_is_documented() -> None:
     assert all(option.doc.endswith(".") for option in options())
+
+
+def test_the_listed_defaults_are_those_of_a_config() -> None:
+    tree = to_tree(Config())
+    for option in options():
+        if "<name>" not in option.name and option.default is not MISSING:
+            assert reduce(getitem, option.name.split("."), tree) == option.default, option.name
 
 
 def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:

@@ -67,6 +67,21 @@ def test_the_reward_gets_the_secret_and_the_stored_config_its_reference(tmp_path
     assert SECRET not in json.dumps(to_tree(config)) + to_yaml(config)
 
 
+@pytest.mark.parametrize("variable", ["APIKEY", "HFTOKEN", "DB_PASS", "GH_PAT", "pgpassword"])
+def test_a_variable_whose_name_says_that_it_is_secret_stays_a_reference(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "sk-new")
+    config = config_of(tmp_path, f"model: {{path: '${{oc.env:{variable}}}'}}")
+    assert to_tree(config)["model"]["path"] == f"${{oc.env:{variable}}}"
+
+
+@pytest.mark.parametrize("variable", ["COMPASS", "FORMAT", "MAX_TOKENS", "KEYS"])
+def test_other_variables_are_resolved(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "north")
+    assert to_tree(config_of(tmp_path, f"model: {{path: '${{oc.env:{variable}}}'}}"))["model"]["path"] == "north"
+
+
 def test_a_secret_option_of_the_schema_is_a_reference_too(tmp_path: Path) -> None:
     config = config_of(tmp_path, "model: {path: '/models/${oc.env:JUDGE_KEY}/m'}")
     assert config.model.path == f"/models/{SECRET}/m"
