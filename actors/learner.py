@@ -105,7 +105,7 @@ class StorePublisher:
 
     def __init__(self, policy: Policy, setup: LearnerSetup, calls: RemoteCalls, weights: ActorHandle) -> None:
         self._policy, self._config, self._calls, self._weights = policy, setup.weights, calls, weights
-        self._memory = BucketMemory()
+        self._memory, self._answer_s = BucketMemory(), 2 * setup.weights.timeout_s + setup.start_timeout_s
         self._kind = WeightsKind(published_kind(setup.model, setup.weights))
         self._published: tuple[WeightsManifest, list[ray.ObjectRef], int] | None = None
 
@@ -128,12 +128,12 @@ class StorePublisher:
             self._send_version()
 
     def _send_version(self) -> None:
-        """Send the version to the weights actor.
+        """Send the version; the answer may take two loads, that of a restarted engine first, and the start of the run.
 
-        The answer may take two load timeouts, because the load of a restarted engine may come first.
+        While a resumed run's engines and scorers start, it trains steps that were sampled before.
         """
         assert self._published is not None, "only the first rank has something to tell"
-        self._calls.in_order("publish", self._weights.publish, *self._published, more_s=2 * self._config.timeout_s)
+        self._calls.in_order("publish", self._weights.publish, *self._published, more_s=self._answer_s)
 
     def wait(self, call: Any, timeout_s: float) -> bool:
         return is_answered(call, timeout_s)

@@ -76,9 +76,9 @@ class RolloutActor:
         """Drop turns whose episodes are over."""
         self._engine.cancel(client, group_ids)
 
-    def poll_turns(self, client: str, timeout_s: float) -> list[RolloutGroup]:
-        """Return a client's finished turns as soon as there are some; none after ``timeout_s``."""
-        return self._engine.collect(timeout_s, MAX_TURNS, client)
+    def poll_turns(self, client: str, timeout_s: float) -> tuple[list[RolloutGroup], int]:
+        """Return a client's finished turns as soon as there are some, none after ``timeout_s``; and the version."""
+        return self._engine.collect(timeout_s, MAX_TURNS, client), self._engine.health().version
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
         """Return the group of a request from outside the rollouts; call it in the concurrency group ``QUESTIONS``."""

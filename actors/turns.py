@@ -31,7 +31,7 @@ class _Turn:
     request: GroupRequest
     deadline: Deadline
     is_stopped: bool = False
-    """Whether the deadline is paused, because the engine has died or is silent."""
+    """Whether the deadline is paused: the engine has died, is silent, or serves an older version than is needed."""
     answer: asyncio.Future[Rollout] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -50,6 +50,8 @@ class TurnClient:
         self._next_id = 0
         self._unsent: defaultdict[str, list[int]] = defaultdict(list)
         self._dropped: defaultdict[str, list[int]] = defaultdict(list)
+        self._versions: dict[str, int] = {}
+        """Versions that the engines served when they last answered."""
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._unsure: set[str] = set()
         """Engines with calls that have failed since they answered: they may lack turns, or have answered to nobody."""
@@ -73,11 +75,15 @@ class TurnClient:
         """Return one answer; raise ``EngineFailed`` if the engine can't sample the request.
 
         If it is cancelled, the engine stops to sample it. The deadline is paused from the death or the silence of an
-        engine until the group is assigned to another, or the engine answers again.
+        engine until the group is assigned to another, or the engine answers again; and until the engine serves a
+        version that is new enough, which after a restart of the learner takes as long as training it again.
         """
         number, self._next_id = self._next_id, self._next_id + 1
         turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number), deadline)
-        self._send(self._assigned[request.group_id], number)
+        engine = self._assigned[request.group_id]
+        if self._versions.get(engine, request.min_version) < request.min_version:
+            _stop_turn(turn)
+        self._send(engine, number)
         try:
             return await turn.answer
         except asyncio.CancelledError:
@@ -132,7 +138,8 @@ class TurnClient:
             try:
                 if not (await asyncio.wait([answer], timeout=POLL_S + SILENCE_S))[0]:
                     self._stop(engine)
-                groups: list[RolloutGroup] = await answer
+                groups: list[RolloutGroup]
+                groups, self._versions[engine] = await answer
             except RayError:
                 self._failed(engine)
                 await asyncio.sleep(PAUSE_S)
@@ -164,13 +171,15 @@ class TurnClient:
     def _stop(self, engine: str) -> None:
         """Stop the deadlines of a dead or silent engine's turns; the driver assigns their groups to another one."""
         for turn in self._turns_on(engine):
-            if not turn.is_stopped:
-                turn.is_stopped = True
-                turn.deadline.stop()
+            _stop_turn(turn)
 
     def _resume(self, engine: str) -> None:
+        """Let the time of an engine's turns pass, but for those that wait for a later version."""
         for turn in self._turns_on(engine):
-            _resume_turn(turn)
+            if turn.request.min_version > self._versions[engine]:
+                _stop_turn(turn)
+            else:
+                _resume_turn(turn)
 
     def _turns_on(self, engine: str) -> list[_Turn]:
         return [turn for turn in self._turns.values() if self._assigned.get(turn.group_id) == engine]
@@ -183,6 +192,12 @@ class TurnClient:
             turn.answer.set_exception(EngineFailed(group.failure))
         else:
             turn.answer.set_result(group.rollouts[0])
+
+
+def _stop_turn(turn: _Turn) -> None:
+    if not turn.is_stopped:
+        turn.is_stopped = True
+        turn.deadline.stop()
 
 
 def _resume_turn(turn: _Turn) -> None:

@@ -10,127 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
+from rlpipe.episodes.chat_request import ChatQuestion, RequestRefused
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
 from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
-from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, read_turn, tokens_after
-from rlpipe.episodes.tools import whole_characters
+from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, close_thoughts, read_text, tokens_after
 from rlpipe.scoring.validation import unwrapped
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
-
-PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
-REFUSED: Mapping[str, Any] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "best_of": (None, 1),
-    "response_format": PLAIN_FORMATS,
-    "tool_choice": (None, "auto", "none", "required"),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-}
-"""Options of a request that a turn can't have, with the values that it can have.
-
-Forced tokens would not be the policy's; ``required`` is taken as ``auto``, because smolagents always sends it.
-"""
-
-
-class RequestRefused(Exception):
-    """Raised for a request that can't be answered, with the HTTP status and a code that a program can test."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ChatQuestion:
-    """A request for one answer to a conversation."""
-
-    messages: ChatMessages
-    tools: Sequence[Any] = ()
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> ChatQuestion:
-        """Read the body of a request to ``/chat/completions``; raise ``RequestRefused`` if it is not one."""
-        for name, values in REFUSED.items():
-            require_one_of(values, name, body.get(name))
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            raise RequestRefused(400, "invalid", "messages must be a list of at least one message")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise RequestRefused(400, "invalid", f"max_tokens={limit!r:.50} is not a number of tokens")
-        stop = body.get("stop") or ()
-        stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
-            raise RequestRefused(400, "invalid", "stop must be a string or a list of strings")
-        tools = body.get("tools") or ()
-        if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
-            raise RequestRefused(400, "invalid", "tools must be a list of objects")
-        tools = () if body.get("tool_choice") == "none" else tools
-        try:
-            messages, tools = whole_characters(messages), whole_characters(tools)
-        except RecursionError:
-            raise RequestRefused(400, "invalid", "messages or tools are nested too deeply") from None
-        return cls(messages=_normalize(messages), tools=tools, max_tokens=limit, stop=list(stop))
-
-    @property
-    def digest(self) -> str:
-        """A digest by which a repeated request is recognized."""
-        fields = (self.messages, self.tools, self.max_tokens, self.stop)
-        return sha256(json.dumps(fields, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def require_one_of(values: Sequence[Any], name: str, value: Any) -> None:
-    """Raise ``RequestRefused`` unless an option of a request has a supported value."""
-    if value not in values:
-        raise RequestRefused(400, "unsupported", f"{name}={value!r:.50} is not supported in training")
-
-
-def _normalize(messages: ChatMessages) -> ChatMessages:
-    """Return messages as chat templates and reward functions take them.
-
-    They have known roles, content that is a string, and results with the names of their functions.
-    """
-    names: dict[str, str] = {}
-    read: ChatMessages = []
-    for message in messages:
-        role = message.get("role")
-        if role not in ("system", "developer", "user", "assistant", "tool"):
-            raise RequestRefused(400, "invalid", f"a message has the role {role!r:.50}")
-        converted = {**message, "role": "system" if role == "developer" else role}
-        if converted.get("content") is not None:
-            converted["content"] = joined_text(converted["content"])
-        try:
-            for call in message.get("tool_calls") or ():
-                names[str(call.get("id"))] = call["function"]["name"]
-        except (TypeError, KeyError, AttributeError):
-            raise RequestRefused(400, "invalid", "tool_calls must be a list of calls of named functions") from None
-        if role == "tool" and not converted.get("name"):
-            converted["name"] = names.get(str(converted.get("tool_call_id")), "")
-        read.append(converted)
-    if read[-1]["role"] == "assistant":
-        raise RequestRefused(400, "invalid", "the last message is the assistant's: there is nothing to answer")
-    return read
-
-
-def joined_text(content: Any) -> str:
-    """Return content that is a string or text parts as one string; raise ``RequestRefused`` for any other."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestRefused(400, "unsupported", "content must be a string or text parts")
-    return "".join(map(str, texts))
 
 
 @dataclass(slots=True, eq=False)
@@ -183,20 +74,22 @@ class AgentSession:
         """Rewards of answers, by their ids, and of the whole episode, by an empty one."""
         self.conversations: dict[str, ChatMessages] = {}
         """Conversations up to the answers that further requests may name, by the answers' ids."""
+        self.items: dict[str, Mapping[str, Any]] = {}
+        """Parts of answers that further requests may name, by their ids."""
         self._received: list[ChatAnswer] = []
         self._known: Known = {}
         self._tools: dict[int, str] = {}
-        """Tools of conversations, by the id in memory of their first node."""
+        """Tools and template options of conversations, by the id in memory of their first node."""
         self._asked: dict[str, list[_Asked]] = {}
         """Equal requests that are being answered or were, by their digest."""
         self._num_to_retry: Counter[str] = Counter()
         """Requests that an engine failed to answer, and that a program may send again, by their digest."""
         self.limits_met: dict[str, str] = {}
         """Limits that refused requests, by the messages; another conversation of the program may go on."""
-        self._num_sampled, self._num_failed = 0, 0
+        self._num_sampled = 0
         self._is_sealed = False
         self._bridges: dict[str, Bridge] = {}
-        """Bridges by the tools of requests; each keeps what it has found out about the template."""
+        """Bridges by the tools and template options of requests; each keeps what it has found out."""
         self._parsers: dict[str, Parser] = {}
 
     @property
@@ -305,6 +198,8 @@ class AgentSession:
         if answer.counted is not None:
             self.episode.branches_by_reason -= Counter([answer.counted])
         answer.node = None
+        roots = (node for node in self.episode.graph.nodes if node.parent is None)
+        self.episode.opening = next((root.messages for root in roots), [])
 
     def _request(self, question: ChatQuestion, answer: ChatAnswer) -> _Asked:
         answered = (
@@ -315,13 +210,14 @@ class AgentSession:
         return next(pending for pending in answered if pending.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
-        if self._num_sampled - self._num_failed >= self._rules.max_turns:
+        # Turns that the program has received or waits for, this one among them.
+        if sum(not asked.is_given_up for asked in chain.from_iterable(self._asked.values())) > self._rules.max_turns:
             raise self._end_at_limit("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
             raise RequestRefused(400, "unsupported", message)
-        tools = json.dumps(question.tools, sort_keys=True)
-        bridge = self._bridge_of(question.tools, tools)
+        tools = json.dumps([question.tools, question.template_options], sort_keys=True)
+        bridge, parser = self._bridge_of(question, tools), self._parser_of(question.tools, tools)
         continuation = locate(
             self.episode.graph,
             question.messages,
@@ -339,18 +235,15 @@ class AgentSession:
         if self.episode.end == "length":  # the program has shortened its conversation
             self.episode.status, self.episode.end = RolloutStatus.COMPLETED, "done"
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
-        try:
-            with self.episode.timed("engine_wait"):
-                sampled = await self._sample(context, max_tokens=limit, turn=number, stop=question.stop)
-        except Exception:
-            self._num_failed += 1
-            raise
-        text = read_turn(sampled, bridge, context)
-        full_text = text
+        with self.episode.timed("engine_wait"):
+            sampled = await self._sample(context, max_tokens=limit, turn=number, stop=question.stop)
+        text = full_text = read_text(sampled, bridge)
         for stop in question.stop:
             text = text.partition(stop)[0]
         is_whole = text == full_text
-        parsed = parse_turn(self._parser_of(question.tools, tools), text, f"{number}c")
+        if not is_whole or sampled.finish_reason == "length":
+            text = close_thoughts(text, bridge, context)
+        parsed = parse_turn(parser, text, f"{number}c")
         if surplus := parsed.calls[MAX_CALLS:]:
             self.episode.invalid_calls += len(surplus)
             parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False
@@ -358,7 +251,7 @@ class AgentSession:
             self.episode.invalid_calls += num_invalid
             parsed = parse_text(text, "")  # the program gets a malformed call as a text
         return ChatAnswer(
-            id=f"chatcmpl-{number}",
+            id=f"{question.id_prefix}{number}",
             parsed=parsed,
             finish_reason=sampled.finish_reason,
             num_prompt_tokens=len(context),
@@ -410,12 +303,16 @@ class AgentSession:
 
     def _parser_of(self, tools: Sequence[Any], key: str) -> Parser:
         if key not in self._parsers:
-            self._parsers[key] = with_tools(self._parser, tools) if tools else parse_text
+            try:
+                self._parsers[key] = with_tools(self._parser, tools) if tools else parse_text
+            except Exception as error:  # parsers of other libraries check the schemas
+                raise RequestRefused(400, "invalid", f"the parser of calls can't take the tools: {error}") from error
         return self._parsers[key]
 
-    def _bridge_of(self, tools: Sequence[Any], key: str) -> Bridge:
+    def _bridge_of(self, question: ChatQuestion, key: str) -> Bridge:
         if key not in self._bridges:
-            self._bridges[key] = replace(self._bridge, template=self._bridge.template.with_tools(list(tools)))
+            template = self._bridge.template.with_tools(list(question.tools)).with_options(question.template_options)
+            self._bridges[key] = replace(self._bridge, template=template)
         return self._bridges[key]
 
 

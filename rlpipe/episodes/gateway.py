@@ -15,15 +15,18 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from rlpipe.episodes.agent_session import AgentSession, ChatAnswer, ChatQuestion, RequestRefused
+from rlpipe.episodes.agent_session import AgentSession, ChatAnswer
 from rlpipe.episodes.agents import KEY_HEADER
+from rlpipe.episodes.chat_request import ChatQuestion, RequestRefused
 from rlpipe.episodes.openai_protocol import (
     MODEL,
+    RESPONSE_PREFIX,
     as_chat_request,
     as_completion,
     as_response,
     completion_events,
     follows,
+    output_items,
     response_events,
 )
 from rlpipe.errors import ConfigError
@@ -63,6 +66,7 @@ class Gateway:
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/responses", self._respond)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._models)
         app.router.add_post("/v1/reward", self._reward)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
@@ -102,7 +106,8 @@ class Gateway:
 
     def _session(self, request: web.Request, body: Mapping[str, Any]) -> AgentSession:
         """Return the session of a request's key, which proxies with another one pass on in a header or as ``user``."""
-        bearer_key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, bearer_key = request.headers.get("Authorization", "").strip().partition(" ")
+        bearer_key = bearer_key.strip() if scheme.lower() == "bearer" else scheme
         keys = [bearer_key, request.headers.get(KEY_HEADER, ""), str(body.get("user"))]
         for key in keys:
             if key in self._sessions:
@@ -127,13 +132,14 @@ class Gateway:
         try:
             body = await _read(request)
             session = self._session(request, body)
-            chat = as_chat_request(body, session.conversations)
-            question = ChatQuestion.parse(chat)
+            chat = as_chat_request(body, session.conversations, session.items)
+            question = ChatQuestion.parse(chat, id_prefix=RESPONSE_PREFIX)
             answer = await _answer_question(request, session, question)
         except RequestRefused as refusal:
             return _refused(refusal)
         if body.get("store") is not False:
             session.conversations[answer.id] = follows(body, chat, answer)
+            session.items |= {item["id"]: item for item in output_items(answer)}
         return await _send(request, body, session, question, answer, RESPONSES)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -141,7 +147,9 @@ class Gateway:
             self._session(request, {})
         except RequestRefused as refusal:
             return _refused(refusal)
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlpipe"}]})
+        name = request.match_info.get("name")
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "rlpipe"}  # any name is the policy's
+        return web.json_response({"object": "list", "data": [model]} if name is None else model)
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Take the reward of an episode, or rewards of answers by their ids."""
@@ -156,7 +164,7 @@ class Gateway:
 async def _read(request: web.Request) -> Mapping[str, Any]:
     try:
         body = await request.json()
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, LookupError, web.RequestPayloadError) as error:  # also unknown encodings
         raise RequestRefused(400, "invalid", f"the request's body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestRefused(400, "invalid", "the request's body is not a JSON object")

@@ -299,12 +299,18 @@ def _num_equal(stored: Sequence[CanonicalMessage], sent: Sequence[CanonicalMessa
 
 def canonical(arguments: Any) -> str:
     """Return a call's arguments, an object or its JSON in any form, as JSON in one form; other texts as they are."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return str(arguments)
-    return json.dumps(arguments or {}, sort_keys=True, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    try:
+        read = json.loads(text, parse_float=_number)
+    except (ValueError, RecursionError):
+        return text
+    return json.dumps(read or {}, sort_keys=True, ensure_ascii=False)
+
+
+def _number(text: str) -> int | float:
+    """Return the number; JavaScript, which has one kind of numbers, writes 6.0 as 6."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def text_of(message: Message) -> str:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlpipe.episodes.agent_session import PLAIN_FORMATS, ChatAnswer, RequestRefused, joined_text, require_one_of
+from rlpipe.data.render.messages import TEMPLATE_OPTIONS
+from rlpipe.episodes.agent_session import ChatAnswer
+from rlpipe.episodes.chat_request import PLAIN_FORMATS, RequestRefused, joined_text, require_one_of
 from rlpipe.types import ChatMessages
 
 MODEL = "policy"
-REFUSED = ("background", "conversation", "prompt")
-"""Options that need a server which keeps them; a request may have them without a value."""
+RESPONSE_PREFIX = "resp_"
+REFUSED = ("background", "conversation", "prompt", "top_logprobs")
+"""Options that need a server which keeps them, or log-probs; a request may have them without a value."""
 
 Item = Mapping[str, Any]
 
@@ -71,26 +74,32 @@ def _completion_head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def as_chat_request(body: Mapping[str, Any], earlier: Mapping[str, ChatMessages]) -> dict[str, Any]:
+def as_chat_request(
+    body: Mapping[str, Any], earlier: Mapping[str, ChatMessages], items: Mapping[str, Item]
+) -> dict[str, Any]:
     """Return a request as the body of one for a chat completion; raise ``RequestRefused`` if it is not one.
 
-    ``earlier`` has the conversations up to the answers that ``previous_response_id`` may name, by their ids.
+    ``earlier`` has the conversations up to the answers that ``previous_response_id`` may name, and ``items`` the parts
+    of answers that an ``item_reference`` may name, by their ids.
     """
     for name in REFUSED:
         if body.get(name):
             raise RequestRefused(400, "unsupported", f"{name} is not supported in training")
     text = body.get("text") or {}
     require_one_of(PLAIN_FORMATS, "text.format", text.get("format") if isinstance(text, dict) else text)
+    if any("logprobs" in str(name) for name in body.get("include") or ()):
+        raise RequestRefused(400, "unsupported", "log-probs are not supported in training")
     instructions, previous = body.get("instructions"), body.get("previous_response_id")
     if previous is not None and not (isinstance(previous, str) and previous in earlier):
         raise RequestRefused(400, "invalid", f"this episode has no answer {previous!r:.50}")
     messages: ChatMessages = [{"role": "system", "content": instructions}] if instructions else []
-    messages += [*(earlier[previous] if previous is not None else ()), *_as_messages(body.get("input"))]
+    messages += [*(earlier[previous] if previous is not None else ()), *_as_messages(body.get("input"), items)]
     return {
         "messages": messages,
         "max_tokens": body.get("max_output_tokens"),
         "tools": _as_tools(body.get("tools")),
         "tool_choice": body.get("tool_choice"),
+        TEMPLATE_OPTIONS: body.get(TEMPLATE_OPTIONS),
     }
 
 
@@ -113,7 +122,7 @@ def _as_tools(tools: Any) -> list[dict[str, Any]]:
     return functions
 
 
-def _as_messages(items: Any) -> ChatMessages:
+def _as_messages(items: Any, earlier: Mapping[str, Item]) -> ChatMessages:
     """Return the items of a request as chat messages: an answer's reasoning, text and calls are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -123,6 +132,7 @@ def _as_messages(items: Any) -> ChatMessages:
     answer: dict[str, Any] | None = None
     """The message of the policy that further items belong to."""
     for item in items:
+        item = _referenced(item, earlier) if item.get("type") == "item_reference" else item
         kind = item.get("type") or "message"
         is_answers = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
         if not is_answers:
@@ -134,6 +144,13 @@ def _as_messages(items: Any) -> ChatMessages:
             messages.append(answer)
         _add(answer, item, kind)
     return [{"content": "", **message} for message in messages]
+
+
+def _referenced(reference: Item, earlier: Mapping[str, Item]) -> Item:
+    item_id = str(reference.get("id"))
+    if item_id not in earlier:
+        raise RequestRefused(400, "invalid", f"this episode has no item {item_id!r:.50}")
+    return earlier[item_id]
 
 
 def _add(answer: dict[str, Any], item: Item, kind: str) -> None:
@@ -162,7 +179,7 @@ def as_response(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
         **_head(answer, body),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _output(answer),
+        "output": output_items(answer),
         "usage": {
             "input_tokens": answer.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -195,9 +212,10 @@ def _head(answer: ChatAnswer, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _output(answer: ChatAnswer) -> list[dict[str, Any]]:
+def output_items(answer: ChatAnswer) -> list[dict[str, Any]]:
+    """Return the reasoning, the text and the calls of an answer, as items with ids."""
     message = as_message(answer)
-    number = answer.id.rpartition("-")[2]
+    number = answer.id.removeprefix(RESPONSE_PREFIX)
     output: list[dict[str, Any]] = []
     if "reasoning_content" in message:
         part = {"type": "reasoning_text", "text": message["reasoning_content"]}

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -302,15 +301,28 @@ def tokens_after(node: Node, rendered: IntArray) -> IntArray | None:
 def read_turn(sampled: SampledTurn, bridge: Bridge, context: IntArray) -> str:
     """Return a turn's text, without its end token; the thoughts of one that was cut off within them are closed.
 
-    Their beginning may be the context's end. A turn that ended by itself is not taken for thoughts alone.
+    A turn that ended by itself is not taken for thoughts alone.
     """
+    text = read_text(sampled, bridge)
+    return close_thoughts(text, bridge, context) if sampled.finish_reason == "length" else text
+
+
+def read_text(sampled: SampledTurn, bridge: Bridge) -> str:
+    """Return all of a turn's text, without its end token."""
     token_ids = list(sampled.token_ids)
     if bridge.has_ended(token_ids):
         token_ids.pop()
-    decode = partial(bridge.template.tokenizer.decode, skip_special_tokens=False)
-    text = cast(str, decode(token_ids))
-    if sampled.finish_reason != "length" or END_THINK in text:
+    return _decode(bridge, token_ids)
+
+
+def close_thoughts(text: str, bridge: Bridge, context: IntArray) -> str:
+    """Return the text of a turn that was cut off, with its thoughts closed; they may begin at the context's end."""
+    if END_THINK in text:
         return text
-    before = cast(str, decode(context[-MAX_THINK_TOKENS:]))
+    before = _decode(bridge, context[-MAX_THINK_TOKENS:])
     is_thinking = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
     return f"{text}{END_THINK}" if is_thinking else text
+
+
+def _decode(bridge: Bridge, token_ids: list[int] | IntArray) -> str:
+    return cast(str, bridge.template.tokenizer.decode(token_ids, skip_special_tokens=False))

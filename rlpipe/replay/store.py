@@ -217,7 +217,9 @@ class ReplayStore:
         fresh = self._buffer.take(step)
         if fresh is None:
             return None
-        replayed = sorted(self._kept.replacements_for(fresh), key=lambda group: group.group_id)
+        replayed: list[RolloutGroup] = []
+        if step < self._algorithm.num_steps:  # the groups after the last step are compared with their engine
+            replayed = sorted(self._kept.replacements_for(fresh), key=lambda group: group.group_id)
         return StepGroups(fresh=fresh, replayed=replayed)
 
     def reports(self, after: int) -> list[StepReport]:

@@ -28,6 +28,7 @@ def config_tree(model: str = "org/policy", num_steps: int = 6) -> dict[str, Any]
         "data": {"path": "rows.jsonl"},
         "algorithm": {"kind": "rl", "num_steps": num_steps, "groups_per_step": 2, "combine": "sum_then_normalize"},
         "replay": {"max_staleness": 1, "refill_attempts": 1, "reuse_groups": 2},
+        "weights": {"every_steps": 1},
     }
 
 

@@ -25,6 +25,7 @@ RUN_CONFIG: dict[str, Any] = {
     "learner": {"schedule": {"name": "constant"}},
     "replay": {"max_staleness": 2},
     "seed": 0,
+    "weights": {"every_steps": 1},
 }
 
 

@@ -32,6 +32,7 @@ CONFIG: dict[str, Any] = {
     "algorithm": {"num_steps": NUM_STEPS, "groups_per_step": 1},
     "learner": {"schedule": {"name": "constant"}},
     "replay": {"max_staleness": 2},
+    "weights": {"every_steps": 1},
 }
 SILENCE_S, DEATH_S = 10.0, 30.0
 SELDOM = st.sampled_from([False] * 7 + [True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property, lru_cache
@@ -98,11 +98,7 @@ class ChatTemplate:
 
     def for_row(self, row: Row) -> ChatTemplate:
         """Return the template with a row's own tools and options; raise ``UnusableRow`` if its columns hold others."""
-        template, options = self.with_tools(row_tools(row, self._tools_column)), row_template_options(row)
-        if options:
-            template = self._copied() if template is self else template
-            template.options = {**self.options, **options}
-        return template
+        return self.with_tools(row_tools(row, self._tools_column)).with_options(row_template_options(row))
 
     def _copied(self) -> ChatTemplate:
         _ = self.takes_texts, self.takes_arguments_as_text  # cached here, not computed again for each row
@@ -114,6 +110,14 @@ class ChatTemplate:
             return self
         template = self._copied()
         template._tools = list(tools) or None
+        return template
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with ``options`` that override the config's, or itself if there are none."""
+        if not options:
+            return self
+        template = self._copied()
+        template.options = {**self.options, **options}
         return template
 
     def require(self) -> None:

@@ -17,7 +17,7 @@ from rlpipe.data.sources.row_source import check_num_rows
 from rlpipe.errors import ConfigError, LedgerDamaged, LedgerError
 from rlpipe.replay.ledger.database import NO_LEDGER
 from rlpipe.replay.ledger.query import damage
-from rlpipe.replay.ledger.run_ledger import Ledger
+from rlpipe.replay.ledger.run_ledger import RELEASED, Ledger
 
 COMPANIONS = ("-wal", "-shm")
 """Suffixes of SQLite's files beside a database."""
@@ -151,13 +151,14 @@ def _why_unfit(path: Path, start: RunStart) -> str | None:
 
 def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Return why groups that wait to be trained do not fit the remaining steps under the new config, or None."""
-    if new["algorithm"]["groups_per_step"] != old["algorithm"]["groups_per_step"]:
-        return "algorithm.groups_per_step was changed"
-    if new["replay"]["max_staleness"] < old["replay"]["max_staleness"]:
-        return "replay.max_staleness was lowered"
-    if new["algorithm"]["num_steps"] < old["algorithm"]["num_steps"]:
-        return "algorithm.num_steps was lowered"
-    return None
+    is_changed = (
+        new["algorithm"]["groups_per_step"] != old["algorithm"]["groups_per_step"],
+        new["replay"]["max_staleness"] < old["replay"]["max_staleness"],
+        new["algorithm"]["num_steps"] < old["algorithm"]["num_steps"],
+        # Groups in flight may need a version that is no longer published.
+        new["weights"]["every_steps"] > old["weights"]["every_steps"],
+    )
+    return next((reason for reason, applies in zip(RELEASED, is_changed, strict=True) if applies), None)
 
 
 def mark_output(output: Path) -> None:

@@ -29,6 +29,13 @@ from rlpipe.types import FloatArray, RolloutGroup, ServedRecord
 
 COMPARED = "compared after the last step, not trained"
 NO_VARIANCE = "no reward variance"
+RELEASED = (
+    "algorithm.groups_per_step was changed",
+    "replay.max_staleness was lowered",
+    "algorithm.num_steps was lowered",
+    "weights.every_steps was raised",
+)
+"""Reasons for discarding groups when a run is resumed with changed options."""
 MAX_NUMBER = 2**62
 """Bound on numbers in ``meta``, with which queries can count."""
 KEPT_DIGESTS = 100
@@ -350,8 +357,10 @@ class Ledger(Database):
         """Return why groups could not be sampled or scored, each with their number, the most frequent first."""
         return self.rows(
             "SELECT reason, count(*) FROM groups WHERE state = 'DISCARDED' AND step IS NULL AND reason NOT LIKE ?"
-            " GROUP BY reason ORDER BY 2 DESC",
+            f" AND reason NOT IN ({', '.join('?' * (1 + len(RELEASED)))}) GROUP BY reason ORDER BY 2 DESC",
             f"{NO_VARIANCE}%",
+            COMPARED,
+            *RELEASED,
         )
 
     def open_attempts(self) -> list[int]:

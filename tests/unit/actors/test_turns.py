@@ -24,6 +24,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.is_dead = self.is_frozen = False
+        self.version = 0
         self.lost: set[str] = set()
         """Names of methods whose next call is carried out, or not, and has no answer."""
         self.asked: list[GroupRequest] = []
@@ -45,7 +46,7 @@ class Engine:
             raise ActorUnavailableError("a cut", None)
         self.asked += requests
 
-    async def _poll_turns(self, _: float) -> list[RolloutGroup]:
+    async def _poll_turns(self, _: float) -> tuple[list[RolloutGroup], int]:
         for _step in range(3):
             await asyncio.sleep(0.01)
             while self.is_frozen:
@@ -55,7 +56,7 @@ class Engine:
         if found and "poll_turns" in self.lost:
             self.lost.remove("poll_turns")
             raise ActorUnavailableError("a cut", None)
-        return found
+        return found, self.version
 
     async def _cancel(self, _: list[int]) -> None:
         self._check()
@@ -70,9 +71,9 @@ class Engine:
             self.finished.append(group)
 
 
-def request(group_id: int) -> GroupRequest:
+def request(group_id: int, min_version: int = 0) -> GroupRequest:
     return GroupRequest(
-        group_id=group_id, prompt=PROMPT, group_size=1, max_tokens=4, temperature=1.0, seed=0, min_version=0
+        group_id=group_id, prompt=PROMPT, group_size=1, max_tokens=4, temperature=1.0, seed=0, min_version=min_version
     )
 
 
@@ -103,6 +104,32 @@ def test_no_time_passes_between_the_death_of_an_engine_and_the_next_one() -> Non
         client.assign([1], "b")
         with pytest.raises(TimeoutError):  # the time of the next turn passes as ever
             await play(1, Deadline(LIMIT_S))
+
+    asyncio.run(run())
+
+
+def test_no_time_passes_until_an_engine_serves_a_new_enough_version() -> None:
+    async def run() -> None:
+        engine = Engine()
+        client = TurnClient("episodes-0", {"a": engine})  # type: ignore[dict-item]
+        client.assign([1, 2], "a")
+
+        async def play(group_id: int) -> Any:
+            deadline = Deadline(LIMIT_S)
+            async with deadline:
+                return await client.sample(request(group_id, min_version=3), deadline)
+
+        waiting = [asyncio.create_task(play(1))]
+        await asyncio.sleep(0.1)
+        waiting.append(asyncio.create_task(play(2)))  # now it is known that the engine is behind
+        await asyncio.sleep(2 * LIMIT_S)
+        assert not any(turn.done() for turn in waiting)
+        engine.version = 3
+        await asyncio.sleep(0.1)
+        engine.answer()
+        assert await asyncio.gather(*waiting) == ["answer", "answer"]
+        with pytest.raises(TimeoutError):  # time passes again
+            await play(1)
 
     asyncio.run(run())
 

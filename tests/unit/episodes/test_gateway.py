@@ -18,8 +18,9 @@ import torch
 from aiohttp import web
 from gateway_cases import CALL, LOOK, RULES, Scene, play
 
-from rlpipe.episodes.agent_session import ChatQuestion, RequestRefused
+from rlpipe.episodes.chat_request import ChatQuestion, RequestRefused
 from rlpipe.episodes.gateway import Gateway
+from rlpipe.episodes.graph import canonical
 from rlpipe.episodes.parsing import MAX_CALLS
 from rlpipe.episodes.session import Rules, SampledTurn
 from rlpipe.errors import ConfigError
@@ -160,9 +161,14 @@ def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
         ({"n": 2}, "n=2 is not supported"),
         ({"functions": [{"name": "look"}]}, "functions=.* is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json={'type': 'object'} is not supported"),
+        ({"extra_body": {"continue_final_message": True}}, "continue_final_message=True is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "'messages' is set for each row already"),
+        ({"stream": True, "extra_body": {"stream_options": True}}, "stream_options must be an object"),
+        ({"tools": [{"type": "web_search_preview"}]}, "the tool 'web_search_preview' is not a function"),
+        ({"tools": [{"type": "function", "name": "look"}]}, "a tool must have an object 'function' with a 'name'"),
         ({"tools": [LOOK], "tool_choice": LOOK}, "tool_choice={'type': 'function', .* is not supported"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "the role 'nobody'"),
     ],
@@ -196,6 +202,134 @@ def test_options_that_ask_for_nothing_more_are_taken() -> None:
     assert counts == [1, 1, 0]
     texts = [scene.template.tokenizer.decode(context) for context in scene.contexts]
     assert ['"name": "look"' in text for text in texts] == [True, True, False], "none hides the tools"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "stop", "content"),
+    [
+        ("trl/qwen3", "<think>\nFirst.\n\nThen <tool_call>", "\n\n", ""),
+        ("trl/qwen3_5_think", "The format is Action: x Observation: y", "Observation:", ""),
+        ("trl/qwen3", "<think>\nhm\n</think>\n\nNorth. Observation: y", "Observation:", "North."),
+        ("trl/qwen2_5", "North. Observation: y", "Observation:", "North."),
+    ],
+)
+def test_a_stop_within_thoughts_leaves_no_answer(name: str, said: str, stop: str, content: str) -> None:
+    async def program(scene: Scene) -> Any:
+        messages: Any = [{"role": "user", "content": "Where?"}]
+        answer = await scene.client().chat.completions.create(model="any", messages=messages, tools=[LOOK], stop=[stop])
+        return answer.choices[0]
+
+    _, choice = play(Scene([said], template_name=name), program)
+    assert (choice.message.content.strip(), choice.message.tool_calls) == (content, None)
+    assert choice.finish_reason == "stop"
+
+
+def test_a_conversation_may_end_with_the_assistants_message() -> None:
+    async def program(scene: Scene) -> str | None:
+        messages: Any = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "I look."}]
+        answer = await scene.client().chat.completions.create(model="any", messages=messages)
+        return answer.choices[0].message.content
+
+    scene = Scene(["North."])
+    episode, text = play(scene, program)
+    assert text == "North."
+    assert scene.template.tokenizer.decode(scene.contexts[0]).endswith("I look.<|im_end|>\n<|im_start|>assistant\n")
+    assert len(episode.graph.turns) == 1
+
+
+@pytest.mark.parametrize("name", ["trl/qwen2_5", "trl/llama3_1", "trl/gptoss", "trl/deepseekv3"])
+def test_empty_fields_of_a_clients_own_messages_say_nothing(name: str) -> None:
+    async def program(scene: Scene) -> None:
+        client = scene.client()
+        empty = {"tool_calls": None, "function_call": None, "refusal": None, "audio": None, "annotations": None}
+        for more in ({}, empty, {"tool_calls": []}):
+            answer = {"role": "assistant", "content": "North.", **more}
+            messages: Any = [{"role": "user", "content": "Where?"}, answer, {"role": "user", "content": "And then?"}]
+            await client.chat.completions.create(model="any", messages=messages)
+
+    scene = Scene(["East."] * 3, template_name=name)
+    play(scene, program)
+    texts = {scene.template.tokenizer.decode(context) for context in scene.contexts}
+    assert len(texts) == 1
+    assert "North." in texts.pop()
+
+
+def test_a_request_may_have_options_of_the_chat_template() -> None:
+    async def program(scene: Scene) -> None:
+        client, messages = scene.client(), [{"role": "user", "content": "Where?"}]
+        for options in ({}, {"enable_thinking": False}, {"enable_thinking": None}):
+            more: Any = {"messages": messages, "extra_body": {"chat_template_kwargs": options}}
+            await client.chat.completions.create(model="any", **more)
+
+    scene = Scene(["North."] * 3, template_name="trl/qwen3")
+    play(scene, program)
+    texts = [scene.template.tokenizer.decode(context) for context in scene.contexts]
+    assert [text.endswith("<think>\n\n</think>\n\n") for text in texts] == [False, True, False]
+
+
+def test_answers_that_nobody_has_received_are_no_turns() -> None:
+    async def program(scene: Scene) -> None:
+        for number in range(3):
+            with pytest.raises(openai.APITimeoutError):
+                await ask(scene, f"{number}?", timeout=0.1)
+        await asyncio.sleep(0.4)
+        for number in range(2):
+            await ask(scene, f"Where, {number}?")
+        with pytest.raises(openai.BadRequestError, match="the episode has had its 2 turns"):
+            await ask(scene, "And?")
+
+    async def ask(scene: Scene, text: str, **options: Any) -> None:
+        messages: Any = [{"role": "user", "content": text}]
+        await scene.client(**options).chat.completions.create(model="any", messages=messages)
+
+    scene = Scene(["North."] * 9, pause_s=0.3, rules=replace(RULES, max_turns=2))
+    episode, _ = play(scene, program)
+    assert len(episode.graph.turns) == 2
+    assert [message["content"] for message in episode.opening] == ["Where, 0?"], "the first one that was received"
+
+
+def test_a_number_may_come_back_in_another_form() -> None:
+    assert (
+        canonical('{"a": 6.0, "b": [1e5, 0.5]}')
+        == canonical('{"b": [100000, 0.5], "a": 6}')
+        == canonical({"a": 6.0, "b": [1e5, 0.5]})
+    )
+    assert canonical('{"a": 6.5}') != canonical('{"a": 6}')
+
+
+def test_the_opening_is_that_of_the_first_conversation_that_is_left() -> None:
+    async def program(scene: Scene) -> list[list[str]]:
+        session, openings = scene.session, []
+        for text in ("x", "y"):
+            question = ChatQuestion.parse({"messages": [{"role": "user", "content": text}]})
+            answer = await session.ask(question, is_retry=False)
+            session.received(question, answer)
+            if text == "x":
+                session.lost(question, answer)
+            openings.append([message["content"] for message in session.episode.opening])
+        return openings
+
+    _, openings = play(Scene(["North.", "East."]), program)
+    assert openings == [[], ["y"]]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "application/json; charset=foo"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+def test_bodies_in_unknown_encodings_are_refused(headers: dict[str, str]) -> None:
+    async def program(scene: Scene) -> int:
+        key = {"Authorization": f"bearer {scene.key}"}
+        async with aiohttp.ClientSession(scene.gateway.base_url + "/", headers=key) as client:
+            async with client.get("models/policy") as model:
+                assert (await model.json())["id"] == "policy"
+            async with client.post("chat/completions", data=b"{}", headers=headers) as response:
+                return response.status
+
+    assert play(Scene([]), program)[1] == 400
 
 
 def test_the_key_may_be_in_a_header_of_its_own() -> None:

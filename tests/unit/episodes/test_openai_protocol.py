@@ -14,7 +14,7 @@ from gateway_cases import CALL, LOOK, Scene, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.episodes.agent_session import ChatQuestion, RequestRefused
+from rlpipe.episodes.chat_request import ChatQuestion, RequestRefused
 from rlpipe.episodes.openai_protocol import as_chat_request
 
 TOOL = {"type": "function", **LOOK["function"], "strict": False}  # type: ignore[dict-item]
@@ -73,6 +73,22 @@ def test_a_request_may_continue_from_an_earlier_answer() -> None:
     assert [text in last for text in ("Be brief.", "Where?", "North.", "East.", "West.")] == [True] * 4 + [False]
 
 
+def test_parts_of_answers_may_be_sent_back_by_their_ids() -> None:
+    async def program(scene: Scene) -> None:
+        create = scene.client().responses.create
+        items: list[Any] = [{"role": "user", "content": "Where?"}]
+        for _ in range(3):
+            answer = await create(model="any", input=items, tools=[TOOL])
+            assert answer.id.startswith("resp_"), "by which clients tell ids that they may name"
+            items += [{"type": "item_reference", "id": item.id} for item in answer.output]
+            calls = [item for item in answer.output if item.type == "function_call"]
+            items += [{"type": "function_call_output", "call_id": call.call_id, "output": "north"} for call in calls]
+            items += [] if calls else [{"role": "user", "content": "And then?"}]
+
+    episode, _ = play(Scene([CALL, THOUGHT, "Then east."], template_name="trl/qwen3"), program)
+    assert len(episode.graph.branches()) == 1
+
+
 def test_instructions_hold_for_one_request() -> None:
     async def program(scene: Scene) -> None:
         create = scene.client().responses.create
@@ -106,7 +122,10 @@ def test_a_limit_may_shrink_and_a_cut_answer_is_incomplete() -> None:
         ({"text": {"format": {"type": "json_object"}}}, "text.format={'type': 'json_object'} is not supported"),
         ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice={'type': 'function', .* is not supported"),
         ({"tools": [{"type": "web_search"}]}, "the tool 'web_search' is none of the program's functions"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of the type 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "this episode has no item 'x'"),
+        ({"input": [{"type": "computer_call"}]}, "an item of the type 'computer_call'"),
+        ({"include": ["message.output_text.logprobs"]}, "log-probs are not supported"),
+        ({"top_logprobs": 2}, "top_logprobs is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text parts"),
         ({"input": []}, "at least one message"),
         ({"max_output_tokens": -1}, "max_tokens=-1 is not a number"),
@@ -157,7 +176,7 @@ BODIES = st.fixed_dictionaries(
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize("read", [dict, lambda body: as_chat_request(body, {})], ids=["completions", "responses"])
+@pytest.mark.parametrize("read", [dict, lambda body: as_chat_request(body, {}, {})], ids=["completions", "responses"])
 def test_any_body_is_a_request_or_refused(read: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     answered = []
 
@@ -171,7 +190,7 @@ def test_any_body_is_a_request_or_refused(read: Callable[[dict[str, Any]], dict[
 
     check()
     assert answered
-    assert "assistant" not in {role for role, _ in answered}
+    assert {role for role, _ in answered} <= {"system", "user", "assistant", "tool"}
 
 
 def test_a_proxy_with_a_key_of_its_own_passes_an_episodes_key_on_as_user() -> None:

@@ -257,6 +257,14 @@ def test_kept_groups_take_the_place_of_groups_without_signal(tmp_path: Path) -> 
     assert store.ledger.rows("SELECT state, count(*) FROM groups GROUP BY state") == [("ASSIGNED", 4)]
 
 
+def test_the_groups_after_the_last_step_are_all_compared(tmp_path: Path) -> None:
+    store = open_store(tmp_path, replay=ReplayConfig(reuse_groups=2), num_steps=2)
+    run_step(store, 0, {0: MIXED, 1: MIXED})
+    assert metric(run_step(store, 1, {2: MIXED, 3: FLAT}), "groups/replayed") == 1
+    batches = run_step(store, 2, {4: FLAT, 5: FLAT})
+    assert metric(batches, "groups/replayed") == 0, "older groups would show how far the policy has moved"
+
+
 def test_a_group_is_replayed_once_and_the_oldest_are_forgotten(tmp_path: Path) -> None:
     store = open_store(tmp_path, groups_per_step=3, replay=ReplayConfig(reuse_groups=2))
     run_step(store, 0, {0: MIXED, 1: MIXED, 2: MIXED})

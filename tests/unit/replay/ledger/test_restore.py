@@ -257,6 +257,7 @@ def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
         ("replay", "max_staleness", 0, "replay.max_staleness was lowered"),
         ("algorithm", "groups_per_step", 4, "algorithm.groups_per_step was changed"),
         ("algorithm", "num_steps", 50, "algorithm.num_steps was lowered"),
+        ("weights", "every_steps", 4, "weights.every_steps was raised"),
     ],
 )
 def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
@@ -267,6 +268,7 @@ def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
     ledger, _ = begin(path, config=other, changes_allowed=True)
     assert ledger.counts() == {GroupState.DISCARDED: 3}
     assert ledger.rows("SELECT DISTINCT reason FROM groups") == [(reason,)]
+    assert not ledger.failures(), "they could have been sampled and scored"
     assert (ledger.num_slots_taken(0), ledger.groups_of(0)) == (0, None)
     again, _ = begin(path, config=other)
     assert again.counts() == ledger.counts()

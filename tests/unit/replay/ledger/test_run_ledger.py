@@ -166,6 +166,7 @@ def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tm
     assert (ledger.groups_of(5) is not None, ledger.last_step) == (True, -1)
     ledger.begin_again(5, num_steps=8)
     assert (ledger.groups_of(5), ledger.num_slots_taken(5)) == (None, 0), "a longer run trains step 5 on others"
+    assert not ledger.failures()
 
 
 def test_what_was_only_compared_takes_no_slot_of_a_shorter_run(tmp_path: Path) -> None:
