@@ -271,6 +271,8 @@ class DirectWeightsActor(WeightsActor):
     async def load_newest(self, name: str) -> int | NotLoaded:
         """Have the learner send again, and return the version that the engine loaded, or why it did not load one."""
         async with self._turn:
+            if name in self._receiving and self._receiving[name].done():  # of the process that this one replaces
+                del self._receiving[name]
             self._enrolled.add(name)
             self._newest, number = None, self._number
         await self.wait_for(lambda: self._has_answered(name, number))

@@ -236,6 +236,7 @@ SETTINGS: Mapping[str, type] = {
     "checkpoint_step": int,
     "digests": dict,
     "incarnation": int,
+    "writers": list,
 }
 """Types of the values in ``meta``."""
 ENVIRONMENT = {
@@ -366,8 +367,13 @@ class Database:
     def take_over(self) -> None:
         """Make all changes fail that another process of the run still tries to write, such as a dead driver's actor."""
         writer = uuid4().hex
-        self.set(writer=writer)
+        self.set(writer=writer, writers=[*self.writers, writer])
         self._writer = writer
+
+    @property
+    def writers(self) -> list[str]:
+        """Ids of the processes that have taken over the ledger, in turn; of two copies that went on, they differ."""
+        return self.get("writers") or []
 
     def set_missing(self, **values: Any) -> None:
         """Set those of the values that are not there yet."""

@@ -146,7 +146,23 @@ def _why_unfit(path: Path, start: RunStart) -> str | None:
         _check_run(ledger, start)
         if recorded_step > start.step:
             return f"continues to step {recorded_step}"
-        return None if ledger.has_steps(start.step) else f"does not have all of the {start.step} steps"
+        if not ledger.has_steps(start.step):
+            return f"does not have all of the {start.step} steps"
+        if start.checkpoint is None or _continues(ledger, start.checkpoint / run_files.LEDGER):
+            return None
+        return "was continued elsewhere, from an older checkpoint's copy"
+
+
+def _continues(ledger: Ledger, copy: Path) -> bool:
+    """Return whether a ledger goes on from a checkpoint's copy, unless that is not known.
+
+    With ``ledger.folder`` on a local disk, each host has its own, and the one in use may be another's by now.
+    """
+    try:
+        with closing(Ledger(copy, read_only=True, at_rest=True)) as kept:
+            return ledger.writers[: len(kept.writers)] == kept.writers
+    except LedgerError:  # it is missing or damaged, and not needed
+        return True
 
 
 def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:

@@ -127,6 +127,21 @@ def test_one_that_comes_while_others_receive_waits_for_the_next_sending(engines:
     play(act)
 
 
+def test_an_engine_that_died_in_a_transfer_with_the_learner_has_died_once(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [RayActorError()]
+
+    async def act(actor: DirectWeightsActor) -> None:
+        await actor.offer(replace(manifest(0), digest="", transfer=TRANSFER), 1)  # the learner dies before it publishes
+        await asyncio.sleep(0.01)
+        coming = asyncio.create_task(actor.load_newest("b"))
+        await asyncio.sleep(0.01)
+        assert await send(actor, 0, incarnation=2) == 1 + 2 * WORKERS, "its new process takes part"
+        assert await coming == 0
+        assert not (await served(actor)).lost
+
+    play(act)
+
+
 def test_a_version_that_was_offered_to_a_dead_weights_actor_is_sent_again(engines: dict[str, FakeEngine]) -> None:
     async def act(actor: DirectWeightsActor) -> None:
         await actor.publish(manifest(3), [], 1)

@@ -100,6 +100,30 @@ def test_a_missing_ledger_comes_from_the_checkpoint(path: Path, tmp_path: Path) 
     assert [g.group_id for g in restored.load([2])] == [2]
 
 
+def train(folder: Path, step: int, *group_ids: int) -> None:
+    store = open_store(folder)
+    admit(store, *group_ids)
+    for group_id in group_ids:
+        bring(store, group_id, [1.0, 0.0])
+    assert store.batches(step)
+    store.ledger.close()
+
+
+def test_a_ledger_that_the_run_left_behind_on_another_host_is_replaced(path: Path, tmp_path: Path) -> None:
+    first = started(path)
+    run_id, old = first.get("run_id"), checkpoint(tmp_path, first, 1)
+    train(path.parent, 1, 3)
+    elsewhere = tmp_path / "elsewhere" / LEDGER
+    other, _ = begin(elsewhere, step=1, checkpoint=old, run_id=run_id)
+    train(elsewhere.parent, 1, 7)
+    new = checkpoint(tmp_path, other, 2)
+    assert not begin(elsewhere, step=2, checkpoint=new, run_id=run_id)[1]
+    restored, (message,) = begin(path, step=2, checkpoint=new, run_id=run_id)
+    assert f"{path} was continued elsewhere, from an older checkpoint's copy; it is now" in message
+    assert {group.group_id for group in restored.groups_of(1).fresh} == {2, 7}
+    assert not begin(path, step=2, checkpoint=new, run_id=run_id)[1], "from here, this host's goes on"
+
+
 def damage_file(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096 : 4096 * 3] = b"\xff" * 4096 * 2
