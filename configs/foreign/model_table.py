@@ -198,6 +198,8 @@ def answers_only(values: ForeignValues, value: Any) -> Made:
 def text_column(values: ForeignValues, value: Any) -> Made:
     if values.run.method != "sft":
         return "rows have prompts"
+    if value in ("messages", "conversations"):  # which TRL finds by itself
+        return {"data.messages_column": value}
     return "set data.text_column if the rows are raw text" if value == "text" else {"data.text_column": value}
 
 

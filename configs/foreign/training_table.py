@@ -20,7 +20,6 @@ from rlpipe.configs.foreign.setting_rules import (
     sampled,
     switched,
     text,
-    without_option,
 )
 from rlpipe.configs.foreign.system_defaults import AXOLOTL_DEFAULT
 
@@ -353,7 +352,7 @@ TRAINING = (
         "nothing is uploaded: rlpipe export writes a folder for transformers, PEFT and vLLM", "push_to_hub hub_*"
     ),
     SettingRow(counted("data.held_out.every_steps", is_never=True), "eval_steps", "trainer.test_freq", "eval_steps"),
-    SettingRow(without_option("held-out rows are evaluated at the start"), verl="trainer.val_before_train"),
+    SettingRow("held-out rows are always evaluated at the start", verl="trainer.val_before_train"),
     SettingRow("evaluations take the likeliest tokens, with one answer to a prompt", verl="rollout.val_kwargs.*"),
     SettingRow(GREEDY, openrlhf="eval_temperature eval_n_samples_per_prompt eval.*"),
     # tracking

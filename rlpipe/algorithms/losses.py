@@ -139,8 +139,13 @@ def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionCo
         metrics.add_mean("entropy/trained_ratio", trained)
         metrics.add_mean("entropy/trained_mean", _mean_over(surrogate_inputs.entropy, trained, mask))
         per_token = per_token * trained
-    per_token = per_token + _kl_penalty(surrogate_inputs, config, metrics, 1.0 if factors is None else factors.kl)
-    per_token = per_token * _token_weights(inputs, config.aggregate)
+    penalty = _kl_penalty(surrogate_inputs, config, metrics, 1.0 if factors is None else factors.kl)
+    if config.level == "sequence_product" and inputs.shares is not None:
+        # The product has the gradient of all tokens of a branch already, however long it is.
+        per_token = per_token * _token_weights(replace(inputs, shares=None), config.aggregate)
+        per_token = per_token + penalty * _token_weights(inputs, config.aggregate)
+    else:
+        per_token = (per_token + penalty) * _token_weights(inputs, config.aggregate)
     return _output(per_token - _entropy_bonus(inputs, surrogate_inputs, config, trained, metrics), metrics)
 
 

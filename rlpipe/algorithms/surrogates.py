@@ -94,13 +94,32 @@ def _call_custom(config: LossConfig, inputs: SurrogateInputs) -> SurrogateOutput
 
 
 def importance_ratio(inputs: SurrogateInputs) -> Tensor:
-    """Return ρ of each token ``[N]``: its own, or that of its sequence."""
+    """Return ρ of each token ``[N]``: its own, or that of its sequence.
+
+    If the tokens of a sequence have several advantages, the gradient of its ρ is divided among them, so that each is
+    trained by its own (GSPO-token, arXiv:2507.18071). With one advantage the sum is the same, unless factors of single
+    tokens follow: these then scale the whole sequence, as in TRL.
+    """
     log_ratio = inputs.log_ratio
-    if inputs.config.level == "sequence":
-        log_ratio = sequence_means(log_ratio, inputs.mask, inputs.sequence_ids)
-    elif inputs.config.level == "sequence_product":
-        log_ratio = sequence_sums(log_ratio, inputs.sequence_ids)
+    if inputs.config.level != "token":
+        own = log_ratio
+        if inputs.config.level == "sequence":
+            log_ratio = sequence_means(own, inputs.mask, inputs.sequence_ids)
+        else:
+            log_ratio = sequence_sums(own, inputs.sequence_ids)
+            own = own * sequence_sums(inputs.mask.to(own.dtype), inputs.sequence_ids)
+        divided = log_ratio.detach() + torch.where(own.isfinite(), own - own.detach(), 0)
+        log_ratio = torch.where(_has_one_advantage(inputs), log_ratio, divided)
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _has_one_advantage(inputs: SurrogateInputs) -> Tensor:
+    """Return for every token whether all loss tokens of its sequence have the same advantage ``[N]``."""
+    bounds = []
+    for reduce, outside in (("amin", math.inf), ("amax", -math.inf)):
+        advantages = torch.where(inputs.mask, inputs.advantages, outside)
+        bounds.append(torch.full_like(advantages, outside).scatter_reduce(0, inputs.sequence_ids, advantages, reduce))
+    return (bounds[0] >= bounds[1])[inputs.sequence_ids]
 
 
 @register_surrogate("clip")

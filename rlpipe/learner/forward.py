@@ -25,8 +25,9 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for, use_masks
 from rlpipe.models.adapter import ADAPTER
 from rlpipe.models.loading import CLASSIFIER, num_embeddings
 
-LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
-LOGIT_DIVISORS = ("logits_scaling",)
+LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+LOGITS_SCALING = "logits_scaling"
+"""Divides the logits, but multiplies them in HyperCLOVA X."""
 LOGIT_CAP = "final_logit_softcapping"
 LOGIT_CHANGES = ("logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
 """Config names of logit changes that ``LmHead`` does not implement; models that set one are refused."""
@@ -130,9 +131,8 @@ def logit_scale(model: PreTrainedModel) -> float:
     scale = 1.0
     for name in LOGIT_MULTIPLIERS:
         scale *= getattr(config, name, 1.0)
-    for name in LOGIT_DIVISORS:
-        scale /= getattr(config, name, 1.0)
-    return scale
+    scaling = getattr(config, LOGITS_SCALING, 1.0)
+    return scale * scaling if config.model_type.startswith("hyperclovax") else scale / scaling
 
 
 def logit_cap(model: PreTrainedModel) -> float | None:

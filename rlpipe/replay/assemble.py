@@ -186,7 +186,8 @@ def has_signal(group: RolloutGroup, algorithm: AlgorithmConfig, reward_weights: 
     """Return whether the group's rewards differ: their sums, or any that is normalized, or credited, by itself."""
     columns = [[rollout.reward for rollout in group]]
     if algorithm.combine == "normalize_then_sum":
-        columns = [[rollout.rewards.get(name) for rollout in group] for name in group.rollouts[0].rewards]
+        names = [name for name in group.rollouts[0].rewards if reward_weights.get(name)]
+        columns = [[rollout.rewards.get(name) for rollout in group] for name in names]
     if algorithm.advantage.credit == "turns":
         credited = _credited_turns(_rewarded(group), reward_weights)
         columns = [list(turn) for turn in zip_longest(*credited, fillvalue=0.0)]

@@ -94,7 +94,8 @@ class _RewardCall:
         }
 
     def log_metric(self, name: str, value: float) -> None:
-        self._logged[str(name)].append(float(value))
+        number = float(value)  # before the name is kept
+        self._logged[str(name)].append(number)
 
     def fail(self, name: str, error: BaseException) -> None:
         self.result.scores.pop(name, None)

@@ -126,7 +126,7 @@ def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> 
     a row whose answer has no ``####``. Data: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
     """
     golds = []
-    for gold in _require_answers(answer):
+    for gold in map(str, _require_answers(answer)):
         if "####" not in gold:
             raise ValueError(f"the row's answer {gold[-40:]!r} has no '####'; use numeric_match for plain answers")
         golds.append(_gold_number(gold.rsplit("####", 1)[1]))
@@ -163,7 +163,8 @@ def _extraction(plain: bool) -> list[Any]:
 def _read_gold(gold: str, plain: bool, timeout_s: int) -> list[Any]:
     from math_verify import parse
 
-    wrapped = gold if plain or "$" in gold or "\\boxed" in gold else f"${gold}$"
+    is_marked = re.search(r"(?<!\\)\$", gold) or "\\boxed" in gold  # \$ is an amount of dollars
+    wrapped = gold if plain or is_marked else f"${gold}$"
     parsed: list[Any] = parse(wrapped, _extraction(plain), parsing_timeout=timeout_s)
     if not parsed:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Set
@@ -26,7 +27,8 @@ MACHINERY = frozenset(
 
 def check_scores(returned: Any, group_size: int) -> list[float | None]:
     """Return a reward's values as finite floats and None; raise ``TypeError`` or ``ValueError`` for anything else."""
-    if not hasattr(returned, "__iter__") or isinstance(returned, NO_LISTS):
+    is_one = getattr(returned, "ndim", None) == 0
+    if is_one or not hasattr(returned, "__iter__") or isinstance(returned, NO_LISTS):
         raise TypeError(f"it returned a {type(returned).__name__}; return a list of one number per completion")
     values = list(islice(returned, group_size + 1))  # a generator may be endless
     if len(values) != group_size:
@@ -41,6 +43,8 @@ def _check_value(value: Any, index: int) -> float | None:
     value = unwrapped(value)
     if not isinstance(value, bool | int | float):
         raise TypeError(f"value {index} is {shortened(repr(value), 60)}, not a number")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"value {index} is a number of {value.bit_length()} bits; return one that fits in a float")
     if not math.isfinite(value):
         raise ValueError(f"value {index} is {value}; return a finite number, or None to leave the completion out")
     return float(value)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -311,12 +312,12 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
     from datasets import load_dataset, load_from_disk
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    folder = Path(path).expanduser()
+    folder = Path(path).expanduser().absolute()  # data sets are named after their folder
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         return _split_of(load_from_disk(str(folder)), data)
     if folder.is_file():  # its suffix tells the format
         return load_dataset(
-            str(folder.parent), data.name, data_files=folder.name, split=data.split, streaming=data.streaming
+            str(folder.parent), data.name, data_files=escape(folder.name), split=data.split, streaming=data.streaming
         )
     if folder.exists():
         return load_dataset(str(folder), data.name, split=data.split, streaming=data.streaming)

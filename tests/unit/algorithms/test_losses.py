@@ -96,6 +96,31 @@ def test_sequence_level_shares_the_geometric_mean_of_the_ratios() -> None:
     assert gradient(inputs, config) == pytest.approx([-4 / 3, -4 / 3, -30 / 3])
 
 
+@pytest.mark.parametrize(("level", "scale"), [("sequence", 1 / 4), ("sequence_product", 1.0)])
+def test_tokens_with_advantages_of_their_own_are_trained_by_them_at_sequence_level(level: str, scale: float) -> None:
+    inputs = make_inputs([[1.0] * 4], [0.0])
+    inputs = replace(inputs, advantages=torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64))
+    config = LossConfig(level=level, aggregate="sequence")
+    assert gradient(inputs, config) == [-scale, -scale, scale, scale]
+
+
+def test_with_one_advantage_the_gradient_of_a_sequences_ratio_is_that_of_its_mean() -> None:
+    ratios, config = [[1.5, 0.5, 1.1], [1.0, 1.3]], LossConfig(level="sequence", clip_low=9.0, clip_high=9.0)
+    inputs = make_inputs(ratios, [1.0, -2.0])
+    nearly = inputs.advantages.clone()
+    nearly[0] += 1e-12
+    nearly[3] -= 1e-12
+    divided = gradient(replace(inputs, advantages=nearly), config)
+    assert divided == pytest.approx(gradient(inputs, config))
+
+
+def test_every_token_of_an_episode_counts_alike_where_the_completion_is_one_action() -> None:
+    config = LossConfig(level="sequence_product", aggregate="sequence")
+    inputs = make_inputs([[1.0] * 8, [1.0] * 2], [1.0, 1.0])
+    shares = torch.tensor([0.8] * 8 + [0.2] * 2, dtype=torch.float64)
+    assert gradient(replace(inputs, shares=shares, num_sequences=1), config) == pytest.approx([-1.0] * 10)
+
+
 def test_sequence_product_level_shares_the_product_of_the_ratios() -> None:
     config = LossConfig(level="sequence_product", aggregate="sequence", clip_low=99.0, clip_high=99.0)
     inputs = make_inputs([[2.0, 8.0], [3.0]], [1.0, 10.0])

@@ -6,11 +6,12 @@ import pytest
 import torch
 from family_cases import make_family
 from learner_cases import load_tiny, make_batches, make_learner, make_rollouts, micro_batch_of
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
+from rlpipe.learner.forward import logit_scale
 from rlpipe.learner.policy import load_policy, pads_sequences
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
 from rlpipe.types import MicroBatch, Rollout
@@ -179,15 +180,29 @@ def test_models_that_change_their_logits_in_other_ways_are_refused(tiny: Path, t
         load_tiny(tmp_path)
 
 
-def test_scaled_logits_are_scaled(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["logit_scale", "output_multiplier"])
+def test_scaled_logits_are_scaled(tiny: Path, tmp_path: Path, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    model.config.logit_scale = 0.5
+    setattr(model.config, name, 0.5)
     model.save_pretrained(tmp_path)
     micro_batch = micro_batch_of(make_rollouts())
     with torch.no_grad():
         scaled, _ = load_tiny(tmp_path).logprobs(micro_batch, temperature=1.0)
         expected, _ = load_tiny(tiny).logprobs(micro_batch, temperature=2.0)
     torch.testing.assert_close(scaled, expected)
+
+
+@pytest.mark.parametrize(("family", "factor"), [("granite", 0.5), ("hyperclovax", 2.0)])
+def test_logits_scaling_divides_or_multiplies_as_the_family_does(family: str, factor: float) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, logits_scaling=2.0)
+    model = AutoModelForCausalLM.from_config(config)
+    token_ids = torch.arange(5)[None]
+    with torch.no_grad():
+        hidden = model.model(token_ids).last_hidden_state
+        torch.testing.assert_close(model(token_ids).logits, factor * model.lm_head(hidden))
+    assert logit_scale(model) == factor
 
 
 def test_several_ranks_need_a_strategy(tiny: Path) -> None:

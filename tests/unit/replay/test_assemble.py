@@ -249,6 +249,15 @@ def test_an_episode_without_a_reward_counts_in_no_turn(rewards: list[float | Non
     assert [*np.concatenate(found)] == expected
 
 
+def test_a_reward_without_weight_is_no_signal() -> None:
+    made = group(0, [1.0, 1.0])
+    for index, rollout in enumerate(made):
+        rollout.rewards = {"right": 1.0, "length": float(index)}
+    algorithm = AlgorithmConfig(combine="normalize_then_sum")
+    assert has_signal(made, algorithm, {"right": 1.0, "length": 0.5})
+    assert not has_signal(made, algorithm, {"right": 1.0, "length": 0.0})
+
+
 def test_equal_sums_of_different_turns_are_a_signal_where_turns_are_credited() -> None:
     made = group(0, [1.0, 1.0, 1.0], lengths=[2, 3, 1])
     early, late, unknown = (played(x, own) for x, own in zip(made, ([1.0, 0], [0, 1.0, 0], [5.0]), strict=True))

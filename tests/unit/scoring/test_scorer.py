@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,24 @@ def test_missing_column_is_named_with_those_that_exist() -> None:
     assert "level, question" in text
 
 
+def test_a_metric_that_is_no_number_leaves_the_other_rewards_alone() -> None:
+    def patient(completions: list[str], log_metric: Callable) -> list[float]:
+        with suppress(TypeError):
+            log_metric("score", None)
+        return [0.5] * len(completions)
+
+    def hasty(completions: list[str], log_metric: Callable) -> list[float]:
+        log_metric("score", None)
+        return [1.0] * len(completions)
+
+    rewards = {"patient": RewardConfig(), "hasty": RewardConfig()}
+    scorer = Scorer(rewards, CharacterTokenizer(), {"patient": patient, "hasty": hasty})
+    (found,) = scorer.score([make_group("4", "555")])
+    assert found.scores.keys() == {"patient"}
+    assert "TypeError" in found.failures["hasty"]
+    assert not found.metrics
+
+
 def test_log_metric_is_averaged_and_log_extra_accepted() -> None:
     def noted(completions: list[str], log_metric: Callable, log_extra: Callable) -> list[float]:
         for text in completions:
@@ -207,6 +226,7 @@ def test_numbers_of_all_kinds_become_floats(returned: Any) -> None:
         ([[1.0], 0.0], "not a number"),
         (torch.zeros(2, 1), "not a number"),
         (1.0, "returned a float"),
+        (torch.tensor(1.0), "returned a Tensor"),
         (None, "returned a NoneType"),
         ("10", "returned a str"),
         ({"a": 1.0, "b": 0.0}, "returned a dict"),
@@ -215,7 +235,7 @@ def test_numbers_of_all_kinds_become_floats(returned: Any) -> None:
         (bytearray(b"10"), "returned a bytearray"),
         ([1.0, {"score": 1.0}], "value 1 is {'score': 1.0}, not a number"),
         ([1.0, 1j], "value 1 is 1j, not a number"),
-        ([1.0, 10**400], "OverflowError"),
+        ([1.0, 10**400], "value 1 is a number of 1329 bits; return one that fits in a float"),
         (np.array(["1", "0"]), "not a number"),
         (np.zeros((2, 2)), "not a number"),
         (np.array([1.0, np.nan]), "value 1 is nan"),

@@ -151,6 +151,8 @@ def test_soft_overlong_equals_trls(cache_tokens: int) -> None:
         ("\\{1, 2\\}", "the set $\\{2, 1\\}$", 1),
         ("3\\sqrt{2}", "$\\boxed{\\sqrt{18}}$", 1),
         ("42", "I think the answer is 42", 1),
+        ("\\$18.90", "$\\boxed{18.90}$", 1),
+        ("\\$32,\\!348", "$\\boxed{32348}$", 1),
         ("42", "first $\\boxed{42}$, no, $\\boxed{43}$", 0),
         ("\\frac{1}{2}", "$\\boxed{0.51}$", 0),
         ("42", "no idea", 0),

@@ -85,6 +85,13 @@ def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
     assert [rows[0], rows[1]] == [{"arguments": {"city": "Paris"}}, {"arguments": {"city": "Rome", "day": "1"}}]
 
 
+@pytest.mark.parametrize("name", ["rows.json", "./rows.json", "a[1].json", "."])
+def test_data_sets_are_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / ("rows.json" if name == "." else name)).write_text(json.dumps(ROWS))
+    monkeypatch.chdir(tmp_path)
+    assert read(DataConfig(source="datasets", path=name)) == ROWS
+
+
 def test_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("hello")
     with pytest.raises(DataError, match="not readable as Parquet"):
