@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
+from zoneinfo import ZoneInfo
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,8 @@ ALLOWED_VALUES = {
     ("rlpipe.data.row", "make_array"),
     ("rlpipe.data.row", "make_number"),
     ("rlpipe.data.row", "make_objects"),
+    ("rlpipe.data.row", "make_zone"),
+    ("rlpipe.data.row", "make_pandas_time"),
     ("rlpipe.types", "PlacedImage"),
     ("rlpipe.types", "GroundTruth"),
 }
@@ -156,6 +159,10 @@ def load_values(stored: bytes) -> Any:
 
 class _ValueWriter(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ZoneInfo) and value.key is not None:
+            return make_zone, (value.key,)
+        if type(value).__module__.partition(".")[0] == "pandas" and type(value).__name__ in PANDAS_TIMES:
+            return make_pandas_time, (type(value).__name__, value.value, value.unit, getattr(value, "tzinfo", None))
         if type(value) is not np.ndarray and not isinstance(value, np.generic):
             return NotImplemented
         if value.dtype.hasobject:
@@ -183,6 +190,24 @@ def make_objects(shape: tuple[int, ...], values: list[Any]) -> NDArray[Any]:
     array = np.empty(len(values), object)
     array[:] = values
     return array.reshape(shape)
+
+
+def make_zone(key: str) -> ZoneInfo:
+    return ZoneInfo(key)
+
+
+PANDAS_TIMES = ("Timestamp", "Timedelta")
+"""Types in which Arrow gives times in nanoseconds."""
+
+
+def make_pandas_time(kind: str, nanoseconds: int, unit: str, zone: Any) -> Any:
+    """Make a timestamp, from the time since 1970, or a difference of times."""
+    import pandas
+
+    if kind not in PANDAS_TIMES:
+        raise pickle.UnpicklingError(f"{kind} is not a time of pandas")
+    options = {"tz": zone} if kind == "Timestamp" else {}
+    return getattr(pandas, kind)(nanoseconds, unit="ns", **options).as_unit(unit)
 
 
 class _ValueReader(pickle.Unpickler):

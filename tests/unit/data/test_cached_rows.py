@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
 from prepared_cases import config_of, is_found, open_run, plain, prepare, story, write
@@ -414,6 +415,23 @@ def test_a_cache_that_is_a_file_is_refused_by_name(
     (file := tmp_path / "taken").write_text("")
     assert cli.main(["data", command, *sft(tmp_path), f"data.cache={file}{below}"]) == 2
     assert capsys.readouterr().err == f"rlpipe: error: data.cache: {file} is a file; name a folder\n"
+
+
+def test_times_of_parquet_are_stored() -> None:
+    types = [
+        pa.timestamp("ns"),
+        pa.timestamp("ns", tz="America/New_York"),
+        pa.timestamp("us", tz="UTC"),
+        pa.duration("ns"),
+    ]
+    rows = pa.table({str(kind): pa.array([1, 10**15 + 7], kind) for kind in types}).to_pylist()
+    for value in (value for row in rows for value in row.values()):
+        found = load_values(dump_values(value, "here"))
+        assert (found, type(found), getattr(found, "tzinfo", None)) == (
+            value,
+            type(value),
+            getattr(value, "tzinfo", None),
+        )
 
 
 def test_only_plain_values_are_stored() -> None:
