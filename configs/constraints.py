@@ -234,17 +234,10 @@ def check_replay(config: Config) -> Iterator[str]:
         if replay.reroll_after is None:
             yield f"replay.{name}: nothing is sampled again; set replay.reroll_after, or leave it out"
     for name in ("refill_attempts", "reuse_groups"):
-        if not getattr(replay, name):
-            continue
-        if advantage in ("reinforce", "reinforce_plus_plus", "gae"):
+        if advantage in ("reinforce", "reinforce_plus_plus", "gae") and getattr(replay, name):
             yield (
                 f"replay.{name}: with algorithm.advantage.name={advantage}, a group whose rewards are all the "
                 "same trains like any other; set it to 0, or another advantage"
-            )
-        elif config.algorithm.reward_kl.coef:
-            yield (
-                f"replay.{name}: with algorithm.reward_kl.coef, a group whose rewards are all the same still learns "
-                "from its KL; set it to 0, or algorithm.loss.beta instead of the coefficient"
             )
     if replay.reuse_groups and config.algorithm.correction.mode == "none":
         yield (

@@ -140,7 +140,7 @@ def dump_values(value: Any, location: str) -> bytes:
             _ValueWriter(file, protocol=5).dump(value)
             stored = file.getvalue()
         _ValueReader(io.BytesIO(stored)).load()
-    except (pickle.PickleError, AttributeError, TypeError, RecursionError) as error:
+    except (pickle.PickleError, AttributeError, OverflowError, TypeError, RecursionError) as error:
         raise DataError(
             f"{location}: its columns can't be stored ({error}); leave out the column with data.transform"
         ) from None

@@ -139,19 +139,27 @@ class AgentSession:
         if self._is_sealed:
             raise RequestRefused(409, "sealed", "the episode is over")
         digest = question.digest
-        equal = self._asked.setdefault(digest, [])
+        equal = self._asked.get(digest, [])
         valid = [pending for pending in reversed(equal) if not _has_failed(pending.answer)]
         pending = next((pending for pending in valid if pending.is_given_up), None)
         # A retry gets the newest answer; if one has failed, the policy is asked again.
         if pending is None and is_retry and valid and len(valid) == len(equal) and not self._num_to_retry[digest]:
             pending = valid[0]
+        if pending is None or pending.is_given_up:
+            self._require_turn()
         if pending is None:
             self._num_to_retry[digest] -= is_retry and self._num_to_retry[digest] > 0
             pending = _Asked(asyncio.ensure_future(self._answer(question)))
-            equal.append(pending)
+            self._asked.setdefault(digest, []).append(pending)
             pending.answer.add_done_callback(partial(self._forget_failed, digest, pending))
         pending.listeners.append(listens)
         return await asyncio.shield(pending.answer)
+
+    def _require_turn(self) -> None:
+        """Raise ``RequestRefused`` if the program has received, or waits for, as many answers as it may have."""
+        num_turns = sum(not asked.is_given_up for asked in chain.from_iterable(self._asked.values()))
+        if num_turns >= self._rules.max_turns:
+            raise self._end_at_limit("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
 
     def _forget_failed(self, digest: str, pending: _Asked, answer: asyncio.Task[ChatAnswer]) -> None:
         """Forget a request without an answer: a program may go on asking, whatever it is told."""
@@ -210,9 +218,6 @@ class AgentSession:
         return next(pending for pending in answered if pending.answer.result() is answer)
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
-        # Turns that the program has received or waits for, this one among them.
-        if sum(not asked.is_given_up for asked in chain.from_iterable(self._asked.values())) > self._rules.max_turns:
-            raise self._end_at_limit("max_turns", "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
             message = "no known parser reads the calls of the policy's chat template: set environment.parser"
             raise RequestRefused(400, "unsupported", message)

@@ -87,7 +87,10 @@ def as_chat_request(
             raise RequestRefused(400, "unsupported", f"{name} is not supported in training")
     text = body.get("text") or {}
     require_one_of(PLAIN_FORMATS, "text.format", text.get("format") if isinstance(text, dict) else text)
-    if any("logprobs" in str(name) for name in body.get("include") or ()):
+    include = body.get("include") or []
+    if not isinstance(include, list):
+        raise RequestRefused(400, "invalid", "include must be a list")
+    if any("logprobs" in str(name) for name in include):
         raise RequestRefused(400, "unsupported", "log-probs are not supported in training")
     instructions, previous = body.get("instructions"), body.get("previous_response_id")
     if previous is not None and not (isinstance(previous, str) and previous in earlier):

@@ -108,11 +108,6 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"replay.reuse_groups": 1, "algorithm.advantage.name": "gae"}, "replay.reuse_groups", "set it to 0"),
         ({"replay.refill_attempts": 1, "algorithm.advantage.name": "gae"}, "replay.refill_attempts", "set it to 0"),
         (
-            {"replay.refill_attempts": 1, "algorithm.reward_kl.coef": 0.1},
-            "replay.refill_attempts",
-            "learns from its KL",
-        ),
-        (
             {"algorithm.loss.name": "dpo", "algorithm.combine": "normalize_then_sum"},
             "algorithm.combine",
             "leave it out",

@@ -288,6 +288,30 @@ def test_answers_that_nobody_has_received_are_no_turns() -> None:
     assert [message["content"] for message in episode.opening] == ["Where, 0?"], "the first one that was received"
 
 
+def test_of_requests_at_the_same_time_as_many_are_answered_as_turns_are_left() -> None:
+    async def program(scene: Scene) -> list[bool]:
+        questions = [ChatQuestion.parse({"messages": [{"role": "user", "content": text}]}) for text in "xyz"]
+        asked = (scene.session.ask(question, is_retry=False) for question in questions)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [isinstance(answer, RequestRefused) for answer in answers]
+
+    _, refused = play(Scene(["North.", "East."], rules=replace(RULES, max_turns=2)), program)
+    assert refused == [False, False, True]
+
+
+def test_an_answer_that_was_given_up_is_no_turn_beyond_the_limit() -> None:
+    async def program(scene: Scene) -> None:
+        session, waits = scene.session, [True]
+        first, second = (ChatQuestion.parse({"messages": [{"role": "user", "content": text}]}) for text in "xy")
+        await session.ask(first, is_retry=False, listens=lambda: waits[0])
+        waits[0] = False
+        session.received(second, await session.ask(second, is_retry=False))
+        with pytest.raises(RequestRefused, match="has had its 1 turns"):
+            await session.ask(first, is_retry=False)
+
+    play(Scene(["North.", "East."], rules=replace(RULES, max_turns=1)), program)
+
+
 def test_a_number_may_come_back_in_another_form() -> None:
     assert (
         canonical('{"a": 6.0, "b": [1e5, 0.5]}')

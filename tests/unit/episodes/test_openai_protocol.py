@@ -125,6 +125,7 @@ def test_a_limit_may_shrink_and_a_cut_answer_is_incomplete() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "this episode has no item 'x'"),
         ({"input": [{"type": "computer_call"}]}, "an item of the type 'computer_call'"),
         ({"include": ["message.output_text.logprobs"]}, "log-probs are not supported"),
+        ({"include": 5}, "include must be a list"),
         ({"top_logprobs": 2}, "top_logprobs is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text parts"),
         ({"input": []}, "at least one message"),
