@@ -104,8 +104,8 @@ class StorePublisher:
     """Publisher that puts weights into Ray's object store, one object per bucket, and calls the weights actor."""
 
     def __init__(self, policy: Policy, setup: LearnerSetup, calls: RemoteCalls, weights: ActorHandle) -> None:
-        self._policy, self._config, self._calls, self._weights = policy, setup.weights, calls, weights
-        self._memory, self._answer_s = BucketMemory(), 2 * setup.weights.timeout_s + setup.start_timeout_s
+        self._policy, self._setup, self._calls, self._weights = policy, setup, calls, weights
+        self._memory = BucketMemory()
         self._kind = WeightsKind(published_kind(setup.model, setup.weights))
         self._published: tuple[WeightsManifest, list[ray.ObjectRef], int] | None = None
 
@@ -114,7 +114,7 @@ class StorePublisher:
         manifest = publish_weights(
             self._policy,
             version=version,
-            bucket_bytes=self._config.bucket_bytes,
+            bucket_bytes=self._setup.weights.bucket_bytes,
             emit=lambda bucket: buckets.append(ray.put(bucket)),
             memory=self._memory,
             kind=self._kind,
@@ -128,12 +128,10 @@ class StorePublisher:
             self._send_version()
 
     def _send_version(self) -> None:
-        """Send the version; the answer may take two loads, that of a restarted engine first, and the start of the run.
-
-        While a resumed run's engines and scorers start, it trains steps that were sampled before.
-        """
+        """Send the version; the answer may take two loads and, beside a resumed run's stored steps, a start of engines."""
         assert self._published is not None, "only the first rank has something to tell"
-        self._calls.in_order("publish", self._weights.publish, *self._published, more_s=self._answer_s)
+        more_s = 2 * self._setup.weights.timeout_s + self._setup.start_timeout_s
+        self._calls.in_order("publish", self._weights.publish, *self._published, more_s=more_s)
 
     def wait(self, call: Any, timeout_s: float) -> bool:
         return is_answered(call, timeout_s)

@@ -81,8 +81,7 @@ class TurnClient:
         number, self._next_id = self._next_id, self._next_id + 1
         turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number), deadline)
         engine = self._assigned[request.group_id]
-        if self._versions.get(engine, request.min_version) < request.min_version:
-            _stop_turn(turn)
+        self._let_pass(engine, turn)
         self._send(engine, number)
         try:
             return await turn.answer
@@ -144,7 +143,8 @@ class TurnClient:
                 self._failed(engine)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._resume(engine)
+            for turn in self._turns_on(engine):
+                self._let_pass(engine, turn)
             for group in groups:
                 self._answer(group)
             if engine in self._unsure:
@@ -173,13 +173,13 @@ class TurnClient:
         for turn in self._turns_on(engine):
             _stop_turn(turn)
 
-    def _resume(self, engine: str) -> None:
-        """Let the time of an engine's turns pass, but for those that wait for a later version."""
-        for turn in self._turns_on(engine):
-            if turn.request.min_version > self._versions[engine]:
-                _stop_turn(turn)
-            else:
-                _resume_turn(turn)
+    def _let_pass(self, engine: str, turn: _Turn) -> None:
+        """Let a turn's time pass, unless it waits for a later version than the engine is known to serve."""
+        needed = turn.request.min_version
+        if self._versions.get(engine, needed) < needed:
+            _stop_turn(turn)
+        else:
+            _resume_turn(turn)
 
     def _turns_on(self, engine: str) -> list[_Turn]:
         return [turn for turn in self._turns.values() if self._assigned.get(turn.group_id) == engine]

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -63,14 +62,11 @@ class Option:
 def options(section: type = Config, prefix: str = "", defaults: Any = None) -> Iterator[Option]:
     """Yield every option of a section and of the sections in it, in the schema's order.
 
-    ``defaults`` is a section whose values are the defaults, where these differ from the class's own.
+    ``defaults`` has the default values, which for a section in another one may differ from its class's.
     """
-    hints = get_type_hints(section)
+    hints, defaults = get_type_hints(section), section() if defaults is None else defaults
     for entry in fields(section):
-        hint, name = hints[entry.name], prefix + entry.name
-        default = entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
-        if defaults is not None:
-            default = getattr(defaults, entry.name)
+        hint, name, default = hints[entry.name], prefix + entry.name, getattr(defaults, entry.name)
         if is_section(hint):
             yield from options(hint, f"{name}.", default)
         elif (element := element_section(hint)) is not None:

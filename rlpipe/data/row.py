@@ -28,10 +28,10 @@ ALLOWED_VALUES = {
     ("decimal", "Decimal"),
     ("fractions", "Fraction"),
     ("uuid", "UUID"),
+    ("zoneinfo", "ZoneInfo"),
     ("rlpipe.data.row", "make_array"),
     ("rlpipe.data.row", "make_number"),
     ("rlpipe.data.row", "make_objects"),
-    ("rlpipe.data.row", "make_zone"),
     ("rlpipe.data.row", "make_pandas_time"),
     ("rlpipe.types", "PlacedImage"),
     ("rlpipe.types", "GroundTruth"),
@@ -160,7 +160,7 @@ def load_values(stored: bytes) -> Any:
 class _ValueWriter(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ZoneInfo) and value.key is not None:
-            return make_zone, (value.key,)
+            return ZoneInfo, (value.key,)
         if type(value).__module__.partition(".")[0] == "pandas" and type(value).__name__ in PANDAS_TIMES:
             return make_pandas_time, (type(value).__name__, value.value, value.unit, getattr(value, "tzinfo", None))
         if type(value) is not np.ndarray and not isinstance(value, np.generic):
@@ -190,10 +190,6 @@ def make_objects(shape: tuple[int, ...], values: list[Any]) -> NDArray[Any]:
     array = np.empty(len(values), object)
     array[:] = values
     return array.reshape(shape)
-
-
-def make_zone(key: str) -> ZoneInfo:
-    return ZoneInfo(key)
 
 
 PANDAS_TIMES = ("Timestamp", "Timedelta")

@@ -145,7 +145,7 @@ class AgentSession:
         # A retry gets the newest answer; if one has failed, the policy is asked again.
         if pending is None and is_retry and valid and len(valid) == len(equal) and not self._num_to_retry[digest]:
             pending = valid[0]
-        if pending is None or pending.is_given_up:
+        else:
             self._require_turn()
         if pending is None:
             self._num_to_retry[digest] -= is_retry and self._num_to_retry[digest] > 0

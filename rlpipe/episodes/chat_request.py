@@ -107,7 +107,8 @@ def _functions(tools: Any) -> Sequence[Any]:
     for tool in tools:
         function = tool.get("function")
         if tool.get("type") != "function":
-            raise RequestRefused(400, "unsupported", f"the tool {tool.get('type')!r:.50} is not a function")
+            message = f"the tool {tool.get('type')!r:.50} is none of the program's functions"
+            raise RequestRefused(400, "unsupported", message)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestRefused(400, "invalid", "a tool must have an object 'function' with a 'name'")
     return tools

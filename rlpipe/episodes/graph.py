@@ -299,7 +299,7 @@ def _num_equal(stored: Sequence[CanonicalMessage], sent: Sequence[CanonicalMessa
 
 def canonical(arguments: Any) -> str:
     """Return a call's arguments, an object or its JSON in any form, as JSON in one form; other texts as they are."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
         read = json.loads(text, parse_float=_number)
     except (ValueError, RecursionError):

@@ -92,6 +92,7 @@ def as_chat_request(
         raise RequestRefused(400, "invalid", "include must be a list")
     if any("logprobs" in str(name) for name in include):
         raise RequestRefused(400, "unsupported", "log-probs are not supported in training")
+    tools = body.get("tools")
     instructions, previous = body.get("instructions"), body.get("previous_response_id")
     if previous is not None and not (isinstance(previous, str) and previous in earlier):
         raise RequestRefused(400, "invalid", f"this episode has no answer {previous!r:.50}")
@@ -100,7 +101,7 @@ def as_chat_request(
     return {
         "messages": messages,
         "max_tokens": body.get("max_output_tokens"),
-        "tools": _as_tools(body.get("tools")),
+        "tools": [_as_tool(tool) for tool in tools] if isinstance(tools, list) else tools,
         "tool_choice": body.get("tool_choice"),
         TEMPLATE_OPTIONS: body.get(TEMPLATE_OPTIONS),
     }
@@ -112,17 +113,12 @@ def follows(body: Mapping[str, Any], request: Mapping[str, Any], answer: ChatAns
     return [*(messages[1:] if body.get("instructions") else messages), as_message(answer)]
 
 
-def _as_tools(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list | None):
-        raise RequestRefused(400, "invalid", "tools must be a list of objects")
-    functions = []
-    for tool in tools or ():
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else tool
-            raise RequestRefused(400, "unsupported", f"the tool {kind!r:.50} is none of the program's functions")
-        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        functions.append({"type": "function", "function": function})
-    return functions
+def _as_tool(tool: Any) -> Any:
+    """Return a function in the form of chat completions; anything else as it is, which is refused there."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
 
 
 def _as_messages(items: Any, earlier: Mapping[str, Item]) -> ChatMessages:
