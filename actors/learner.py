@@ -128,7 +128,7 @@ class StorePublisher:
             self._send_version()
 
     def _send_version(self) -> None:
-        """Send the version; the answer may take two loads and, beside a resumed run's stored steps, a start of engines."""
+        """Send the version; the answer may take two loads and, if the run was resumed, the start of its other parts."""
         assert self._published is not None, "only the first rank has something to tell"
         more_s = 2 * self._setup.weights.timeout_s + self._setup.start_timeout_s
         self._calls.in_order("publish", self._weights.publish, *self._published, more_s=more_s)

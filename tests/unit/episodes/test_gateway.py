@@ -165,10 +165,7 @@ def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
         ({"extra_body": {"continue_final_message": True}}, "continue_final_message=True is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "'messages' is set for each row already"),
         ({"stream": True, "extra_body": {"stream_options": True}}, "stream_options must be an object"),
-        (
-            {"tools": [{"type": "web_search_preview"}]},
-            "the tool 'web_search_preview' is none of the program's functions",
-        ),
+        ({"tools": [{"type": "web_search"}]}, "the tool 'web_search' is none of the program's functions"),
         ({"tools": [{"type": "function", "name": "look"}]}, "a tool must have an object 'function' with a 'name'"),
         ({"tools": [LOOK], "tool_choice": LOOK}, "tool_choice={'type': 'function', .* is not supported"),
         ({"messages": []}, "at least one message"),
