@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from rlpipe.actors.remote import KILLED, ObjectsLost, describe_failure, root_cause, wait_within
+from rlpipe.actors.remote import KILLED, describe_failure, root_cause, wait_within
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
@@ -42,8 +42,9 @@ class Notice(Protocol):
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Coroutine[Any, Any, None]]
 """Takes the reference to a list of groups, and their receipts."""
-Finished = Callable[[ObjectRef, Mapping[int, GroupRequest]], Coroutine[Any, Any, None]]
-"""Takes the reference to a list of groups, and the requests of those that count, by their index in the list."""
+Finished = Callable[[ObjectRef, Mapping[int, GroupRequest]], Coroutine[Any, Any, list[GroupRequest]]]
+"""Takes the reference to a list of groups, and the requests of those that count, by their index in the list; returns
+the requests whose groups are lost."""
 LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
 """Makes an engine load the newest version; returns the version that it then serves, or why loading failed."""
 
@@ -256,11 +257,9 @@ class EnginePool:
             self._notice(name, f"{num_dropped} groups from {name} are dropped: other engines sample them by now")
         if not requests:
             return
-        try:
-            await self._collected(groups, requests)
-        except ObjectsLost as loss:
-            self._notice(name, f"{len(requests)} groups from {name} are generated again: {loss}")
-            self.dispatch(list(requests.values()))
+        if lost := await self._collected(groups, requests):
+            self._notice(name, f"{len(lost)} groups from {name} are generated again: their machine was lost")
+            self.dispatch(lost)
 
     def _on_engine_death(self, name: str, reason: str) -> None:
         """Report an engine's death, and give its work to the others."""

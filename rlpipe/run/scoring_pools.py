@@ -253,8 +253,25 @@ class ScoringDispatch:
         """Return the states of all pools and their processes."""
         return [part for pool, queue in zip(self._pools, self._queues, strict=True) for part in pool.parts(queue)]
 
-    async def collected(self, groups: ObjectRef, requests: Mapping[int, GroupRequest]) -> None:
-        """Record and score the groups that an engine has finished; ``requests`` are theirs, by index in ``groups``."""
+    async def collected(self, groups: ObjectRef, requests: Mapping[int, GroupRequest]) -> list[GroupRequest]:
+        """Record and score the groups that an engine has finished; return requests whose groups are lost.
+
+        ``requests`` are given by index in ``groups``. Groups that were stored before their machine was lost are scored
+        from there: generated again, their scores would be those of other tokens.
+        """
+        try:
+            await self._record(groups, requests)
+        except ObjectsLost as loss:
+            logger.warning("scoring: %s", loss)
+            stored = await self._stored([*requests.values()])
+            if stored:
+                await self.score_stored(stored)
+            stored_ids = {group.group_id for group in stored}
+            return [request for request in requests.values() if request.group_id not in stored_ids]
+        return []
+
+    async def _record(self, groups: ObjectRef, requests: Mapping[int, GroupRequest]) -> None:
+        """Record the groups, and score them once there are enough; raise ``ObjectsLost`` if they are gone."""
         stored = asyncio.ensure_future(self._generated(groups, _ids(requests)))
         self._held.append((groups, requests, stored))
         if sum(len(ids) for _, ids, _ in self._held) >= self._batch_size or not self._num_generating():

@@ -54,7 +54,7 @@ class Stations:
     async def scored(self, groups: Any, group_ids: Mapping[int, int], scores: Any) -> None:
         self.calls.append(f"scored {groups}")
 
-    def collect(self, groups: str, *group_ids: int) -> asyncio.Task[None]:
+    def collect(self, groups: str, *group_ids: int) -> asyncio.Task[list[GroupRequest]]:
         requests = {index: SimpleNamespace(group_id=group_id) for index, group_id in enumerate(group_ids)}
         call: Any = self.flow.collected(groups, requests)  # type: ignore[arg-type]
         return asyncio.create_task(call)
@@ -145,22 +145,42 @@ def test_a_batch_that_is_lost_is_generated_again_alone() -> None:
                 raise ObjectsLost("its host is gone")
             await super().generated(groups, group_ids)
 
+        async def stored(self, requests: Sequence[GroupRequest]) -> list[Any]:
+            return []
+
     async def scenario() -> None:
         stations = Losing(num_generating=1, groups_per_step=3, streaming=False)
         stations.receipt.set()
         lost.add("a")
-        with pytest.raises(ObjectsLost):
-            await stations.collect("a", 0, 1)
+        assert [request.group_id for request in await stations.collect("a", 0, 1)] == [0, 1]
         waiting = stations.collect("b", 2, 3)
         await waiting
         assert not any(call.startswith("score") for call in stations.calls), "what is lost counts for the batch"
         lost.add("c")
-        with pytest.raises(ObjectsLost):
-            await stations.collect("c", 4)
+        assert [request.group_id for request in await stations.collect("c", 4)] == [4]
         assert stations.calls.count("scored b") == 1
         assert not stations.flow._held
 
     lost = set[str]()
+    asyncio.run(scenario())
+
+
+def test_groups_that_were_stored_before_their_machine_was_lost_are_scored_and_not_generated_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Losing(Stations):
+        async def generated(self, groups: Any, group_ids: Mapping[int, int]) -> None:
+            raise ObjectsLost("the replay actor died after it stored them, and then their host")
+
+        async def stored(self, requests: Sequence[GroupRequest]) -> list[Any]:
+            return [SimpleNamespace(group_id=request.group_id) for request in requests if request.group_id != 1]
+
+    async def scenario() -> None:
+        stations = Losing()
+        assert [request.group_id for request in await stations.collect("a", 0, 1, 2)] == [1]
+        assert stations.calls == ["score a", "score [0, 2]", "scored [0, 2]"]
+
+    monkeypatch.setattr(ray, "put", lambda groups: [group.group_id for group in groups])
     asyncio.run(scenario())
 
 
