@@ -239,6 +239,11 @@ def check_replay(config: Config) -> Iterator[str]:
                 f"replay.{name}: with algorithm.advantage.name={advantage}, a group whose rewards are all the "
                 "same trains like any other; set it to 0, or another advantage"
             )
+        elif config.algorithm.completions_per_prompt == 1 and getattr(replay, name):
+            yield (
+                f"replay.{name}: the reward of a group's only rollout never differs from another; set it to 0, or "
+                "algorithm.group_size to 2 or more"
+            )
     if replay.reuse_groups and config.algorithm.correction.mode == "none":
         yield (
             "replay.reuse_groups: older policies sampled the groups that are reused; set algorithm.correction.mode, "

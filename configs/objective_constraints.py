@@ -78,6 +78,8 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.samples_greedy and (algorithm.ebft.reward or algorithm.combine == "normalize_then_sum"):
         option = "algorithm.ebft.reward" if algorithm.ebft.reward else "algorithm.combine"
         yield f"{option}: remax compares plain rewards with that of a greedy completion; leave it out, or set rloo"
+    if advantage.name == "max_rl" and advantage.path is None and algorithm.combine == "normalize_then_sum":
+        yield "algorithm.combine: max_rl divides by the mean of plain rewards, not of normalized ones; leave it out"
     if advantage.name not in ("grpo", "pass_at_k") and advantage.scale != "group":
         yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
     divides = advantage.name in EPS_TAKERS or advantage.path is not None or algorithm.combine == "normalize_then_sum"
@@ -212,6 +214,16 @@ def check_reward_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{name}.horizon: coef is constant without a target; set {name}.target, or leave it out"
     elif options.coef and algorithm.samples_pairs:
         yield f"{name}.coef: has no effect on the loss dpo, which has a reference of its own; set 0"
+    elif options.coef and advantage.name == "max_rl" and advantage.path is None:
+        yield (
+            f"{name}.coef: max_rl divides by a group's mean reward, which a KL can make negative; set 0, and "
+            "algorithm.loss.beta for a penalty in the loss"
+        )
+    elif options.target is not None and 5 * options.horizon <= algorithm.groups_per_step * algorithm.group_size:
+        yield (
+            f"{name}.horizon: {options.horizon} is in rollouts, and a step has {algorithm.groups_per_step} x "
+            f"{algorithm.group_size}, which could change the coefficient by more than its value; set 10000 or so"
+        )
     elif options.coef and advantage.credit == "turns":
         yield f"{name}.coef: rewards of single turns take no KL; set 0, or algorithm.advantage.credit=episode"
 

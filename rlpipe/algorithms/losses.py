@@ -8,7 +8,9 @@ add up to those of the update: sum them over micro batches, and sum (do not aver
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +76,16 @@ class EntropyBonus:
     def weight(self) -> float:
         return self.coef if self.is_on else 0.0
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: nothing of a constant weight, which is the config's."""
+        return {} if self._config.entropy_target is None else {"coef": self.coef, "is_on": self.is_on}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state in a checkpoint, within the config's bounds, if the weight follows a target."""
+        if state and self._config.entropy_target is not None:
+            coef = min(max(state["coef"], self._config.entropy_coef_min), self._config.entropy_coef_max)
+            self.coef, self.is_on = coef, state["is_on"]
+
     def follow(self, entropy: float) -> None:
         """Take note of the mean entropy of an update's tokens; one that is not finite changes nothing."""
         config, target = self._config, self._config.entropy_target
@@ -96,6 +108,10 @@ class KlCoefficient:
     def __init__(self, config: RewardKlConfig) -> None:
         self._config = config
         self.value = config.coef
+
+    def state(self) -> float | None:
+        """Return the value that a checkpoint keeps, or None if it is constant, so that the config has it."""
+        return None if self._config.target is None else self.value
 
     def restore(self, value: float | None) -> None:
         """Continue from the value in a checkpoint, if the coefficient follows a target."""

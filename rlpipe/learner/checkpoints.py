@@ -81,6 +81,8 @@ def read_state(learner: Learner, folder: Path) -> None:
     stored = tensors.shapes
     shape = learner.policy.sharding.shape
     expected = {weight_key(name): shape(parameter) for name, parameter in learner.policy.trainable_parameters().items()}
+    if not any(name.startswith(REFERENCE) for name in stored):
+        moving = {}  # the reference was fixed until now: it starts as model.path
     expected |= {f"{REFERENCE}{name}": shape(parameter) for name, parameter in moving.items()}
     _check_parameters(stored, expected, folder)
     learner.updates.load_state(stored, tensors.read)
@@ -121,6 +123,11 @@ def _moving(learner: Learner) -> dict[str, nn.Parameter]:
 def _check_parameters(stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], folder: Path) -> None:
     names = {name for name in stored if name.startswith((POLICY, REFERENCE))} | expected.keys()
     different = sorted(name for name in names if stored.get(name) != expected.get(name))
+    if different and all(name.startswith(REFERENCE) for name in different):
+        raise ConfigError(
+            f"{folder} has a reference that training has moved, and this config none: set "
+            "algorithm.reference.sync_steps to its earlier value, or resume=never"
+        )
     if different:
         raise ConfigError(
             f"{folder} has other trained parameters than this config ({len(different)} differ, such as "
@@ -267,8 +274,7 @@ class CheckpointStore:
         target = self._folder / f"step_{step:06d}"
         temporary = writing_path(target)
         counts = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
-        bonus = {"coef": learner.entropy_bonus.coef, "is_on": learner.entropy_bonus.is_on}
-        weights = {"entropy_bonus": bonus, "kl_coefficient": learner.kl_coefficient.value}
+        weights = {"entropy_bonus": learner.entropy_bonus.state(), "kl_coefficient": learner.kl_coefficient.state()}
 
         def complete() -> None:
             all_extra = {**extra, **(add(temporary) if add is not None else {})}
@@ -302,9 +308,7 @@ class CheckpointStore:
         learner.num_steps_done = record["step"]
         learner.num_bad_steps = record["num_bad_steps"]
         learner.bad_steps_in_row = record["bad_steps_in_row"]
-        bonus = record.get("entropy_bonus", {})
-        learner.entropy_bonus.coef = bonus.get("coef", learner.entropy_bonus.coef)
-        learner.entropy_bonus.is_on = bonus.get("is_on", learner.entropy_bonus.is_on)
+        learner.entropy_bonus.restore(record.get("entropy_bonus", {}))
         learner.kl_coefficient.restore(record.get("kl_coefficient"))
         return Checkpoint(record["step"], record["extra"])
 

@@ -412,7 +412,8 @@ def _length_statistics(prefix: str, lengths: np.ndarray) -> dict[str, float]:
 
 
 def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
-    staleness = [step - group.oldest_version for group in groups]
+    # An episode may fail before its first token, which leaves no version.
+    staleness = [step - group.oldest_version for group in groups if group.oldest_version != NO_VERSION] or [0]
     spreads = [_version_spread(rollout) for group in groups for rollout in group]
     return {
         "staleness/mean": float(np.mean(staleness)),

@@ -167,12 +167,14 @@ def _continues(ledger: Ledger, copy: Path) -> bool:
 
 def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Return why groups that wait to be trained do not fit the remaining steps under the new config, or None."""
+    steps, old_steps = new["algorithm"]["num_steps"], old["algorithm"]["num_steps"]
+    every, old_every = new["weights"]["every_steps"], old["weights"]["every_steps"]
     is_changed = (
         new["algorithm"]["groups_per_step"] != old["algorithm"]["groups_per_step"],
         new["replay"]["max_staleness"] < old["replay"]["max_staleness"],
-        new["algorithm"]["num_steps"] < old["algorithm"]["num_steps"],
-        # Groups in flight may need a version that is no longer published.
-        new["weights"]["every_steps"] > old["weights"]["every_steps"],
+        # Groups in flight may need a version that is no longer published, such as the one after the last step.
+        steps < old_steps or (steps > old_steps and old_steps % every != 0),
+        old_every % every != 0,
     )
     return next((reason for reason, applies in zip(RELEASED, is_changed, strict=True) if applies), None)
 

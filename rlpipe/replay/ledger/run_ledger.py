@@ -32,8 +32,8 @@ NO_VARIANCE = "no reward variance"
 RELEASED = (
     "algorithm.groups_per_step was changed",
     "replay.max_staleness was lowered",
-    "algorithm.num_steps was lowered",
-    "weights.every_steps was raised",
+    "algorithm.num_steps was changed",
+    "weights.every_steps was changed",
 )
 """Reasons for discarding groups when a run is resumed with changed options."""
 MAX_NUMBER = 2**62

@@ -441,6 +441,22 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (KL | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
         (OTB | {"algorithm.loss.mask_truncated": True}, "algorithm.loss.mask_truncated", "set false"),
         ({"algorithm.reward_kl.target": 0.1}, "algorithm.reward_kl", "set algorithm.reward_kl.coef"),
+        (
+            KL | {"algorithm.reward_kl.target": 0.1, "algorithm.reward_kl.horizon": 1},
+            "algorithm.reward_kl.horizon",
+            "set 10000 or so",
+        ),
+        (KL | {"algorithm.advantage.name": "max_rl"}, "algorithm.reward_kl.coef", "algorithm.loss.beta"),
+        (
+            {"algorithm.advantage.name": "max_rl", "algorithm.combine": "normalize_then_sum"},
+            "algorithm.combine",
+            "leave it out",
+        ),
+        (
+            {"replay.refill_attempts": 1, "algorithm.advantage.path": "mine.py:f", "algorithm.group_size": 1},
+            "replay.refill_attempts",
+            "algorithm.group_size to 2 or more",
+        ),
         (KL | {"algorithm.reward_kl.horizon": 99}, "algorithm.reward_kl.horizon", "set algorithm.reward_kl.target"),
         (GAE | BLOCKS, "algorithm.advantage.name", "set rloo"),
         (GAE | FEATURES, "algorithm.ebft.reward", "set rloo"),

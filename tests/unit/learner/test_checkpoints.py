@@ -234,6 +234,41 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny: Path, tmp_path: Path)
         store.load(path, make_learner(tiny, model=model))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "want"),
+    [
+        (LossConfig(), LossConfig(entropy_coef=0.01), 0.01),
+        (LossConfig(entropy_coef=0.1), LossConfig(entropy_coef=0.01), 0.01),
+        (LossConfig(entropy_target=-1.0), LossConfig(entropy_coef=0.01), 0.01),
+        (LossConfig(entropy_coef=0.1), LossConfig(entropy_coef=0.01, entropy_target=10.0), 0.0),
+        (LossConfig(entropy_target=10.0, entropy_step=0.1), LossConfig(entropy_target=9.0, entropy_coef_max=0.2), 0.2),
+        (LossConfig(entropy_target=10.0, entropy_step=0.1), LossConfig(entropy_target=9.0), 0.3),
+    ],
+)
+def test_a_changed_entropy_bonus_counts_after_a_checkpoint(
+    tiny: Path, tmp_path: Path, before: LossConfig, after: LossConfig, want: float
+) -> None:
+    stopped = train(make_learner(tiny, algorithm=AlgorithmConfig(loss=before, num_steps=6)), 0, 3)
+    path = CheckpointStore(tmp_path, keep=2).save(stopped, step=3, extra={})
+    resumed = make_learner(tiny, algorithm=AlgorithmConfig(loss=after, num_steps=6))
+    CheckpointStore(tmp_path, keep=2).load(path, resumed)
+    assert resumed.entropy_bonus.weight == pytest.approx(want)
+
+
+def test_a_reference_may_begin_to_move_after_a_checkpoint_but_not_stop(tiny: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    fixed = AlgorithmConfig(loss=LossConfig(beta=0.1), num_steps=6)
+    path = store.save(train(make_learner(tiny, adapter="none", algorithm=fixed), 0, 2), step=2, extra={})
+    moving = make_learner(tiny, adapter="none", algorithm=FULL_WITH_REFERENCE)
+    untouched = parameters_of(make_learner(tiny, adapter="none", algorithm=FULL_WITH_REFERENCE))
+    store.load(path, moving)
+    assert moving.reference is not None
+    assert_close({name: value for name, value in moving.reference.moving().items() if name in untouched}, untouched, 0)
+    path = store.save(train(moving, 2, 4), step=4, extra={})
+    with pytest.raises(ConfigError, match=r"set algorithm\.reference\.sync_steps to its earlier value"):
+        store.load(path, make_learner(tiny, adapter="none", algorithm=fixed))
+
+
 def scores(learner: Learner) -> torch.Tensor:
     batch = pack_step(make_rollouts(), step=0, num_ranks=1, max_tokens=4096)[0]
     with learner.policy.inference():

@@ -172,6 +172,16 @@ def test_a_rollout_of_several_versions_is_as_stale_as_its_oldest_token() -> None
     assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed_ratio"]) == (1.5, 2.0, 0.25)
 
 
+def test_a_group_without_a_sampled_token_has_no_staleness() -> None:
+    groups = [group(0, [1.0, 0.0], version=498), group(1, [0.0, 0.0])]
+    for rollout in groups[1]:
+        rollout.loss_mask[:] = False
+        rollout.policy_versions[:] = -1
+    for chosen, want in ((groups, 2.0), (groups[1:], 0.0)):
+        metrics = step_metrics(chosen, step=500)
+        assert (metrics["staleness/mean"], metrics["staleness/max"]) == (want, want)
+
+
 def test_what_rewards_log_is_averaged_over_the_groups_that_have_it() -> None:
     groups = [group(index, [1.0, 0.0]) for index in range(3)]
     groups[0].logged, groups[2].logged = {"words": 2.0}, {"words": 5.0}

@@ -280,8 +280,8 @@ def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
     [
         ("replay", "max_staleness", 0, "replay.max_staleness was lowered"),
         ("algorithm", "groups_per_step", 4, "algorithm.groups_per_step was changed"),
-        ("algorithm", "num_steps", 50, "algorithm.num_steps was lowered"),
-        ("weights", "every_steps", 4, "weights.every_steps was raised"),
+        ("algorithm", "num_steps", 50, "algorithm.num_steps was changed"),
+        ("weights", "every_steps", 4, "weights.every_steps was changed"),
     ],
 )
 def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
@@ -296,3 +296,29 @@ def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
     assert (ledger.num_slots_taken(0), ledger.groups_of(0)) == (0, None)
     again, _ = begin(path, config=other)
     assert again.counts() == ledger.counts()
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "new_every", "new_steps", "is_released"),
+    [
+        (4, 100, 2, 100, False),
+        (4, 100, 3, 100, True),
+        (3, 100, 2, 100, True),
+        (4, 100, 4, 200, False),
+        (4, 50, 4, 100, True),
+        (1, 50, 1, 100, False),
+    ],
+)
+def test_groups_are_discarded_if_the_version_they_wait_for_is_not_published_any_more(
+    path: Path, every: int, steps: int, new_every: int, new_steps: int, is_released: bool
+) -> None:
+    def config(every_steps: int, num_steps: int) -> dict[str, Any]:
+        algorithm = {**RUN_CONFIG["algorithm"], "num_steps": num_steps}
+        return {**RUN_CONFIG, "weights": {**RUN_CONFIG["weights"], "every_steps": every_steps}, "algorithm": algorithm}
+
+    begin(path, config=config(every, steps))
+    store = open_store(path.parent)
+    admit(store, 0)
+    store.ledger.close()
+    ledger, _ = begin(path, config=config(new_every, new_steps), changes_allowed=True)
+    assert ledger.counts() == {GroupState.DISCARDED if is_released else GroupState.ADMITTED: 1}
