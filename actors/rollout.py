@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import EngineNotStarted
+from rlpipe.rollout.engine import resolve_engine
 from rlpipe.rollout.engine_thread import EngineThread, open_engine
 from rlpipe.rollout.greedy import GreedyBaselineEngine
 from rlpipe.rollout.multi_turn import MultiTurnEngine
@@ -19,6 +21,8 @@ QUESTIONS = "questions"
 """The concurrency group of ``ask``, which occupies a thread while the engine samples."""
 TURNS = "turns"
 """The concurrency group of the turns of episodes."""
+VLLM_STEP_S = 600.0
+"""Limit on a step of vLLM on GPUs, in seconds; vLLM itself waits 300 s for the processes of several GPUs."""
 MAX_TURNS = 1024
 """Turns that a client gets at one time."""
 
@@ -36,6 +40,14 @@ def with_receipts(groups: list[RolloutGroup], name: str) -> tuple[list[Receipt],
     for group in groups:
         group.engine = name
     return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
+
+
+def step_limit_s(rollout: RolloutConfig) -> float:
+    """Return how long a step of an engine may take, in seconds: one token of vLLM on GPUs, which takes milliseconds.
+
+    Steps have no limit on a CPU, where long prompts take minutes, and with ``hf``, which samples whole batches.
+    """
+    return VLLM_STEP_S if rollout.num_gpus and resolve_engine(rollout) == "vllm" else math.inf
 
 
 class RolloutActor:
@@ -58,6 +70,7 @@ class RolloutActor:
                         open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
                     )
                 ),
+                step_limit_s=step_limit_s(rollout),
             )
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:

@@ -8,6 +8,9 @@ from typing import Literal
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, rescales_weights, serves_adapter
 from rlpipe.configs.schema.root_config import Config, ReplayConfig, WeightsConfig
 
+RENDEZVOUS_S = 300
+"""Limit of vLLM's processes on waiting for each other, in seconds (torch's store, whose limit vLLM does not set)."""
+
 
 def published_kind(model: ModelConfig, weights: WeightsConfig) -> Literal["lora", "merged", "full"]:
     """Return the ``WeightsKind`` of the versions that engines are sent."""
@@ -75,6 +78,11 @@ def check_transport(config: Config) -> Iterator[str]:
         yield "weights.transport: nccl needs GPUs on both sides, or on none; set object_store, or num_gpus of both"
     if any(0 < num_gpus < 1 for num_gpus in (config.learner.num_gpus, config.rollout.num_gpus)):
         yield "weights.transport: NCCL refuses two processes on one GPU; set object_store, or num_gpus=1"
+    if config.rollout.num_gpus > 0 and config.weights.timeout_s > RENDEZVOUS_S:
+        yield (
+            f"weights.timeout_s: before they send by NCCL, vLLM's processes wait for each other {RENDEZVOUS_S} s at "
+            f"most; set {RENDEZVOUS_S} or less, or weights.transport=object_store"
+        )
 
 
 def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:

@@ -83,6 +83,8 @@ ENGINE_ARGUMENTS = {
     "trust_remote_code": "model.trust_remote_code",
     "mm_processor_kwargs": "model.processor_kwargs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.tensor_parallel_size",
+    "data_parallel_size": "rollout.num_engines",
     "max_model_len": "rollout.max_model_len",
     "enable_lora": "model.adapter.kind",
     "max_loras": "weights.on_update",

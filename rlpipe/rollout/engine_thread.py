@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -35,11 +37,13 @@ class EngineThread:
 
     ``open_engine`` is called on the thread, so that the engine lives on one thread from start to end. The constructor
     returns once the engine is open, and raises whatever ``open_engine`` raises. An error in a later step or load ends
-    the thread, and every later call raises ``EngineFailed`` with the engine's name and the cause.
+    the thread, and every later call raises ``EngineFailed`` with the engine's name and the cause. So does every call
+    while a step takes longer than ``step_limit_s``, because a GPU that hangs raises nothing.
     """
 
-    def __init__(self, name: str, open_engine: Callable[[], Engine]) -> None:
+    def __init__(self, name: str, open_engine: Callable[[], Engine], step_limit_s: float = math.inf) -> None:
         self.name = name
+        self._step_limit_s, self._step_began = step_limit_s, math.inf
         self._changed = threading.Condition()
         self._submitted: list[GroupRequest] = []
         self._finished: dict[str, deque[RolloutGroup]] = {}
@@ -195,6 +199,8 @@ class EngineThread:
             raise EngineFailed(f"engine {self.name} failed: {cause}") from self._failure
         if self._stopping:
             raise EngineFailed(f"engine {self.name} was stopped")
+        if time.monotonic() - self._step_began > self._step_limit_s:
+            raise EngineFailed(f"engine {self.name} hangs: a step takes longer than {self._step_limit_s:g} s")
 
     def _run(self, open_engine: Callable[[], Engine], opened: Future[None]) -> None:
         try:
@@ -222,7 +228,9 @@ class EngineThread:
             engine.cancel(cancelled)
         if self._loads:
             self._try_load(engine)
+        self._step_began = time.monotonic()
         groups = engine.step() if engine.has_work else []
+        self._step_began = math.inf
         with self._changed:
             self._health = engine.health()
             for group in groups:

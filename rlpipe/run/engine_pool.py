@@ -17,7 +17,7 @@ from rlpipe.actors.remote import KILLED, describe_failure, root_cause, wait_with
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
-from rlpipe.errors import EngineFailed, EngineNotStarted, EnvironmentFailed, InputError
+from rlpipe.errors import EngineFailed, EngineNotStarted, EnvironmentFailed
 from rlpipe.rollout.routing import Fleet, Router
 from rlpipe.run.cluster import until_ready
 from rlpipe.tracking.part_states import PartState
@@ -289,9 +289,7 @@ class EnginePool:
             await wait_within(limit, self._until_started(name))
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
-        except RayTaskError as error:
-            if isinstance(error.cause, InputError):
-                raise error.cause from None
+        except RayTaskError as error:  # it has started with this config before: GPU memory or a file may be gone
             return EngineDied(describe_failure(error))
         except RayError as error:
             return EngineDied(describe_failure(error), process_alive=False)

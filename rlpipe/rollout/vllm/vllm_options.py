@@ -26,7 +26,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm import EngineArgs, SamplingParams, envs  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
@@ -120,7 +120,28 @@ def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
         SamplingParams(**args)
     except (TypeError, ValueError, VLLMValidationError) as error:
         raise ConfigError(f"vllm refused rollout.sampling: {describe_refusal(error)}") from error
+    if not current_platform.is_cpu():
+        _check_lengths(sampling)
     return args
+
+
+def _check_lengths(sampling: SamplingConfig) -> None:
+    """Raise ``ConfigError`` if a list is longer than vLLM's sampler on GPUs takes, which an engine would die of."""
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    limits = {
+        "allowed_token_ids": logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
+        "logit_bias": logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        "bad_words": envs.VLLM_MAX_NUM_BAD_WORDS,
+    }
+    for name, limit in limits.items():
+        if len(sampling.extra.get(name) or ()) > limit:
+            raise ConfigError(f"rollout.sampling.extra.{name} has more than {limit} entries, which vllm takes on GPUs")
+    limit = logit_bias.MAX_NUM_STOP_TOKEN_IDS - 1  # the model's own end is one
+    if sampling.extra.get("min_tokens") and len(sampling.stop_token_ids) > limit:
+        raise ConfigError(
+            f"rollout.sampling.stop_token_ids has more than {limit} ids, which vllm takes with min_tokens"
+        )
 
 
 def _check_names(arguments: dict[str, Any], allowed: set[str], reserved: dict[str, str], option: str) -> None:

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel, dispatch_cpu_unquantized_gemm
@@ -54,6 +55,14 @@ def end_experts(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 def _experts(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+
+
+def refresh_sinks(model: nn.Module, dtype: torch.dtype) -> None:
+    """Pass new attention sinks on to kernels that hold a copy of them, such as FlashInfer's, which is in float32."""
+    for layer in model.modules():
+        kernels = getattr(layer, "impl", None)
+        if is_deferred_attention_layer(layer) and getattr(kernels, "sinks", None) is not None:
+            kernels.process_weights_after_loading(dtype)
 
 
 def pack_layers(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError, WeightsMismatch
 from rlpipe.models.served_weights import EXPERTS, PREFIX, ServedWeights
-from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts, pack_layers
+from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts, pack_layers, refresh_sinks
 from rlpipe.types import ByteArray
 from rlpipe.weights.buckets import (
     add_checksum,
@@ -148,11 +148,12 @@ class WeightsExtension:
         return self.checksums(self._received)
 
     def checksums(self, published: Mapping[str, Shape]) -> dict[int, int]:
-        """Return the checksums, by layer, of this rank's part of the published tensors, and pack them for the CPU.
+        """Return the checksums, by layer, of this rank's part of the published tensors, and lay them out for kernels.
 
         Tensors that several ranks hold are counted by one of them. ``published`` has the whole tensors' shapes.
         """
         model, sums = self.model_runner.model, dict[int, int]()
+        refresh_sinks(model, self.model_runner.model_config.dtype)
         pack_layers(model)
         shapes = {served: published[name] for name, served in _vllm_names(model, published).items()}
         for name, tensor in _owned_shards(model, shapes):

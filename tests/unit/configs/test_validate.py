@@ -143,6 +143,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 0.5}, "learner.num_gpus", "set 1"),
         ({"learner.fsdp.reshard_after_forward": False}, "learner.fsdp", "learner.strategy=fsdp2"),
         ({"weights.transport": "nccl"}, "weights.transport", "model.adapter.merge=true, or model=full"),
+        (
+            NCCL | {"rollout.num_gpus": 1, "learner.num_gpus": 1, "weights.timeout_s": 301},
+            "weights.timeout_s",
+            "set 300 or less",
+        ),
         (NCCL | {"rollout.engine": "hf"}, "weights.transport", "set rollout.engine=vllm, or object_store"),
         (NCCL | {"learner.num_gpus": 0.5, "rollout.num_gpus": 0.5}, "weights.transport", "or num_gpus=1"),
         (NCCL | {"learner.num_gpus": 1.0}, "weights.transport", "num_gpus of both"),

@@ -92,6 +92,27 @@ def thread(engine: FakeEngine) -> Iterator[EngineThread]:
     thread.stop()
 
 
+def test_a_step_that_hangs_fails_every_call() -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Hanging(FakeEngine):
+        def step(self) -> list[RolloutGroup]:
+            began.set()
+            goes_on.wait()
+            return super().step()
+
+    thread = EngineThread("engine-3", Hanging, step_limit_s=0.05)
+    assert thread.collect(timeout_s=0.1, max_groups=1) == [], "an idle engine has no step"
+    thread.submit([request(0)])
+    began.wait(5)
+    time.sleep(0.06)
+    with pytest.raises(EngineFailed, match=r"engine engine-3 hangs: a step takes longer than 0\.05 s"):
+        thread.collect(timeout_s=0.01, max_groups=1)
+    goes_on.set()
+    assert [group.group_id for group in collect(thread, 1)] == [0]
+    thread.stop()
+
+
 def collect(thread: EngineThread, count: int) -> list[RolloutGroup]:
     groups: list[RolloutGroup] = []
     while len(groups) < count:

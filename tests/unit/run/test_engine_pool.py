@@ -16,7 +16,7 @@ from rlpipe.actors.remote import KILLED
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import Cause, NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
-from rlpipe.errors import EngineFailed, EngineNotStarted
+from rlpipe.errors import ConfigError, EngineFailed, EngineNotStarted
 from rlpipe.run import engine_pool
 from rlpipe.run.engine_pool import EnginePool, EpisodePool
 from rlpipe.types import GroupRequest, Prompt
@@ -203,6 +203,31 @@ def test_an_engine_that_cannot_load_what_it_comes_back_to_is_killed_and_tried_ag
     scene = play(lambda: Scene("a"), act)
     assert scene.said[1:] == ["engine a died: no room for it", "engine a serves again, version 0"]
     assert len(killed) == 1
+
+
+def test_a_restart_that_fails_for_want_of_memory_is_tried_again_and_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
+    monkeypatch.setattr(CLUSTER, "max_engine_failures", 2)
+    refusals = [ConfigError("vllm can't be started: Free memory on device is less than desired")]
+
+    class Full(Scene):
+        def start(self, name: str) -> asyncio.Future[None]:
+            started = super().start(name)
+            if refusals:
+                started = asyncio.get_running_loop().create_future()
+                started.set_exception(RayTaskError("start", "", refusals.pop()))
+            return started
+
+    async def act(scene: Scene) -> None:
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        await scene.until(lambda: len(scene.said) == 3)
+
+    scene = play(lambda: Full("a", "b"), act)
+    assert "Free memory on device" in scene.said[1]
+    assert scene.said[2] == "engine a serves again, version 0"
+    assert not scene.given_up
 
 
 def test_an_engine_that_ray_cannot_reach_is_ended_and_started_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
