@@ -101,6 +101,8 @@ SAMPLING_ARGUMENTS = {
     "seed": "seed",
     "structured_outputs": "rollout.sampling.guided_regex or guided_json",
     "logprobs": "",
+    "prompt_logprobs": "",
+    "logprob_token_ids": "",
     "flat_logprobs": "",
     "output_kind": "",
     "detokenize": "",

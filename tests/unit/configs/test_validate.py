@@ -144,6 +144,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"learner.fsdp.reshard_after_forward": False}, "learner.fsdp", "learner.strategy=fsdp2"),
         ({"weights.transport": "nccl"}, "weights.transport", "model.adapter.merge=true, or model=full"),
         (
+            {"rollout.engine_args": {"data_parallel_size": 2}},
+            "rollout.engine_args.data_parallel_size",
+            "set rollout.num_engines instead",
+        ),
+        (
             NCCL | {"rollout.num_gpus": 1, "learner.num_gpus": 1, "weights.timeout_s": 301},
             "weights.timeout_s",
             "set 300 or less",
