@@ -146,7 +146,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (
             {"rollout.engine_args": {"data_parallel_size": 2}},
             "rollout.engine_args.data_parallel_size",
-            "set rollout.num_engines instead",
+            "set rollout.num_engines",
         ),
         (
             NCCL | {"rollout.num_gpus": 1, "learner.num_gpus": 1, "weights.timeout_s": 301},
