@@ -60,7 +60,7 @@ def _experts(model: nn.Module) -> list[Any]:
 def refresh_sinks(model: nn.Module, dtype: torch.dtype) -> None:
     """Pass new attention sinks on to kernels that hold a copy of them, such as FlashInfer's, which is in float32."""
     for layer in model.modules():
-        kernels = getattr(layer, "impl", None)
+        kernels: Any = getattr(layer, "impl", None)
         if is_deferred_attention_layer(layer) and getattr(kernels, "sinks", None) is not None:
             kernels.process_weights_after_loading(dtype)
 
