@@ -39,7 +39,7 @@ from rlpipe.configs.options import (
     keep_references,
     nearest_name,
     options,
-    plain,
+    tree_to_yaml,
 )
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SFT_FACTOR
@@ -53,6 +53,10 @@ MAX_PROBLEMS = 8
 """Problems that one message lists."""
 PLAIN_TEXT = r"write \${ for a literal ${"
 HOW_TO_CHOOSE = "to choose a file of the group, write `defaults: [{}: {!s:.80}]`"
+HAVE_PATHS = ("model", "data")
+"""Groups with an option ``path``, which people write after the group's name."""
+TEXTS = (str, str | None, list[str], list[str] | None)
+"""Types of options that take a text, or several."""
 type_hints = cache(get_type_hints)
 
 
@@ -221,14 +225,14 @@ def show_tree(tree: DictConfig) -> str:
     """
     written = OmegaConf.to_container(tree, resolve=False)
     try:
-        shown = plain(keep_references(OmegaConf.to_container(tree, resolve=True), written))
-        return OmegaConf.to_yaml(OmegaConf.create(shown))
+        return tree_to_yaml(keep_references(OmegaConf.to_container(tree, resolve=True), written))
     except OmegaConfBaseException as error:
         raise interpolation_error(error) from error
 
 
 def interpolation_error(error: OmegaConfBaseException) -> ConfigError:
-    return ConfigError(f"{error.full_key}: {first_line(error)}; name another option, or {PLAIN_TEXT}")
+    fix = "set the variable" if "Environment variable" in str(error) else f"name another option, or {PLAIN_TEXT}"
+    return ConfigError(f"{error.full_key}: {first_line(error)}; {fix}")
 
 
 def check_required(missing: Collection[str]) -> None:
@@ -291,9 +295,16 @@ def merge_option(node: DictConfig, key: str, value: Any, section: type, name: st
     if hint is None:
         raise layer.error(unknown_option(first_leaf(name, value)))
     if is_section(hint):
+        if value is None and layer.source is None:  # in a file, it may be a section whose options are commented out
+            raise layer.error(f"{name}: a section can't be null; set its options, or leave it out")
         merge_section(node[key], as_section(value, name, layer), hint, f"{name}.", layer)
     elif (element := element_section(hint)) is not None:
+        if value is None:
+            node[key] = {}
         for child, child_value in as_section(value, name, layer).items():
+            if child_value is None:
+                node[key].pop(child, None)
+                continue
             if child not in node[key]:
                 node[key][child] = element
             child_content = as_section(child_value, f"{name}.{child}", layer)
@@ -318,6 +329,9 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
 def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
     if layer.typed is not None and hint in (str, str | None):
         value = layer.typed
+    value = native(value)
+    if hint in TEXTS:
+        check_texts(value, name, layer)
     try:
         value = [*value] if isinstance(value, tuple) else expand_home(value)
         OmegaConf.update(node, key, value, merge=True, force_add=True)
@@ -326,6 +340,22 @@ def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, lay
     except (OmegaConfBaseException, OverflowError) as error:
         shown = "null" if value is None else f"{value!r:.200}"
         raise layer.error(f"{name}: {shown} is not {describe_type(hint)}") from error
+
+
+def check_texts(value: Any, name: str, layer: Layer) -> None:
+    """Raise an error for a number or boolean where a text is due, because its spelling is lost: no, 0123, 1e5."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, bool | int | float):
+            raise layer.error(f"{name}: takes a text, and {text!r:.200} is read as a {type(text).__name__}; quote it")
+
+
+def native(value: Any) -> Any:
+    """Return a value with NumPy's scalars and arrays in it as plain ones."""
+    if isinstance(value, Mapping):
+        return {key: native(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [native(child) for child in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def expand_home(value: Any) -> Any:
@@ -404,6 +434,8 @@ def unknown_choice(path: str) -> str:
         return f"{group}: no such config group; the groups are {', '.join(list_groups())}"
     choices = list_groups()[group]
     hint = did_you_mean(choice, choices, cutoff=0.5)
+    if group in HAVE_PATHS and ("/" in choice or "." in choice):
+        hint = f"; a path or hub id is {group}.path={choice}"
     return f"{group}={choice}: no such choice; {group} is one of {', '.join(choices)}{hint}"
 
 
@@ -476,6 +508,9 @@ def delete_entry(tree: DictConfig, key: str) -> None:
     node = OmegaConf.select(tree, parent) if parent else tree
     if not isinstance(node, DictConfig) or entry not in node:
         raise ConfigError(f"~{key}: there is no such entry to remove")
-    if is_section(OmegaConf.get_type(node)):
+    if is_section(section := OmegaConf.get_type(node)):
+        if element_section(type_hints(section)[entry]) is not None:
+            node[entry] = {}
+            return
         raise ConfigError(f"~{key}: an option can't be removed; set it instead")
     del node[entry]

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpipe.configs.options import default_tree, describe_type
+from rlpipe.configs.options import default_tree, describe_type, escaped_tree
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.option import NAME
@@ -190,11 +190,11 @@ def _typed(option: str, values: Mapping[str, Any]) -> dict[str, Any]:
     tree = default_tree(DataConfig)
     for key, value in values.items():
         try:
-            OmegaConf.update(tree, key, value, merge=True, force_add=True)
+            OmegaConf.update(tree, key, escaped_tree(value), merge=True, force_add=True)
         except (OmegaConfBaseException, OverflowError) as error:
             shown, expected = "null" if value is None else repr(value), get_type_hints(DataConfig)[key]
             raise ConfigError(f"{option}.{key}: {shown} is not {describe_type(expected)}") from error
-    container = OmegaConf.to_container(tree, throw_on_missing=False)
+    container = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
     return {key: container[key] for key in values}  # type: ignore[call-overload,index]
 
 

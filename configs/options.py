@@ -299,15 +299,20 @@ def plain(value: Any) -> Any:
 
 def to_yaml(config: Config) -> str:
     """Return the resolved config as YAML, which ``rlpipe train --config`` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(_escaped(asdict(config)))))
+    return tree_to_yaml(asdict(config))
 
 
-def _escaped(value: Any) -> Any:
+def tree_to_yaml(tree: Any) -> str:
+    """Return a resolved tree as YAML that is read back as it is."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain(escaped_tree(tree))))
+
+
+def escaped_tree(value: Any) -> Any:
     """Return a tree in which texts with ``${`` are written so that they are read back as they are."""
     if isinstance(value, Mapping):
-        return {key: _escaped(child) for key, child in value.items()}
+        return {key: escaped_tree(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_escaped(child) for child in value]
+        return [escaped_tree(child) for child in value]
     if not isinstance(value, str) or isinstance(value, FromEnvironment):
         return value
     return escaped(value)
@@ -400,11 +405,11 @@ def _marked(value: Any, written: Any, name: str, values: Mapping[str, str]) -> A
 
 def _with_references(value: str, name: str, values: Mapping[str, str]) -> str:
     is_free = any(fnmatchcase(name, pattern) for pattern in _free_form())
-    reference: str = value
+    text = reference = escaped(value)
     for variable in sorted(values, key=lambda variable: -len(values[variable])):
         if is_free or SECRET_NAME.search(variable):
             reference = reference.replace(values[variable], f"${{oc.env:{variable}}}")
-    return value if reference == value else FromEnvironment(value, reference)
+    return value if reference == text else FromEnvironment(value, reference)
 
 
 @cache

@@ -103,12 +103,11 @@ def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> No
     """Move a YAML file among the overrides to ``config``, as if it had been passed with ``--config``."""
     is_file = [text.endswith((".yaml", ".yml")) and "=" not in text and text[0] != "~" for text in arguments.overrides]
     files = [text for text, is_config in zip(arguments.overrides, is_file, strict=True) if is_config]
-    config_files = [*files, *([] if arguments.config is None else [arguments.config])]
+    config_files = [*files, *(arguments.config or [])]
     if len(config_files) > 1:
         parser.error(f"only one config file can be given, not {' and '.join(config_files)}")
-    if files:
-        arguments.config = files[0]
-        arguments.overrides = [text for text in arguments.overrides if text not in files]
+    arguments.config = next(iter(config_files), None)
+    arguments.overrides = [text for text in arguments.overrides if text not in files]
 
 
 def make_parser() -> OneLineParser:

@@ -40,6 +40,7 @@ HINTS = {
     **dict.fromkeys(("async_level", "max_async_level"), "replay.max_staleness"),
     **dict.fromkeys(("in_flight_weight_updates", "partial_rollout"), "weights.on_update"),
     **dict.fromkeys(("datasets", "dataset", "dataset_name", "train_files", "prompt_data"), "data.path"),
+    "config": "data.name",
     "ppo_mini_batch_size": "set algorithm.num_minibatches to the number of updates in a pass over a step",
     "loss_type": "set algorithm.loss.name, or algorithm.preference.loss for preferences",
     "use_kl_loss": "the KL term is on if algorithm.loss.beta is above 0",

@@ -41,7 +41,7 @@ def add_command(
 
 def add_run_arguments(parser: OneLineParser, *, takes_runs: bool = False) -> None:
     """Add a config's file and options; a command that ``takes_runs`` accepts a run's folder in their place."""
-    parser.add_argument("--config", metavar="FILE", help="a YAML file with options and group choices")
+    parser.add_argument("--config", metavar="FILE", action="append", help="a YAML file with options and group choices")
     parser.add_argument(
         "overrides",
         nargs="*",

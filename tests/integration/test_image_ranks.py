@@ -28,7 +28,7 @@ CHUNKED: dict[str, Any] = {
         chunk_mib=0.06, num_persistent=1, num_slots=8, num_swapped=1, num_checkpointed=0, num_offloaded=1
     ),
 }
-FAMILIES = ["qwen3-vl", "gemma3", "idefics3"]
+FAMILIES = ["qwen3-vl", "qwen3.5", "gemma3", "idefics3"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -278,11 +278,11 @@ class ImageProcessor:
 
     @cached_property
     def blank(self) -> Encoded:
-        """A text that is just one small image."""
+        """A text with one small image; it begins with a word, because some rows are padded with their first token."""
         from PIL import Image
 
         side = 2 * 28  # at least as high and wide as two patches of any processor here
-        return self.encode(self.hf_processor.image_token, [as_png(Image.new("RGB", (side, side)))])
+        return self.encode(f"a{self.hf_processor.image_token}", [as_png(Image.new("RGB", (side, side)))])
 
     @cached_property
     def hf_processor(self) -> Any:

@@ -131,6 +131,9 @@ def test_a_config_file_needs_no_option_but_is_given_once(tmp_path: Path, capsys:
     assert f"only one config file can be given, not {file} and other.yaml" in refused(
         capsys, "preview", file, "--config", "other.yaml"
     )
+    assert f"only one config file can be given, not a.yaml and {file}" in refused(
+        capsys, "preview", "--config", "a.yaml", "--config", file
+    )
     arguments = cli.parse_arguments(["train", "a=b.yaml", "my.yaml", "~scoring.rewards.x.yaml"])
     assert arguments.config == "my.yaml"
     assert arguments.overrides == ["a=b.yaml", "~scoring.rewards.x.yaml"]

@@ -7,6 +7,7 @@ from functools import reduce
 from operator import getitem
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -432,3 +433,86 @@ def test_the_docs_list_what_may_change_on_resume() -> None:
 )
 def test_a_quoted_path_is_read_back_as_it_is(text: str) -> None:
     assert load_config(["experiment=quickstart", f"output={quoted(text)}"], need_files=False).output == text
+
+
+def test_null_removes_an_entry_or_all_of_a_dictionary_of_sections(tmp_path: Path) -> None:
+    rewards = ("scoring.rewards.a.path=mine.py:f", "scoring.rewards.b.path=mine.py:g")
+    file = write(tmp_path / "run.yaml", "scoring: {rewards: {a: {path: 'mine.py:f'}, b: null}}")
+    assert [
+        *compose_tree(["scoring.rewards.a=null"], options=[{"scoring.rewards": {"a": {"path": "x:y"}}}]).scoring.rewards
+    ] == []
+    assert [*compose_tree([*rewards, "scoring.rewards.a=null"]).scoring.rewards] == ["b"]
+    assert [*compose_tree([*rewards, "scoring.rewards=null"]).scoring.rewards] == []
+    assert [*compose_tree([*rewards, "~scoring.rewards"]).scoring.rewards] == []
+    assert [*compose_tree([*rewards, "scoring.rewards={}"]).scoring.rewards] == ["a", "b"]
+    assert [*compose_tree(file=file).scoring.rewards] == ["a"]
+
+
+def test_a_section_is_not_null_but_may_be_empty_in_a_file(tmp_path: Path) -> None:
+    assert "learner.optimizer: a section can't be null; set its options" in error_of("learner.optimizer=null")
+    commented = write(tmp_path / "run.yaml", "health:\n  # stop: [loss]\n")
+    assert compose_tree(file=commented) == compose_tree()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("data: {name: no}", "data.name: takes a text, and False is read as a bool; quote it"),
+        ("model: {revision: 0123456}", "model.revision: takes a text, and 42798 is read as a int; quote it"),
+        ("rollout: {sampling: {stop: ['a', No]}}", "rollout.sampling.stop: takes a text, and False is read as"),
+    ],
+)
+def test_what_yaml_does_not_read_as_a_text_is_refused_where_one_is_due(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    assert message in error_of(*BASE, file=write(tmp_path / "run.yaml", content))
+    assert "1000.0 is read as a float; quote it" in error_of(*BASE, "rollout.sampling.stop=[1e3]")
+
+
+def test_values_of_numpy_are_taken_as_numbers() -> None:
+    given = {"learner.optimizer.lr": np.float64(1e-5), "seed": np.int64(3)}
+    nested = {"model.processor_kwargs": {"size": np.array([1, 2]), "scale": np.float32(0.5)}}
+    tree = compose_tree(options=[given, nested])
+    assert (tree.learner.optimizer.lr, tree.seed) == (1e-5, 3)
+    assert tree.model.processor_kwargs == {"size": [1, 2], "scale": 0.5}
+
+
+@pytest.mark.parametrize("text", [r"Use \${seed}", r"\${ }", r"\${x} and \${oc.env:GREETING}", r"Solve \${}^2$"])
+def test_what_config_prints_is_read_back_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("GREETING", "hello")
+    file = write(tmp_path / "run.yaml", f"data: {{system_prompt: '{text}'}}")
+    config = load_config(BASE, file=file)
+    printed = write(tmp_path / "printed.yaml", compose.show_tree(compose_tree(BASE, file=file)))
+    assert load_config(file=printed) == config
+
+
+def test_a_text_with_a_plain_reference_and_one_to_the_environment_is_stored_as_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOK", "hello")
+    content = "scoring: {rewards: {a: {path: 'judge:f', kwargs: {h: '\\${x} ${oc.env:TOK}'}}}}"
+    config = load_config(BASE, file=write(tmp_path / "run.yaml", content), need_files=False)
+    assert config.scoring.rewards["a"].kwargs["h"] == "${x} hello"
+    stored = write(tmp_path / "stored.yaml", to_yaml(config))
+    assert "oc.env:TOK" in stored.read_text()
+    assert load_config(file=stored, need_files=False) == config
+
+
+def test_a_source_of_a_mix_takes_texts_with_references(tmp_path: Path) -> None:
+    source = "{source: reasoning_gym, task: basic_arithmetic, system_prompt: 'Use \\${}^2$ ok'}"
+    file = write(tmp_path / "run.yaml", f"data: {{source: mix, sources: {{a: {source}}}}}")
+    (mixed,) = mixed_sources(load_config(["model.path=org/policy", "scoring.rewards.a.path=m:f"], file=file).data)
+    assert mixed.data.system_prompt == "Use ${}^2$ ok"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=Qwen/Qwen3-0.6B", "a path or hub id is model.path=Qwen/Qwen3-0.6B"),
+        ("data=rows.jsonl", "a path or hub id is data.path=rows.jsonl"),
+        ("model.path=${oc.env:NO_SUCH_VARIABLE}", "set the variable"),
+        ("data.config=main", "did you mean data.name?"),
+    ],
+)
+def test_usual_mistakes_are_told_the_option(override: str, message: str) -> None:
+    assert message in error_of(override)
