@@ -27,7 +27,7 @@ from rlpipe.data.render.formats import (
 )
 from rlpipe.data.render.messages import chat_messages, column_messages
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.render.template import token_ids_of
+from rlpipe.data.render.template import end_token_ids, token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
 from rlpipe.data.row_renderer import PromptRenderer, RenderedRow, SequenceRenderer, present
 from rlpipe.types import ChatMessages, Prompt, Rollout
@@ -252,9 +252,7 @@ class PreferenceRenderer:
             raise UnusableRow("a completion has no token that is trained")
         if len(rendered) == 1:
             return rendered[0]
-        if np.array_equal(rendered[0].encoded.token_ids, rendered[1].encoded.token_ids):
-            raise UnusableRow("chosen and rejected are rendered to the same tokens")
-        return replace(rendered[0], rejected=rendered[1])
+        return _paired(*rendered)
 
     def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
@@ -278,12 +276,19 @@ class PreferenceRenderer:
             raise UnusableRow(reason, SkipKind.TOO_LONG)
 
 
+def _paired(chosen: RenderedRow, rejected: RenderedRow) -> RenderedRow:
+    if np.array_equal(chosen.encoded.token_ids, rejected.encoded.token_ids):
+        raise UnusableRow("chosen and rejected are rendered to the same tokens")
+    return replace(chosen, rejected=rejected)
+
+
 class RewardRenderer(PreferenceRenderer):
     """A renderer of pairs in which one more token follows each sequence; only this one is a loss token.
 
     It is never run: its predecessor, where the reward is read, is the last token of the sequence. Its advantage is the
     pair's margin in the chosen sequence, 0 in the rejected one. The sequences are those that ``SequenceReward`` scores:
-    texts without an end token, and none with tokens of padding at the end, which transformers skips.
+    texts without an end token, unless the tokenizer adds one, and none with tokens of padding at the end, which
+    transformers skips.
     """
 
     def __init__(
@@ -300,6 +305,7 @@ class RewardRenderer(PreferenceRenderer):
         self._may_lack_margin = config.margin_column in (None, RewardModelConfig().margin_column)
         self._is_chat, self._prompt_column = data.chat, data.prompt_column
         self._end, self._padding = tokenizer.eos_token_id, padding_id(tokenizer)
+        self._added = end_token_ids(tokenizer)
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raise ``DataError`` if the columns hold no pair, or not the margin."""
@@ -317,8 +323,14 @@ class RewardRenderer(PreferenceRenderer):
         self._margin(row)
         texts = [rest[self._prompt_column], *(completion for completion, _ in completions)]
         is_plain = not self._is_chat and all(isinstance(text, str) for text in texts)
-        skipped = {self._padding, self._end} if is_plain else {self._padding}
-        return replace(without_end(chosen, skipped), rejected=without_end(chosen.rejected, skipped))
+        return _paired(self._as_scored(chosen, is_plain), self._as_scored(chosen.rejected, is_plain))
+
+    def _as_scored(self, rendered: RenderedRow, is_plain: bool) -> RenderedRow:
+        if is_plain:
+            rendered = without_end(rendered, {self._padding, self._end})
+            for token_id in self._added:
+                rendered = with_token(rendered, token_id)
+        return without_end(rendered, {self._padding})
 
     def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
@@ -361,11 +373,16 @@ def without_end(rendered: RenderedRow, skipped: Collection[int | None]) -> Rende
     return replace(rendered, encoded=encoded, loss_mask=rendered.loss_mask[:length])
 
 
+def with_token(rendered: RenderedRow, token_id: int) -> RenderedRow:
+    """Return the sequence with one more token, which is no loss token."""
+    token_ids = np.append(rendered.encoded.token_ids, np.int32(token_id))
+    encoded = replace(rendered.encoded, token_ids=token_ids)
+    return replace(rendered, encoded=encoded, loss_mask=np.append(rendered.loss_mask, False))
+
+
 def marked_after(rendered: RenderedRow, padding: int | None) -> RenderedRow:
     """Return the sequence with one more token and with its loss tokens moved to the ones after them."""
-    token_ids = np.append(rendered.encoded.token_ids, np.int32(padding or 0))
-    loss_mask = np.append(False, rendered.loss_mask)
-    return replace(rendered, encoded=replace(rendered.encoded, token_ids=token_ids), loss_mask=loss_mask)
+    return replace(with_token(rendered, padding or 0), loss_mask=np.append(False, rendered.loss_mask))
 
 
 class StepRenderer:
