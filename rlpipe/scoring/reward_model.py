@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -87,8 +88,7 @@ class ClassifierReward(RewardActor):
                 self._own.pad_token = self._own.eos_token
             self._template = ChatTemplate(self._own, self._data)
             loaded = load_complete(self.auto_class, self.source, dtype=dtype, **self.options)
-        loaded.config.pad_token_id = self._own.pad_token_id
-        loaded.config.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
+        prepare_config(loaded.config, self._own.pad_token_id)
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
 
     def score(self, group: RolloutGroup) -> list[float | None]:
@@ -144,6 +144,13 @@ class ClassifierReward(RewardActor):
             logits = self._model(**inputs).logits
             logits_by_index.update(zip(members, logits.float().cpu(), strict=True))
         return [logits_by_index[index] for index in range(len(sequences))]
+
+
+def prepare_config(config: PreTrainedConfig, padding_id: int) -> None:
+    """Set the token that the model skips at the end; the classes of transformers read it in the text's own config."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = padding_id
+        part.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
 
 
 def _with_answer(prompt: ChatMessages, answer: Answer) -> ChatMessages:

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Gemma3Config,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -23,7 +24,7 @@ from transformers import (
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.errors import ModelError
 from rlpipe.models.tiny_model import make_tokenizer
-from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward
+from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward, prepare_config
 from rlpipe.types import EpisodeTrace, Prompt, Rollout, RolloutGroup
 
 TOKENIZER = make_tokenizer()
@@ -188,6 +189,14 @@ def test_no_keys_and_values_are_kept(any_model: Path) -> None:
     reward._model.base_model.register_forward_hook(lambda module, args, output: outputs.append(output))
     reward.score(make_group("4"))
     assert [output.past_key_values for output in outputs] == [None]
+
+
+def test_the_padding_of_a_text_model_with_a_config_of_its_own_is_set() -> None:
+    config = Gemma3Config()
+    assert config.get_text_config() is not config
+    prepare_config(config, 7)
+    assert config.pad_token_id == config.get_text_config().pad_token_id == 7
+    assert not config.get_text_config().use_cache
 
 
 def test_a_sequence_that_is_too_long_is_an_error(any_model: Path) -> None:
