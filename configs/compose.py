@@ -42,7 +42,7 @@ from rlpipe.configs.options import (
     tree_to_yaml,
 )
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SFT_FACTOR
+from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SUPERVISED_FACTOR
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.yaml_file import MAX_DEPTH, read_yaml
 from rlpipe.errors import ConfigError, InputError, did_you_mean
@@ -212,9 +212,9 @@ def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
 
 def default_lr(config: Config) -> float:
     """Return a learning rate that is common for what the run trains, and how."""
-    factor = (ADAPTER_FACTOR if config.model.adapter.kind != "none" else 1) * (
-        SFT_FACTOR if config.algorithm.kind == "sft" else 1
-    )
+    factor = ADAPTER_FACTOR if config.model.adapter.kind != "none" else 1
+    if config.algorithm.kind in ("sft", "reward_model", "process_reward_model"):
+        factor *= SUPERVISED_FACTOR
     return round(FULL_LR * factor, 9)
 
 

@@ -34,6 +34,7 @@ ADVANTAGE, SCALE, COMBINE = "algorithm.advantage.name", "algorithm.advantage.sca
 ENTROPY_TARGET = "algorithm.loss.entropy_target"
 KL_COEF, KL_TARGET, KL_HORIZON = (f"algorithm.reward_kl.{name}" for name in ("coef", "target", "horizon"))
 PREFERENCE, FEATURES, STRIDED = "algorithm.preference", "algorithm.ebft.features", "algorithm.ebft.strided"
+SMOOTHING = f"{PREFERENCE}.label_smoothing"
 CONSTANT_KL = "the weight of the KL is constant"
 KL_OF_TOKENS = f"there each token's KL is subtracted after the baseline; {KL_COEF} is subtracted before it"
 CRITIC = (
@@ -149,6 +150,14 @@ def _with_cross_entropy(values: ForeignValues, name: Any) -> Made:
     if not are_weights or weights[0] <= 0:
         return "weights of two losses that are not two numbers above 0"
     return {**options, f"{PREFERENCE}.cross_entropy_coef": weights[1] / weights[0]}
+
+
+@about(SMOOTHING)
+def trl_smoothing(values: ForeignValues, value: Any) -> Made:
+    """Translate TRL's ``label_smoothing``, which ``sigmoid`` ignores: DPO's loss, but for that of CPO's trainer."""
+    losses = values.get("loss_type") or values.get("dpo_loss_type")
+    is_used = bool({"robust", "exo_pair"} & set(map(str, losses if isinstance(losses, list) else [losses])))
+    return {SMOOTHING: value} if is_used or values.run.method == "cpo" or not value else NO_EFFECT
 
 
 @about(HIGH)
@@ -390,11 +399,9 @@ LOSSES = (
         Rule("the option", lambda values, value: "it is the loss here" if value in ("sigmoid", "logexp") else NO_LOSS),
         openrlhf="loss",
     ),
-    SettingRow(f"{PREFERENCE}.label_smoothing", "label_smoothing", openrlhf="label_smoothing"),
-    SettingRow(
-        only_if(lambda values: values.get("rl") == "dpo", f"{PREFERENCE}.label_smoothing", NO_EFFECT),
-        "dpo_label_smoothing",
-    ),
+    SettingRow(trl_smoothing, "label_smoothing"),
+    SettingRow(SMOOTHING, openrlhf="label_smoothing"),
+    SettingRow(only_if(lambda values: values.get("rl") == "dpo", trl_smoothing, NO_EFFECT), "dpo_label_smoothing"),
     SettingRow(
         f"{PREFERENCE}.desirable_weight", "desirable_weight kto_desirable_weight", openrlhf="desirable_loss_weight"
     ),

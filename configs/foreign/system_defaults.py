@@ -86,7 +86,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("openrlhf", "sft"): {**OPENRLHF, "learning_rate": 5e-6, "input_key": "input"},
     ("openrlhf", "dpo"): {**OPENRLHF, "learning_rate": 1e-5},
     ("openrlhf", "kto"): {**OPENRLHF, "learning_rate": 1e-5, "beta": 0.01},
-    ("openrlhf", "process_reward_model"): OPENRLHF,
+    ("openrlhf", "process_reward_model"): {**OPENRLHF, "learning_rate": 1e-6},
     ("openrlhf", "reward_model"): {**OPENRLHF, "learning_rate": 9e-6, "margin_loss": False},
 }
 """Defaults by system and method, or by system alone; those of TRL are of version 1."""

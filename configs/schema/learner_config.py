@@ -19,7 +19,7 @@ from rlpipe.configs.schema.option import (
 
 FULL_LR = 1e-6
 """Peak learning rate of reinforcement learning that trains all weights."""
-ADAPTER_FACTOR, SFT_FACTOR = 10, 10
+ADAPTER_FACTOR, SUPERVISED_FACTOR = 10, 10
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,8 @@ class OptimizerConfig(Freezable):
     )
     lr: float | None = option(
         None,
-        "Peak learning rate; null: 1e-6 to train all weights and 1e-5 for an adapter, ten times that in SFT.",
+        "Peak learning rate; null: 1e-6 to train all weights and 1e-5 for an adapter, ten times that in SFT and for "
+        "reward models.",
         minimum=0,
         maximum=10,
     )

@@ -25,9 +25,9 @@ from rlpipe.data.render.formats import (
     conversation_columns,
     with_system,
 )
-from rlpipe.data.render.messages import chat_messages, column_messages
+from rlpipe.data.render.messages import INSTEAD, chat_messages, column_messages, content_text
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.render.template import token_ids_of
+from rlpipe.data.render.template import end_token_ids, token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
 from rlpipe.data.row_renderer import PromptRenderer, RenderedRow, SequenceRenderer, present
 from rlpipe.types import ChatMessages, Prompt, Rollout
@@ -84,6 +84,8 @@ class PreferenceForm:
             system = row.get(SYSTEM)
             if system and not isinstance(prompt, str) and prompt[0]["role"] != SYSTEM:
                 prompt, used = [*_turns((SYSTEM, system)), *prompt], (*used, SYSTEM)
+        for name, completion in zip(names, (chosen, rejected), strict=True):
+            _require_content(completion, name)
         if chosen == rejected:
             raise UnusableRow("chosen and rejected are the same")
         return self._rest(row, prompt, *names, *used), [(chosen, True), (rejected, False)]
@@ -96,6 +98,7 @@ class PreferenceForm:
             prompt, completion = _split_conversation(completion, name)
         if prompt is None:
             raise UnusableRow(f"column {self._data.prompt_column!r} is missing or null")
+        _require_content(completion, name)
         column = self._data.label_column
         label = _truth_value(present(row, column), f"column {column!r} is")
         return self._rest(row, prompt, name, column, *used), [(completion, label)]
@@ -111,7 +114,8 @@ class PreferenceForm:
     def _prompt(self, row: Row) -> tuple[Completion | None, tuple[str, ...]]:
         """Return the row's prompt, or None if it has none, and the columns that it is made from."""
         system = row.get(SYSTEM)
-        if (name := next((name for name in self._prompts if row.get(name) is not None), None)) is not None:
+        given = [name for name in self._prompts if row.get(name) is not None]
+        if (name := next((name for name in given if not self._is_empty(row, row[name])), None)) is not None:
             prompt, used = row[name], (name, INPUT, SYSTEM)
             if name == INSTRUCTION and row.get(INPUT):
                 prompt = f"{prompt}\n{row[INPUT]}"
@@ -125,7 +129,11 @@ class PreferenceForm:
         if (name := conversation_column(row, self._data.messages_column)) is not None:
             messages = with_system(conversation(row, name), system)
             return messages, (*conversation_columns(self._data.messages_column), SYSTEM)
-        return None, ()
+        return (row[given[0]], (given[0],)) if given else (None, ())
+
+    def _is_empty(self, row: Row, prompt: Any) -> bool:
+        """Return whether a prompt is a text without visible characters, in a row without images."""
+        return isinstance(prompt, str) and not prompt.strip() and not row.get(self._data.images_column)
 
     def _take_prompt_off(self, chosen: Completion, rejected: Completion) -> tuple[Completion, Completion, Completion]:
         """Return what two completions begin with, and the rest of each; texts of HH-RLHF become messages."""
@@ -146,6 +154,8 @@ class PreferenceForm:
         return chosen[:shared], chosen[shared:], rejected[shared:]
 
     def _rest(self, row: Row, prompt: Completion, *used: str) -> dict[str, Any]:
+        if self._is_empty(row, prompt):
+            raise UnusableRow("the prompt is empty")
         removed = {*used, *conversation_columns(self._data.messages_column)}  # which would be rendered instead
         remaining = {name: value for name, value in row.items() if name not in removed}
         return {**remaining, self._data.prompt_column: prompt}
@@ -158,6 +168,13 @@ def _completion(value: Any, column: str) -> Completion:
             raise UnusableRow(f"column {column!r} is an empty text")
         return value
     return column_messages([value] if isinstance(value, Mapping) else value, column, "assistant")
+
+
+def _require_content(completion: Completion, column: str) -> None:
+    """Raise ``UnusableRow`` for a completion without text, calls or reasoning."""
+    messages = _turns(("assistant", completion)) if isinstance(completion, str) else completion
+    if not any(content_text(turn["content"]).strip() or any(map(turn.get, INSTEAD)) for turn in messages):
+        raise UnusableRow(f"the completion in column {column!r} is empty")
 
 
 def _split_conversation(messages: ChatMessages, column: str) -> tuple[ChatMessages, ChatMessages]:
@@ -182,7 +199,7 @@ def _begin_with_prompt(chosen: Completion, rejected: Completion) -> bool:
 
 def _no_prompt(kind: str, num_shared: int) -> str:
     problem = "are the same, or one is the beginning of the other" if num_shared else f"begin with different {kind}"
-    return f"chosen and rejected {problem}, and the row has no prompt of its own"
+    return f"chosen and rejected {problem}, so they hold no prompt"
 
 
 def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -252,9 +269,7 @@ class PreferenceRenderer:
             raise UnusableRow("a completion has no token that is trained")
         if len(rendered) == 1:
             return rendered[0]
-        if np.array_equal(rendered[0].encoded.token_ids, rendered[1].encoded.token_ids):
-            raise UnusableRow("chosen and rejected are rendered to the same tokens")
-        return replace(rendered[0], rejected=rendered[1])
+        return _paired(*rendered)
 
     def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
@@ -278,12 +293,19 @@ class PreferenceRenderer:
             raise UnusableRow(reason, SkipKind.TOO_LONG)
 
 
+def _paired(chosen: RenderedRow, rejected: RenderedRow) -> RenderedRow:
+    if np.array_equal(chosen.encoded.token_ids, rejected.encoded.token_ids):
+        raise UnusableRow("chosen and rejected are rendered to the same tokens")
+    return replace(chosen, rejected=rejected)
+
+
 class RewardRenderer(PreferenceRenderer):
     """A renderer of pairs in which one more token follows each sequence; only this one is a loss token.
 
     It is never run: its predecessor, where the reward is read, is the last token of the sequence. Its advantage is the
     pair's margin in the chosen sequence, 0 in the rejected one. The sequences are those that ``SequenceReward`` scores:
-    texts without an end token, and none with tokens of padding at the end, which transformers skips.
+    texts without an end token, unless the tokenizer adds one, and none with tokens of padding at the end, which
+    transformers skips.
     """
 
     def __init__(
@@ -300,6 +322,7 @@ class RewardRenderer(PreferenceRenderer):
         self._may_lack_margin = config.margin_column in (None, RewardModelConfig().margin_column)
         self._is_chat, self._prompt_column = data.chat, data.prompt_column
         self._end, self._padding = tokenizer.eos_token_id, padding_id(tokenizer)
+        self._added = end_token_ids(tokenizer)
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raise ``DataError`` if the columns hold no pair, or not the margin."""
@@ -317,8 +340,14 @@ class RewardRenderer(PreferenceRenderer):
         self._margin(row)
         texts = [rest[self._prompt_column], *(completion for completion, _ in completions)]
         is_plain = not self._is_chat and all(isinstance(text, str) for text in texts)
-        skipped = {self._padding, self._end} if is_plain else {self._padding}
-        return replace(without_end(chosen, skipped), rejected=without_end(chosen.rejected, skipped))
+        return _paired(self._as_scored(chosen, is_plain), self._as_scored(chosen.rejected, is_plain))
+
+    def _as_scored(self, rendered: RenderedRow, is_plain: bool) -> RenderedRow:
+        if is_plain:
+            rendered = without_end(rendered, {self._padding, self._end})
+            for token_id in self._added:
+                rendered = with_token(rendered, token_id)
+        return without_end(rendered, {self._padding})
 
     def fit(self, rendered: RenderedRow, at: RowLocation) -> Rollout:
         """Return the sequences to train; raise ``UnusableRow`` if they have more than ``max_tokens`` in all."""
@@ -361,11 +390,16 @@ def without_end(rendered: RenderedRow, skipped: Collection[int | None]) -> Rende
     return replace(rendered, encoded=encoded, loss_mask=rendered.loss_mask[:length])
 
 
+def with_token(rendered: RenderedRow, token_id: int) -> RenderedRow:
+    """Return the sequence with one more token, which is no loss token."""
+    token_ids = np.append(rendered.encoded.token_ids, np.int32(token_id))
+    encoded = replace(rendered.encoded, token_ids=token_ids)
+    return replace(rendered, encoded=encoded, loss_mask=np.append(rendered.loss_mask, False))
+
+
 def marked_after(rendered: RenderedRow, padding: int | None) -> RenderedRow:
     """Return the sequence with one more token and with its loss tokens moved to the ones after them."""
-    token_ids = np.append(rendered.encoded.token_ids, np.int32(padding or 0))
-    loss_mask = np.append(False, rendered.loss_mask)
-    return replace(rendered, encoded=replace(rendered.encoded, token_ids=token_ids), loss_mask=loss_mask)
+    return replace(with_token(rendered, padding or 0), loss_mask=np.append(False, rendered.loss_mask))
 
 
 class StepRenderer:

@@ -27,7 +27,7 @@ from rlpipe.plan.learner_memory import MetaPolicy, meta_policy, nf4_bytes
 from rlpipe.plan.model_shape import describe_offline
 from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence
 from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, REWARD_MODELS, resolve_pools
-from rlpipe.scoring.reward_model import ClassifierReward
+from rlpipe.scoring.reward_model import ClassifierReward, prepare_config
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -195,8 +195,7 @@ def _meta_reward(reward: ClassifierReward, dtype_name: str, option: str, config:
             classifier: PreTrainedModel = reward.auto_class.from_config(described, dtype=dtype, **code)
     except (*UNTRACEABLE, OSError, ImportError) as error:
         raise ModelError(f"{reward.source} can't be created without weights ({describe_error(error)})") from None
-    classifier.config.pad_token_id = 0
-    classifier.config.use_cache = False
+    prepare_config(classifier.config, 0)
 
     def run(num_sequences: int, num_tokens: int) -> Tensor:
         token_ids = torch.ones(num_sequences, num_tokens, dtype=torch.long)

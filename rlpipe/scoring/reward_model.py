@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -26,14 +26,18 @@ from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.option import DTYPES
 from rlpipe.data.packing import padded_parts
+from rlpipe.data.render.messages import assistant_turns, content_text
 from rlpipe.data.render.processor import check_ids
-from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.render.template import ChatTemplate, end_token_ids, token_ids_of
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.loading import COMPLETE, load_complete, own_dtype, torch_device
 from rlpipe.scoring.rewards import RewardActor
-from rlpipe.types import RolloutGroup
+from rlpipe.scoring.toolbox import completion_text
+from rlpipe.types import ChatMessages, RolloutGroup
 
+Answer = str | ChatMessages
+"""Text of a completion, or an episode's messages after the prompt."""
 DTYPE_CHOICES = (AUTO, *DTYPES)
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
 """Functions that combine the values of the steps into one."""
@@ -84,49 +88,46 @@ class ClassifierReward(RewardActor):
                 self._own.pad_token = self._own.eos_token
             self._template = ChatTemplate(self._own, self._data)
             loaded = load_complete(self.auto_class, self.source, dtype=dtype, **self.options)
-        loaded.config.pad_token_id = self._own.pad_token_id
-        loaded.config.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
+        prepare_config(loaded.config, self._own.pad_token_id)
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
 
     def score(self, group: RolloutGroup) -> list[float | None]:
         return self.score_groups([group])[0]
 
     def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
-        values = iter(self.score_answers([(group, text) for group in groups for text in self.texts(group)]))
+        answers = [
+            (group, text if rollout.episode is None else rollout.episode.messages)
+            for group in groups
+            for rollout, text in zip(group, self.texts(group), strict=True)
+        ]
+        values = iter(self.score_answers(answers))
         return [[next(values) for _ in group] for group in groups]
 
     @abstractmethod
-    def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
-        """Return one value for each completion, which is given with its group."""
+    def score_answers(self, answers: Sequence[tuple[RolloutGroup, Answer]]) -> list[float | None]:
+        """Return one value for each answer, which is given with its group."""
 
-    def tokens(self, text: str, *, special: bool = False) -> list[int]:
-        token_ids: list[int] = self._own(text, add_special_tokens=special)["input_ids"]
-        return token_ids
+    def tokens(self, text: str, *, begins: bool = False) -> list[int]:
+        return token_ids_of(self._own, text, begins=begins).tolist()
 
-    def prompt_and_answer(self, group: RolloutGroup, text: str) -> list[int]:
-        """Return the tokens of the prompt followed by the completion."""
+    def prompt_and_answer(self, group: RolloutGroup, answer: Answer) -> list[int]:
+        """Return the tokens of the prompt followed by the answer."""
         prompt = group.prompt.prompt
         if not isinstance(prompt, str):
-            return self.tokens(self._template_of(group).text([*prompt, {"role": "assistant", "content": text}]))
-        if self._ends_texts:
-            return self.tokens(prompt + text, special=True)
-        return self.tokens(prompt, special=True) + self.tokens(text)
+            return self.tokens(self._template_of(group).text(_with_answer(prompt, answer)))
+        assert isinstance(answer, str), "episodes are conversations"
+        return [*self.prompt_tokens(group), *self.tokens(answer), *end_token_ids(self._own)]
 
-    def prompt_tokens(self, group: RolloutGroup) -> list[int]:
-        """Return the tokens of the prompt, after which a completion begins."""
+    def prompt_tokens(self, group: RolloutGroup, later: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Return the tokens of the prompt and ``later`` messages, after which an answer begins."""
         prompt = group.prompt.prompt
         if isinstance(prompt, str):
-            return self.tokens(prompt, special=True)
-        return self.tokens(self._template_of(group).prompt_text(prompt))
+            return self.tokens(prompt, begins=True)
+        return self.tokens(self._template_of(group).prompt_text([*prompt, *later]))
 
     def _template_of(self, group: RolloutGroup) -> ChatTemplate:
         """Return the reward model's own template, with the tools and options of the group's row."""
         return self._template.for_row(group.prompt.task)
-
-    @cached_property
-    def _ends_texts(self) -> bool:
-        """Whether the tokenizer adds a token at a text's end, so that two texts can't be encoded one by one."""
-        return self.tokens("a", special=True)[-1] in self._own.all_special_ids
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -145,8 +146,24 @@ class ClassifierReward(RewardActor):
         return [logits_by_index[index] for index in range(len(sequences))]
 
 
+def prepare_config(config: PreTrainedConfig, padding_id: int) -> None:
+    """Set the token that the model skips at the end; the classes of transformers read it in the text's own config."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = padding_id
+        part.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
+
+
+def _with_answer(prompt: ChatMessages, answer: Answer) -> ChatMessages:
+    """Return the conversation with its answer; a text continues a prompt that ends with an assistant turn."""
+    if not isinstance(answer, str):
+        return [*prompt, *answer]
+    if prompt[-1]["role"] != "assistant":
+        return [*prompt, {"role": "assistant", "content": answer}]
+    return [*prompt[:-1], {**prompt[-1], "content": content_text(prompt[-1].get("content")) + answer}]
+
+
 class SequenceReward(ClassifierReward):
-    """Outcome reward model: the logit of ``label`` for the prompt and the whole completion.
+    """Outcome reward model: the logit of ``label`` for the prompt and the whole completion or episode.
 
     ``sigmoid`` maps the logit to between 0 and 1.
     """
@@ -157,7 +174,7 @@ class SequenceReward(ClassifierReward):
         super().__init__(**options)
         self._label, self._sigmoid = label, sigmoid
 
-    def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
+    def score_answers(self, answers: Sequence[tuple[RolloutGroup, Answer]]) -> list[float | None]:
         logits = [values[self._label] for values in self.run([self.prompt_and_answer(*answer) for answer in answers])]
         return [float(value.sigmoid() if self._sigmoid else value) for value in logits]
 
@@ -166,6 +183,7 @@ class StepReward(ClassifierReward):
     """Process reward model, by token classification: the probability of ``label`` at the end of each step.
 
     ``separator`` splits a completion into steps; empty steps do not count, and a completion without any is left out.
+    In an episode, the steps are those of the policy's last message that has text, after the messages before it.
     Each step is followed by ``step_token`` (Qwen's process reward models: ``<extra_0>``), or else by the separator
     itself; the value is read at the last token of either. ``combine`` is ``minimum``, ``mean`` or ``last``.
     """
@@ -188,7 +206,7 @@ class StepReward(ClassifierReward):
             raise ValueError("separator is empty; set the text between the steps of a completion")
         self._separator, self._mark, self._label, self._combine = separator, step_token or separator, label, combine
 
-    def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
+    def score_answers(self, answers: Sequence[tuple[RolloutGroup, Answer]]) -> list[float | None]:
         truncated = [self._cut(*answer) for answer in answers]
         scored = [index for index, (_, ends) in enumerate(truncated) if ends]
         logits = self.run([truncated[index][0] for index in scored])
@@ -198,11 +216,18 @@ class StepReward(ClassifierReward):
             values[index] = float(REDUCTIONS[self._combine](steps))
         return values
 
-    def _cut(self, group: RolloutGroup, text: str) -> tuple[list[int], list[int]]:
+    def _cut(self, group: RolloutGroup, answer: Answer) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt and the steps, and the indices of the tokens that end a step."""
+        text, earlier = completion_text(answer), [] if isinstance(answer, str) else _before_last_text(answer)
         steps = [step for step in text.split(self._separator) if step.strip()]
-        token_ids, ends = self.prompt_tokens(group), list[int]()
+        token_ids, ends = self.prompt_tokens(group, earlier), list[int]()
         for step in steps:
             token_ids += self.tokens(step) + self.tokens(self._mark)
             ends.append(len(token_ids) - 1)
         return token_ids, ends
+
+
+def _before_last_text(messages: ChatMessages) -> ChatMessages:
+    """Return the messages before the assistant's last one that has text."""
+    answers = (index for index in assistant_turns(messages) if messages[index].get("content"))
+    return messages[: max(answers, default=0)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlpipe.common.imports import import_object
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import RewardImportError
+from rlpipe.scoring.toolbox import completion_text
 from rlpipe.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -86,8 +87,15 @@ class RewardActor(ABC):
         raise NotImplementedError(f"{type(self).__name__} scores groups one by one")
 
     def texts(self, group: RolloutGroup) -> list[str]:
-        """Return the completion texts of a group, one per rollout, without special tokens."""
-        return decode_completions(self.tokenizer, group)
+        """Return the answers of a group, one per rollout: a completion's text, without special tokens.
+
+        In an episode, the answer is the policy's last message that has text, or an empty text.
+        """
+        texts = decode_completions(self.tokenizer, group)
+        return [
+            text if rollout.episode is None else completion_text(rollout.episode.messages)
+            for rollout, text in zip(group, texts, strict=True)
+        ]
 
 
 Reward = RewardFunction | type[RewardActor]

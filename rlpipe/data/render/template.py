@@ -58,14 +58,15 @@ def token_ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool 
     """
     _check_characters(text)
     token_ids = np.array(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
-    return token_ids[: len(token_ids) - _num_end_tokens(tokenizer)] if begins else token_ids
+    return token_ids[: len(token_ids) - len(end_token_ids(tokenizer))] if begins else token_ids
 
 
 @lru_cache(maxsize=8)
-def _num_end_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens the tokenizer adds to the end of a text."""
+def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that the tokenizer adds to the end of a text."""
     whole, bare = (tokenizer(PROBE_WORD, add_special_tokens=adds)["input_ids"] for adds in (True, False))
-    return next((num for num in range(len(whole)) if whole[: len(whole) - num][-len(bare) :] == bare), 0)
+    ends = (end for end in range(len(whole), 0, -1) if whole[:end][-len(bare) :] == bare)
+    return tuple(whole[next(ends, len(whole)) :])
 
 
 def _check_characters(text: str) -> None:

@@ -398,12 +398,15 @@ def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:
         (["model=qlora"], 1e-5),
         (["model=full", "algorithm=sft"], 1e-5),
         (["model=lora", "algorithm=sft"], 1e-4),
+        (["model=full", "algorithm=reward_model"], 1e-5),
+        (["model=lora", "algorithm=process_reward_model"], 1e-4),
+        (["model=full", "algorithm=dpo"], 1e-6),
         (["model=lora", "learner.optimizer.lr=1e-6"], 1e-6),
         (["model=full", "learner.optimizer.lr=0"], 0.0),
     ],
 )
 def test_the_learning_rate_fits_what_is_trained(choices: list[str], rate: float) -> None:
-    rewards = [] if "algorithm=sft" in choices else ["scoring.rewards.right.path=m:f"]
+    rewards = [] if "algorithm" in str(choices) else ["scoring.rewards.right.path=m:f"]
     source = ["model.path=org/policy", "data=jsonl", "data.path=rows.jsonl", *rewards]
     config = load_config([*source, *choices], need_files=False)
     assert config.learner.optimizer.lr == config.learner.optimizer.peak_lr == rate

@@ -24,7 +24,7 @@ from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import PlacedImage, Rollout
 
 USER = {"role": "user", "content": "2+2?"}
-FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "five"}
+FOUR, FIVE, NOTHING = ({"role": "assistant", "content": answer} for answer in ("4", "five", ""))
 
 
 def pair_of(row: dict[str, Any], *, max_tokens: int = 200, takes_pairs: bool = True, **options: Any) -> Rollout:
@@ -68,6 +68,8 @@ def test_a_pair_has_one_prompt_and_opposite_advantages() -> None:
         {"chosen": [USER, FOUR], "rejected": [USER, FIVE]},
         {"prompt": "something else", "chosen": [USER, FOUR], "rejected": [USER, FIVE]},  # as in UltraFeedback
         {"prompt": None, "chosen": [USER, FOUR], "rejected": [USER, FIVE]},
+        {"prompt": "", "chosen": [USER, FOUR], "rejected": [USER, FIVE]},
+        {"prompt": " ", "question": "2+2?", "chosen": "4", "rejected": "five"},
         {"prompt": "2+2?", "chosen": "4", "rejected": "five", "messages": [USER, FOUR]},
         {"prompt": "x", "chosen": [USER, FOUR], "rejected": [USER, FIVE], "messages": [USER, FOUR]},  # UltraFeedback's
         {"messages": [USER], "chosen": FOUR, "rejected": FIVE},  # axolotl's chat_template.default
@@ -140,7 +142,17 @@ def test_options_of_the_loss_mask_hold() -> None:
         ({**PAIR, "rejected": None}, "column 'rejected' is null"),
         ({**PAIR, "rejected": ""}, "column 'rejected' is an empty text"),
         ({**PAIR, "rejected": 5}, "column 'rejected' holds a int, not a string or messages"),
-        ({"chosen": [USER, FOUR], "rejected": [FIVE]}, "chosen and rejected begin with different messages, and"),
+        ({"chosen": [USER, FOUR], "rejected": [FIVE]}, "begin with different messages, so they hold no prompt$"),
+        ({**PAIR, "chosen": [{**USER, "content": "3?"}, FOUR], "rejected": [USER, FIVE]}, "messages, so they hold no"),
+        ({**PAIR, "rejected": [NOTHING]}, "the completion in column 'rejected' is empty"),
+        ({**PAIR, "rejected": " "}, "the completion in column 'rejected' is empty"),
+        ({"chosen": [USER, NOTHING], "rejected": [USER, FIVE]}, "the completion in column 'chosen' is empty"),
+        (
+            {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant:"},
+            "the completion in column 'rejected' is empty",
+        ),
+        ({**PAIR, "prompt": " "}, "the prompt is empty"),
+        ({"prompt": "", "chosen": "I see 4", "rejected": "I see five"}, "the prompt is empty"),
         (
             {"chosen": [USER, FOUR], "rejected": [USER]},
             "chosen and rejected are the same, or one is the beginning of the other",
@@ -204,6 +216,15 @@ def test_a_labelled_conversation_has_its_own_prompt(more: dict[str, Any]) -> Non
     assert whole.loss_mask.tolist() == apart.loss_mask.tolist()
     with pytest.raises(UnusableRow, match="without an answer of the assistant"):
         pair_of({"completion": [USER], "label": True}, takes_pairs=False)
+
+
+def test_labelled_completions_that_are_empty_are_skipped() -> None:
+    for completion in ([NOTHING], [USER, NOTHING]):
+        with pytest.raises(UnusableRow, match="the completion in column 'completion' is empty"):
+            pair_of({"prompt": "2+2?", "completion": completion, "label": True}, takes_pairs=False)
+    call = {**NOTHING, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+    rows = {"prompt": "2+2?", "completion": [call, FOUR], "label": True}
+    assert pair_of(rows, takes_pairs=False).num_loss_tokens
 
 
 def test_a_label_that_is_no_truth_value_is_skipped() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pair_cases import PAIR, PLACE, TOKENIZER, write_rows
+from tokenizers import processors
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
@@ -119,11 +120,19 @@ def test_a_column_margin_is_read_as_trl_reads_it() -> None:
     ],
     ids=["tools", "row_options", "data_options", "text", "continued"],
 )
+@pytest.mark.parametrize("ends_texts", [False, True], ids=["", "ended"])
 @pytest.mark.parametrize("kind", ["pair", "steps"])
-def test_scorers_run_the_tokens_that_were_trained(row: dict[str, Any], options: dict[str, Any], kind: str) -> None:
+def test_scorers_run_the_tokens_that_were_trained(
+    row: dict[str, Any], options: dict[str, Any], kind: str, ends_texts: bool
+) -> None:
     if kind == "pair" and "role" in str(row):
         pytest.skip("a completion is a turn of its own in a pair")
     tokenizer = make_tokenizer()
+    if ends_texts:
+        added = [("<|user|>", 4), ("<|end|>", 2)]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|user|> $A <|end|>", special_tokens=added
+        )
     tokenizer.chat_template = "{{ mood }}{% if tools %}{{ tools }}{% endif %}" + str(tokenizer.chat_template)
     data = DataConfig(source="jsonl", **options)
     prompt = PromptRenderer(tokenizer, data).render({**(PAIR if kind == "pair" else STEPS), **row}, PLACE)
@@ -139,6 +148,11 @@ def test_scorers_run_the_tokens_that_were_trained(row: dict[str, Any], options: 
         renderer = StepRenderer(tokenizer, data, ProcessRewardConfig(), max_tokens=500)
         trained = renderer.fit(renderer.whole({**STEPS, **row}, PLACE), PLACE)
         assert run_and_read(trained)[0] == scorer._cut(group, "\n\n".join(STEPS["completions"]))[0]
+
+
+def test_texts_that_are_the_same_without_their_end_tokens_are_skipped() -> None:
+    with pytest.raises(UnusableRow, match="rendered to the same tokens"):
+        pair_of({**PAIR, "chosen": "4<|end|>", "rejected": "4"}, chat=False)
 
 
 def test_a_pair_fits_with_its_marks() -> None:

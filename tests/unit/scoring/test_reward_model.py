@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Gemma3Config,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -19,10 +21,11 @@ from transformers import (
     set_seed,
 )
 
+from rlpipe.data.render.template import ChatTemplate
 from rlpipe.errors import ModelError
 from rlpipe.models.tiny_model import make_tokenizer
-from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward
-from rlpipe.types import Prompt, Rollout, RolloutGroup
+from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward, prepare_config
+from rlpipe.types import EpisodeTrace, Prompt, Rollout, RolloutGroup
 
 TOKENIZER = make_tokenizer()
 MESSAGES = [{"role": "user", "content": "2+2?"}]
@@ -127,6 +130,58 @@ def test_steps_are_read_where_they_end(tmp_path: Path, chat: bool, step_token: s
         assert got == [pytest.approx(value, abs=1e-5), None, pytest.approx(value, abs=1e-5)]
 
 
+LOOKED_UP = [
+    {"role": "assistant", "content": "look"},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "It\nrains."},
+    {"role": "user", "content": "ok"},
+]
+"""Messages of an episode, whose answer is neither the first turn nor the last one."""
+
+
+def without_model(reward: ClassifierReward) -> Any:
+    reward.tokenizer = reward._own = TOKENIZER
+    reward._template = ChatTemplate(TOKENIZER, reward._data)
+    return reward
+
+
+def make_episode(messages: list[dict[str, Any]]) -> RolloutGroup:
+    group = make_group("look")
+    branch = group.rollouts[0]
+    trace = EpisodeTrace(messages=messages, reward=None, turn_rewards=[], end="done", branches=[branch])
+    return replace(group, rollouts=[replace(branch, episode=trace)])
+
+
+def test_the_answer_of_an_episode_is_its_last_text_by_the_policy() -> None:
+    reward = without_model(SequenceReward(model="none"))
+    assert reward.texts(make_episode(LOOKED_UP)) == ["It\nrains."]
+    assert reward.texts(make_episode([{"role": "assistant", "content": "", "tool_calls": [{}]}])) == [""]
+
+
+def test_an_outcome_is_of_an_episodes_whole_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward, seen = without_model(SequenceReward(model="none")), list[str]()
+    monkeypatch.setattr(reward, "run", lambda rows: [seen.append(TOKENIZER.decode(row)) or [0.5] for row in rows])
+    assert reward.score(make_episode(LOOKED_UP)) == [0.5]
+    assert seen == [TOKENIZER.apply_chat_template([*MESSAGES, *LOOKED_UP], tokenize=False)]
+
+
+def test_the_steps_of_an_episode_are_those_of_its_answer_after_the_messages_before() -> None:
+    reward = without_model(StepReward(model="none", separator="\n"))
+    token_ids, ends = reward._cut(make_episode(LOOKED_UP), LOOKED_UP)
+    before = TOKENIZER.apply_chat_template([*MESSAGES, *LOOKED_UP[:2]], tokenize=False, add_generation_prompt=True)
+    assert TOKENIZER.decode(token_ids) == f"{before}It\nrains.\n"
+    assert len(ends) == 2
+    assert reward._cut(make_episode([]), [])[1] == []
+
+
+def test_a_completion_continues_a_prompt_that_ends_with_an_assistant_turn() -> None:
+    reward = without_model(SequenceReward(model="none"))
+    group = make_group(" four")
+    group = replace(group, prompt=replace(group.prompt, prompt=[*MESSAGES, {"role": "assistant", "content": "It is"}]))
+    token_ids = reward.prompt_and_answer(group, " four")
+    assert TOKENIZER.decode(token_ids) == "<|user|>2+2?<|end|><|assistant|>It is four<|end|>"
+
+
 def test_no_keys_and_values_are_kept(any_model: Path) -> None:
     kind = SequenceReward if any_model.name == "sequence" else StepReward
     reward = ready(kind(model=str(any_model), dtype="float32"))
@@ -134,6 +189,14 @@ def test_no_keys_and_values_are_kept(any_model: Path) -> None:
     reward._model.base_model.register_forward_hook(lambda module, args, output: outputs.append(output))
     reward.score(make_group("4"))
     assert [output.past_key_values for output in outputs] == [None]
+
+
+def test_the_padding_of_a_text_model_with_a_config_of_its_own_is_set() -> None:
+    config = Gemma3Config()
+    assert config.get_text_config() is not config
+    prepare_config(config, 7)
+    assert config.pad_token_id == config.get_text_config().pad_token_id == 7
+    assert not config.get_text_config().use_cache
 
 
 def test_a_sequence_that_is_too_long_is_an_error(any_model: Path) -> None:
