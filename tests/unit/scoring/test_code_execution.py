@@ -57,6 +57,29 @@ def test_programs_that_do_not_come_to_their_end_score_0(program: str) -> None:
     assert passes_tests([program], [ASSERTIONS], timeout_s=1.0) == [0]
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "",
+        "# nothing yet",
+        "METADATA = {'author': 'x', 'level': -1}\n\ndef check(candidate):\n    assert candidate(2) == 4\n",
+        "from solution import double\n\ndef test_double():\n    assert double(2) == 4\n",
+        '["assert double(2) == 4"]',
+        "import unittest\nclass T(unittest.TestCase):\n    'Case.'\n    def test(self): assert double(2) == 4\n"
+        "if __name__ == '__main__':\n    unittest.main()\n",
+    ],
+)
+def test_a_test_that_every_program_would_pass_is_refused(test: str) -> None:
+    with pytest.raises(ValueError, match="runs nothing: call or assert something outside of functions and classes"):
+        passes_tests([DOUBLE], [[test]])
+
+
+def test_tests_may_define_and_call_functions() -> None:
+    check = "def check(candidate):\n    assert candidate(2) == 4\n"
+    tests = [f"{check}check(double)", "class T:\n    assert double(2) == 4", "for x in [1]:\n    assert double(x) == 2"]
+    assert passes_tests([DOUBLE], [tests]) == [1]
+
+
 def test_a_row_without_tests_is_refused() -> None:
     with pytest.raises(ValueError, match="the row has no tests"):
         passes_tests([DOUBLE], [[]])

@@ -102,6 +102,14 @@ def test_a_completion_whose_call_crashes_scores_0_alone() -> None:
     assert failed.failures["each"].startswith("ValueError: wrong")
 
 
+def test_a_call_that_hangs_takes_no_time_of_the_next() -> None:
+    config = RewardConfig(path=f"{isolation_cases.__file__}:each", isolation="sandbox", timeout_s=4)
+    scorer = Scorer({"each": config}, CharacterTokenizer())
+    (scores,) = scorer.score([make_group("a", "a", "hang", "a")])
+    scorer.close()
+    assert scores.scores == {"each": [1.0, 1.0, 0.0, 1.0]}
+
+
 def test_chat_prompts_give_chat_completions() -> None:
     def record(prompts: list[Any], completions: list[Any]) -> list[float]:
         assert prompts == [CHAT]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,6 +143,33 @@ def test_the_secret_function_passes(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_score_0(sandbox: Sandbox, name: str) -> None:
     assert score(sandbox, CHEATS[name]) == 0
+
+
+STOPS = "def f(x): raise StopIteration"
+RIGHT_CASES = "[(3, 9), (4, 16)]"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"assert all(map(lambda c: f(c[0]) == c[1], {RIGHT_CASES}))",
+        "for got, want in zip(map(f, [3, 4]), [9, 16]):\n    assert got == want",
+        f"assert not list(filter(lambda c: f(c[0]) != c[1], {RIGHT_CASES}))",
+        "assert next(map(f, [3]), 9) == 9",
+    ],
+)
+@pytest.mark.parametrize("program", [STOPS, "class Own(StopIteration): pass\ndef f(x): raise Own"])
+def test_a_program_does_not_end_the_iterations_of_its_test(sandbox: Sandbox, program: str, test: str) -> None:
+    assert score(sandbox, "def f(x): return x * x", test, timeout_s=20.0) == 1
+    assert score(sandbox, program, test) == 0
+
+
+def test_a_test_that_works_without_end_on_an_answer_is_killed(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    with pytest.raises(SandboxFailed, match="SIGALRM") as caught:
+        score(sandbox, "def f(x): return range(10**15)", "assert sum(f(3)) == 6", timeout_s=1.0)
+    assert caught.value.is_crash
+    assert time.monotonic() - started < 15, "the reward's own limit is 30 s"
 
 
 def test_there_are_many_cheats() -> None:
