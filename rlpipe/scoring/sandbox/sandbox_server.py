@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ class SandboxServer:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._limits = {}
         for name, reward in rewards.items():
-            self._functions[name] = load_reward(reward.path, reward.kwargs)
+            self._functions[name] = function = load_reward(reward.path, reward.kwargs)
+            for module in getattr(function, "imports", ()):  # that the function imports late: once, not in each call
+                with suppress(ImportError):
+                    import_module(module)
             memory = None if reward.memory_gb is None else MemoryLimit(option="memory_gb", gb=reward.memory_gb)
             self._limits[name] = Limits(timeout_s=reward.timeout_s, memory=memory)
 
