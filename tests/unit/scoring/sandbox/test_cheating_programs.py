@@ -177,6 +177,12 @@ def test_there_are_many_cheats() -> None:
     assert len(set(CHEATS.values())) == len(CHEATS)
 
 
+COUNTS = """
+from collections import Counter, defaultdict
+d, c = defaultdict(int), Counter()
+f(d, c)
+assert d == {"x": 1} and d["z"] == 0 and c == Counter("y") and type(c) is Counter
+"""
 HONEST_CASES: list[tuple[str, str]] = [
     ("def f(a): a.sort()", "x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]"),
     ("def f(d): d['a'] = 1", "x = {}\nf(x)\nassert x == {'a': 1}"),
@@ -238,6 +244,23 @@ HONEST_CASES: list[tuple[str, str]] = [
         "a = Node(1)\na.next = Node(2)\nassert last(a) == 2",
     ),
     ("def f(xs): return sum(xs)", "assert f(x for x in [1, 2]) == 3"),
+    (
+        "class Item:\n    def __init__(self, c): self.c = c\ndef best(items, key): return min(items, key=key)",
+        "a, b = Item(3), Item(1)\nassert best([a, b], lambda i: i.c) == b and best([a, b], lambda i: Item(i.c).c) == b",
+    ),
+    ("def half(x): return x / 2\ndef apply(g, x): return g(x)", "assert apply(lambda v: half(v) + 1, 4) == 3"),
+    ("def f(x): return x * x\nif __name__ == '__main__':\n    print(f(int(input())))", "assert f(3) == 9"),
+    ("def f(d, c):\n    d['x'] += 1\n    c['y'] += 1", COUNTS),
+    (
+        "import datetime as d\ndef f(day, hours): return d.datetime(day.year, 1, 2), day + d.timedelta(hours=hours)",
+        "from datetime import date, datetime, timedelta\nassert f(date(2020, 3, 1), 48) == (datetime(2020, 1, 2), date(2020, 3, 3))",
+    ),
+    (
+        "import datetime as d\ndef f(a, b): return b - a, a.time(), b.astimezone(d.timezone.utc)",
+        "from datetime import datetime, time, timedelta, timezone\n"
+        "a = datetime(2020, 1, 1, 12, 30, 0, 5, timezone(timedelta(hours=2)))\n"
+        "assert f(a, a + timedelta(1)) == (timedelta(1), time(12, 30, 0, 5), a + timedelta(1))",
+    ),
     ("LIMIT = 7\ndef f(): return LIMIT", "assert f() == LIMIT"),
     (
         "from decimal import Decimal\ndef f(): return Decimal('1.10')",
