@@ -26,6 +26,7 @@ from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.option import DTYPES
 from rlpipe.data.packing import padded_parts
+from rlpipe.data.render.control_tokens import conversation_ids
 from rlpipe.data.render.processor import check_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.errors import ModelError
@@ -103,14 +104,20 @@ class ClassifierReward(RewardActor):
         token_ids: list[int] = self._own(text, add_special_tokens=special)["input_ids"]
         return token_ids
 
+    def plain_tokens(self, text: str) -> list[int]:
+        """Return the tokens of what the policy wrote, in which special tokens are plain text."""
+        token_ids: list[int] = self._own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return token_ids
+
     def prompt_and_answer(self, group: RolloutGroup, text: str) -> list[int]:
         """Return the tokens of the prompt followed by the completion."""
         prompt = group.prompt.prompt
         if not isinstance(prompt, str):
-            return self.tokens(self._template_of(group).text([*prompt, {"role": "assistant", "content": text}]))
+            template = self._template_of(group)
+            return conversation_ids(template, [*prompt, {"role": "assistant", "content": text}], template.text).tolist()
         if self._ends_texts:
             return self.tokens(prompt + text, special=True)
-        return self.tokens(prompt, special=True) + self.tokens(text)
+        return self.tokens(prompt, special=True) + self.plain_tokens(text)
 
     def prompt_tokens(self, group: RolloutGroup) -> list[int]:
         """Return the tokens of the prompt, after which a completion begins."""
@@ -203,6 +210,6 @@ class StepReward(ClassifierReward):
         steps = [step for step in text.split(self._separator) if step.strip()]
         token_ids, ends = self.prompt_tokens(group), list[int]()
         for step in steps:
-            token_ids += self.tokens(step) + self.tokens(self._mark)
+            token_ids += self.plain_tokens(step) + self.tokens(self._mark)
             ends.append(len(token_ids) - 1)
         return token_ids, ends
