@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlpipe.scoring.code_execution import passes_tests
@@ -35,6 +37,17 @@ def test_a_single_test_needs_no_list() -> None:
 def test_programs_read_their_input_and_print() -> None:
     right = "import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')\n"
     assert passes_tests([right, "print(7)", "print(6)\nraise SystemExit(1)"], [[SUM]] * 3) == [1, 0, 0]
+
+
+def test_only_line_feeds_end_the_lines_of_an_output() -> None:
+    programs = ["print('1\\x0b2')", "print('1\\r\\n2 ')"]
+    assert passes_tests(programs, [{"input": "", "output": "1\n2"}] * 2) == [0, 1]
+
+
+@pytest.mark.parametrize("test", [{"input": 5, "output": "5"}, {"input": "5", "output": 5}, {"input": "5"}])
+def test_a_test_whose_input_or_output_is_no_text_is_refused(test: Any) -> None:
+    with pytest.raises(ValueError, match=r"a test's (input|output) is (5|None), not a text; write it as one"):
+        passes_tests(["print(5)"], [test])
 
 
 def test_the_content_of_a_tag_is_run() -> None:
