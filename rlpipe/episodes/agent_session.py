@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,6 +104,10 @@ class AgentSession:
             raise RequestRefused(400, "invalid", f"there is no answer {', '.join(map(repr, sorted(unknown)))}")
         self.rewards = {answer_id: _finite(value) for answer_id, value in rewards.items()}
         self.is_rewarded = True
+
+    def has_answers(self, ids: Collection[str]) -> bool:
+        """Return whether these are ids of its answers, at least one."""
+        return bool(ids) and {*ids} <= {answer.id for answer in self._received}
 
     def seal(self) -> Episode:
         """End the episode: what was not received is dropped, and further requests are refused.

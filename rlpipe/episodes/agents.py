@@ -94,9 +94,9 @@ class AgentFailed(Exception):
 class CommandAgent:
     """A command that gets the row as JSON on standard input, and the gateway in ``OPENAI_BASE_URL`` and ``_API_KEY``.
 
-    Its reward is the last line of its output, if that is a number, a truth value or an object of numbers. It runs in a
-    session of its own, with few variables and a temporary folder as its home. When it has ended, or takes too long,
-    all that it has started is killed; a process that leaves its session and drops the episode's key from its
+    Its reward is the last line of its output, if that is a number, a truth value or an object by ids of answers. It
+    runs in a session of its own, with few variables and a temporary folder as its home. When it has ended, or takes
+    too long, all that it has started is killed; a process that leaves its session and drops the episode's key from its
     environment is missed.
     """
 

@@ -7,12 +7,9 @@ template writes the same after every history is tried once, before the run.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,20 +17,15 @@ import numpy as np
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.derivation import ASSISTANT, CALL_IDS
 from rlpipe.data.masks.rules import find_boundaries
-from rlpipe.data.render.messages import REASONING_KEYS
+from rlpipe.data.render.control_tokens import SLOW_TOKENIZER, ControlTokens, conversation_ids
 from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.tools import whole_characters
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray
 
-STAND_INS = range(0xF0000, 0xFFFFE)
-"""Private characters that stand for control tokens in texts."""
 USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two results"
 RESULT_AND_USER = "a result and a user's message"
-SLOW_TOKENIZER = "the tokenizer is not a fast one, and does not say which tokens stand for which text"
-HIDING_KEYS = ("content", "name", "tool_calls", *REASONING_KEYS)
-"""Fields of messages with texts in which control tokens are hidden."""
 Message = Mapping[str, Any]
 
 
@@ -53,11 +45,6 @@ def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
             marker = boundary.start if boundary.interrupts else boundary.end if ends_turn else None
             end_ids |= set(marker) if marker is not None and len(marker) == 1 else set()
     return end_ids
-
-
-def special_ids(template: ChatTemplate) -> set[int]:
-    """Return the tokenizer's special tokens, which are no text, unlike markers such as those of calls."""
-    return {number for number, token in template.tokenizer.added_tokens_decoder.items() if token.special}
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,15 +80,6 @@ class Bridge:
         """Return whether the last token of a turn ends it."""
         return len(turn) > 0 and (turn[-1] in self.end_ids or turn[-1] in self.further_end_ids)
 
-    def _control_tokens(self) -> ControlTokens:
-        return ControlTokens(self.template, *self._control_patterns)
-
-    @cached_property
-    def _control_patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-        """Patterns of the tokenizer's control tokens, and of the special ones of these, made once for all turns."""
-        vocabulary, special = self.template.tokenizer.get_added_vocab(), special_ids(self.template)
-        return _pattern_of(vocabulary), _pattern_of(name for name, number in vocabulary.items() if number in special)
-
     def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
         """Return what follows an answer if ``new`` messages do.
 
@@ -110,7 +88,7 @@ class Bridge:
         if (kind := kind_of(new)) in self.refused:
             raise Unbridgeable(self.refused[kind])
         probe = _Probe(answer, new)
-        texts = self._control_tokens()
+        texts = ControlTokens(self.template)
         question = {"role": "user", "content": PROBE_WORD}
         choices = self._choices_of_content.get((kind, probe.num_calls), EMPTY_CONTENTS)
         try:
@@ -130,7 +108,10 @@ class Bridge:
         if not ends.any():
             raise Unbridgeable("the chat template writes no end token after the assistant's turn")
         end = int(np.flatnonzero(ends)[0])
-        after_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
+        try:
+            after_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
+        except UnusableRow as error:
+            raise Unbridgeable(str(error)) from error
         return Suffix(int(encoded.token_ids[end]), after_end)
 
     def whole(self, messages: ChatMessages) -> IntArray:
@@ -138,17 +119,14 @@ class Bridge:
 
         Control tokens in texts are encoded as plain text. Raises ``Unbridgeable``.
         """
-        texts = self._control_tokens()
+
+        def rendered(hidden: ChatMessages) -> str:
+            return str(whole_characters(self.template.text(hidden, add_generation_prompt=True)))
+
         try:
-            text = whole_characters(self.template.text(texts.hidden(messages), add_generation_prompt=True))
+            return conversation_ids(self.template, messages, rendered)
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error
-        if not texts.hide_any:
-            return self.template.token_ids(text)
-        encoded = self.template.encode_with_offsets(text)
-        if encoded.offsets is None:
-            raise Unbridgeable(SLOW_TOKENIZER)
-        return texts.shown(encoded.token_ids, encoded.offsets, text)
 
 
 def kind_of(new: ChatMessages) -> str:
@@ -182,90 +160,6 @@ class _Probe:
 
     def _with_word(self, call: Message) -> dict[str, Any]:
         return {**call, "function": {"name": call["function"]["name"], "arguments": {"at": self.last_word}}}
-
-
-def _pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _unused_characters(messages: ChatMessages) -> Iterator[str]:
-    """Yield private characters that the messages do not contain; fonts with icons for terminals use some of them."""
-    text = json.dumps(messages, ensure_ascii=False, default=str)
-    yield from (character for character in map(chr, STAND_INS) if character not in text)
-
-
-class ControlTokens:
-    """Texts in which control tokens are hidden until they have been encoded.
-
-    In the assistant's own texts only special tokens are: the marks of thoughts and calls are part of its language.
-    """
-
-    def __init__(
-        self, template: ChatTemplate, controls: re.Pattern[str] | None, special: re.Pattern[str] | None
-    ) -> None:
-        self._template, self._controls, self._special = template, controls, special
-        self._hidden: dict[str, str] = {}
-        self._stand_ins: Iterator[str] = iter(())
-
-    @property
-    def hide_any(self) -> bool:
-        return bool(self._hidden)
-
-    def hidden(self, messages: ChatMessages) -> ChatMessages:
-        """Return the messages with a private character in place of each control token in their texts.
-
-        Texts of the system have none.
-        """
-        patterns = {"user": self._controls, "tool": self._controls, "assistant": self._special}
-        self._stand_ins = _unused_characters(messages)
-        return [
-            message | {key: self._hide(message[key], pattern) for key in HIDING_KEYS if key in message}
-            if (pattern := patterns.get(message["role"])) is not None
-            else message
-            for message in messages
-        ]
-
-    def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
-        if isinstance(value, str):
-            return pattern.sub(lambda match: self._placeholder(match.group()), value)
-        if isinstance(value, Mapping):
-            return {self._hide(key, pattern): self._hide(entry, pattern) for key, entry in value.items()}
-        return [self._hide(entry, pattern) for entry in value] if isinstance(value, list | tuple) else value
-
-    def _placeholder(self, token: str) -> str:
-        if token not in self._hidden:
-            self._hidden[token] = next(self._stand_ins)
-        return self._hidden[token]
-
-    def shown(self, token_ids: IntArray, offsets: IntArray, text: str) -> IntArray:
-        """Return the tokens with those of plain text in place of the private characters' tokens."""
-        if not self._hidden:
-            return token_ids
-        plain_ids = {character: self._as_text(token) for token, character in self._hidden.items()}
-        shown_ids: list[int] = []
-        last = -1
-        for token_id, (start, stop) in zip(token_ids.tolist(), offsets.tolist(), strict=True):
-            positions = [index for index in range(start, stop) if text[index] in plain_ids]
-            if not positions:
-                shown_ids.append(token_id)
-                continue
-            if stop - start > 1:
-                raise Unbridgeable("the tokenizer joins a control token in a text with its neighbours")
-            if positions[0] != last:  # a character may take several tokens
-                shown_ids += plain_ids[text[positions[0]]]
-            last = positions[0]
-        return np.array(shown_ids, np.int32)
-
-    def _as_text(self, token: str) -> list[int]:
-        """Return the tokens of a control token's name, which is cut so that no part of it is a control token."""
-        controls = set(self._template.tokenizer.get_added_vocab().values())
-        for cuts in ([1], range(1, len(token))):
-            pieces = [token[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(token)], strict=True)]
-            ids = [token_id for piece in pieces for token_id in self._template.token_ids(piece).tolist()]
-            if controls.isdisjoint(ids):
-                return ids
-        raise Unbridgeable(f"the tokenizer has no plain tokens for the text {token!r}")
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -15,11 +16,12 @@ import numpy as np
 from rlpipe.common.imports import describe_error, message_of
 from rlpipe.configs.schema.rollout_config import EnvironmentConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
+from rlpipe.data.render.control_tokens import special_ids
 from rlpipe.data.render.processor import load_tokenizer, read_end_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import CommandAgent, EndpointAccess
-from rlpipe.episodes.bridge import Bridge, check_bridge, special_ids, turn_ends
+from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import STARTS, isolate
@@ -40,6 +42,8 @@ from rlpipe.types import (
     RolloutGroup,
     RolloutStatus,
 )
+
+logger = logging.getLogger(__name__)
 
 MIN_SIBLINGS = 2
 """Episodes that a group must have left to be trained; a single one has nothing to be compared with."""
@@ -87,6 +91,8 @@ class GroupPlayer:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._gateway = Gateway(config.host, config.port or 0) if kind.agent is not None else None
         self._needs_reward = kind.agent is not None and not is_scored
+        self._has_warned = False
+        """Whether the user knows that a command's last line counts beside reward functions."""
 
     @property
     def base_url(self) -> str | None:
@@ -251,8 +257,8 @@ class GroupPlayer:
         try:
             async with deadline:
                 reward = await self._kind.agent.run(row, EndpointAccess(base_url=self._gateway.base_url, api_key=key))
-                # A command's last line may be its result, and no reward, if it has sent one.
-                if reward is not None and not (session.is_rewarded and isinstance(self._kind.agent, CommandAgent)):
+                is_line = isinstance(self._kind.agent, CommandAgent)
+                if reward is not None and (not is_line or self._counts(reward, session)):
                     session.set_reward(reward)
         except Exception as error:  # noqa: BLE001 - programs raise anything
             if deadline.has_passed:
@@ -268,6 +274,21 @@ class GroupPlayer:
             self._gateway.close(key)
         return session.seal()
 
+    def _counts(self, last_line: float | Mapping[str, float], session: AgentSession) -> bool:
+        """Return whether the last line of a command is its reward, and not a result such as ``{"answer": 42}``."""
+        if session.is_rewarded:
+            return False
+        if isinstance(last_line, Mapping):
+            return session.has_answers(last_line)
+        if not self._needs_reward and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the last line of the command, %s, counts as its reward beside the reward functions; if it is a "
+                "result, set environment.weight=0, or print a line without a number after it",
+                last_line,
+            )
+        return True
+
 
 def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = True) -> tuple[GroupPlayer, list[str]]:
     """Return a player of a config's environment, and what the user should know of its limits and the chat template.
@@ -281,7 +302,7 @@ def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = 
     template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
     end_ids = turn_ends(template, config.data)
-    engine_end_ids, special = _engine_ends(config, template), special_ids(template)
+    engine_end_ids, special = _engine_ends(config, template), special_ids(template.tokenizer)
     bridge = Bridge(template, end_ids, further_end_ids=engine_end_ids & special)
     bridge.refused = refused_messages(bridge, kind)
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)

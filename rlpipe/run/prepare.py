@@ -14,9 +14,11 @@ from rlpipe.common import run_files
 from rlpipe.common.atomic_io import create_once, held, is_held, why_not_writable, write_whole
 from rlpipe.common.hub import absolute_source
 from rlpipe.common.imports import import_object, reading_files
+from rlpipe.configs.data_sources import all_sources
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
+from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import ConfigError, DataError, ModelError
@@ -185,13 +187,13 @@ def collect_rewards(
     for name, entry in config.scoring.rewards.items():
         loaded = load_reward(entry.path, entry.kwargs)
         _check_run(name, loaded, entry, config)
-        rewards[name] = _completed(name, entry, loaded, config.scoring)
+        rewards[name] = _completed(name, entry, loaded, config)
     for reward in given:
         name = getattr(reward, "__name__", type(reward).__name__)
         if name in rewards:
             raise ConfigError(f"two rewards are called {name!r}: rename one of them")
         check_reward(reward, {}, name)
-        rewards[name] = _completed(name, RewardConfig(path=f"{reward.__module__}:{name}"), reward, config.scoring)
+        rewards[name] = _completed(name, RewardConfig(path=f"{reward.__module__}:{name}"), reward, config)
         callables[name] = reward
     if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
         features = feature_configs(config.algorithm.ebft.features)
@@ -218,7 +220,7 @@ def _check_run(name: str, reward: RewardLike, entry: RewardConfig, config: Confi
             raise ConfigError(f"scoring.rewards.{name}: {error}") from None
 
 
-def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: ScoringConfig) -> RewardConfig:
+def _completed(name: str, entry: RewardConfig, reward: RewardLike, config: Config) -> RewardConfig:
     """Return the reward's config with its number of processes and its memory limit filled in.
 
     Classes and rewards that request GPUs run in processes of their own, without a default memory limit; functions get
@@ -229,7 +231,7 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
             f"scoring.rewards.{name}.isolation: a sandbox is a fresh process for each call, in which the state of a "
             "RewardActor class would be lost; set process, or make it a function"
         )
-    if getattr(reward, "needs_sandbox", False) and entry.isolation != "sandbox":
+    if entry.isolation != "sandbox" and _runs_code_of_models(reward, config.data):
         raise ConfigError(
             f"scoring.rewards.{name}.isolation: {entry.path} runs code that the model wrote; set it to sandbox"
         )
@@ -239,13 +241,21 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
     if needs_processes:
         return replace(entry, num_processes=entry.num_processes or 1)
     if entry.memory_gb is None:
-        return replace(entry, memory_gb=scoring.memory_gb)
+        return replace(entry, memory_gb=config.scoring.memory_gb)
     if entry.num_processes is None and entry.isolation == "process":
         raise ConfigError(
             f"scoring.rewards.{name}.memory_gb: its process is shared with other rewards; set scoring.memory_gb, "
             "or give it num_processes of its own"
         )
     return entry
+
+
+def _runs_code_of_models(reward: RewardLike, data: DataConfig) -> bool:
+    """Return whether a reward runs what models write, perhaps only for some tasks of reasoning-gym."""
+    tasks = getattr(reward, "sandboxed_tasks", ())
+    return getattr(reward, "needs_sandbox", False) or (
+        bool(tasks) and any(source.data.task in tasks for source in all_sources(data))
+    )
 
 
 def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from select import PIPE_BUF
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
+from rlpipe.common.formatting import shortened
 from rlpipe.scoring.remote_program import end_program, passes, start_program
 from rlpipe.scoring.toolbox import Completion, completion_text, extract_tag, last_fenced
 
@@ -88,6 +89,9 @@ def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: flo
 def _passes(program: str, test: Test, timeout_s: float) -> bool:
     if isinstance(test, str):
         return passes(program, test, timeout_s)
+    for name in ("input", "output"):
+        if not isinstance(test.get(name), str):
+            raise ValueError(f"a test's {name} is {shortened(repr(test.get(name)), 60)}, not a text; write it as one")
     output = _run(program, test["input"], timeout_s)
     return output is not None and _normalized_lines(output) == _normalized_lines(test["output"])
 
@@ -147,4 +151,4 @@ def _exchange(process: subprocess.Popen[bytes], stdin: bytes, deadline: float) -
 
 
 def _normalized_lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]

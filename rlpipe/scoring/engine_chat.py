@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.data.render.control_tokens import conversation_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError
@@ -56,7 +57,7 @@ class Chat(Protocol):
         timeout_s: float = 60.0,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of an answer, without special tokens.
+        """Return the text of an answer, without special tokens; those spelled in messages are read as plain text.
 
         ``options`` may hold options of ``rollout.sampling``, whose values in the run's config do not apply here, and
         ``chat_template_kwargs``, by default the run's. Dead or late engines are retried. Raises ``TimeoutError`` after
@@ -143,7 +144,7 @@ class EngineChat:
             )
         template = ChatTemplate(self._tokenizer, DataConfig(chat_template_kwargs=dict(template_kwargs)))
         try:
-            token_ids = template.token_ids(template.prompt_text(messages))
+            token_ids = conversation_ids(template, messages, template.prompt_text)
         except UnusableRow as error:
             raise RequestFailed(f"the messages can't be rendered: {error.reason}") from None
         return Prompt(prompt_id=0, epoch=0, token_ids=token_ids, prompt=messages, task={})

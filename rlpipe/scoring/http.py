@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from rlpipe.common.formatting import shortened, without_password
+from rlpipe.scoring.validation import strict_json
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Status codes after which a request is retried."""
@@ -20,8 +20,6 @@ MAX_PAUSE_S = 30.0
 MAX_SHOWN_CHARS = 200
 MAX_ANSWER_BYTES = 16 * 2**20
 """Longest answer that is read; a judge's with all its log-probabilities takes well below one MiB."""
-MAX_INTEGER_CHARS = 300
-"""Longest integer in an answer: longer ones do not fit a float."""
 
 Value = TypeVar("Value")
 
@@ -123,31 +121,9 @@ def _json_of(response: httpx.Response, body: bytes) -> Any:
     if len(body) > MAX_ANSWER_BYTES:
         raise UnusableAnswer(f"its answer is longer than {MAX_ANSWER_BYTES:,} bytes")
     try:
-        return json.loads(
-            body, parse_constant=_finite, parse_float=_finite, parse_int=_integer, object_pairs_hook=_without_duplicates
-        )
+        return strict_json(body)
     except (ValueError, RecursionError):
         raise UnusableAnswer(f"its answer is not JSON ({_shown(body)})") from None
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
-def _integer(text: str) -> int:
-    if len(text) > MAX_INTEGER_CHARS:
-        raise ValueError(f"an integer of {len(text)} digits")
-    return int(text)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError("an object has a name twice")
-    return entries
 
 
 def _pause_s(attempt: int) -> float:

@@ -214,8 +214,9 @@ def _check_source(url: str | None, model: str | None, engine: str | None, cache:
 class NumberJudge(Judge):
     """Judge that gives each completion a number: the last in its answer, or in the last match of ``pattern``'s group.
 
-    The template sees ``completion``. A number outside ``minimum`` to ``maximum`` is an unusable answer; the value is
-    the number rescaled from that range to 0 to 1.
+    The template sees ``completion``. Without a ``pattern``, 7/10 and 7 out of 10 are 7 if the ``maximum`` is 10. A
+    number outside ``minimum`` to ``maximum`` is an unusable answer; the value is the number rescaled from that range
+    to 0 to 1.
     """
 
     def __init__(
@@ -226,13 +227,15 @@ class NumberJudge(Judge):
             raise ValueError(f"minimum {minimum:g} is not below maximum {maximum:g}")
         self._minimum, self._maximum = minimum, maximum
         self._pattern = None if pattern is None else re.compile(pattern, flags=re.DOTALL)
+        self._scale = re.compile(rf"(?<=[\d*)\]}}])\s*(?:/|out of)\s*{re.escape(f'{maximum:g}')}(?:\.0+)?(?!\.?\d)")
 
     async def score(self, group: RolloutGroup) -> list[float | None]:  # type: ignore[override]
         return list(await together(self.ask(group, completion=text) for text in self.texts(group)))
 
     def parse(self, answer: str) -> float:
-        text = answer
-        if self._pattern is not None:
+        if self._pattern is None:
+            text = self._scale.sub("", answer)
+        else:
             matches = list(self._pattern.finditer(answer))
             text = matches[-1][1] if matches else ""
         number = last_number(text)

@@ -257,6 +257,13 @@ def data_bytes() -> int:
     raise OSError("/proc/self/status has no VmData")
 
 
+def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a resource limit of this process, by default a hard one; what it has inherited stays the most allowed."""
+    _, most = resource.getrlimit(kind)
+    limits = (soft, soft if hard is None else hard)
+    resource.setrlimit(kind, limits if most == resource.RLIM_INFINITY else (min(limits[0], most), min(limits[1], most)))
+
+
 def lift_memory_limit() -> None:
     """Remove the limit that this process has set or inherited."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -20,15 +20,19 @@ import tempfile
 import time
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlpipe.common.formatting import shortened
 from rlpipe.scoring import program_host
 from rlpipe.scoring.program_host import MAX_ITEMS, MUTABLE, decode, encode
 from rlpipe.scoring.sandbox.confinement import confine_program
 
 MAX_ANSWER_BYTES = 2**24
 """Longest answer of a program to one request."""
+GRACE_S = 2.0
+"""Seconds beyond a test's time in which its program can be ended before the test's own process is killed."""
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8:surrogatepass"}
 
 
@@ -48,6 +52,9 @@ CLOSED_NAMES = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
 def is_open(*name: Any) -> bool:
     """Return whether a program may read and set the attribute of this name of an object of the test."""
     return len(name) == 1 and isinstance(name[0], str) and not name[0].startswith(CLOSED_NAMES)
+
+
+LITERALS = (ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
 
 class ProgramFailed(Exception):
@@ -344,6 +351,8 @@ def _builtin_error(name: Any, text: str) -> Exception | None:
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is Exception:
         return None
+    if issubclass(kind, StopIteration | StopAsyncIteration):  # map and zip would end early, as if all passed
+        return None
     try:
         return kind(text)
     except TypeError:  # UnicodeDecodeError and others need more
@@ -353,16 +362,55 @@ def _builtin_error(name: Any, text: str) -> Exception | None:
 def passes(source: str, test: str, timeout_s: float) -> bool:
     """Return whether a test's code reaches its end with the program's functions, within ``timeout_s`` seconds.
 
-    Raises ``SyntaxError`` for a test that can't be parsed.
+    A test that goes on for longer ends this process. Raises ``SyntaxError`` for a test that can't be parsed, and
+    ``ValueError`` for one that would pass with any program.
     """
     tree = ast.parse(test)
+    if all(map(_runs_nothing, tree.body)):
+        raise ValueError(
+            f"the test {shortened(test, 60)!r} runs nothing: call or assert something outside of functions and "
+            "classes, such as check(f) at its end; a list of tests must be a list, not its text"
+        )
     code = compile(tree, "<test>", "exec")
     try:
-        with RemoteProgram(source, timeout_s) as program:
+        with _killed_after(timeout_s + GRACE_S), RemoteProgram(source, timeout_s) as program:
             exec(code, {"__name__": "test", **_resolve_names(program, tree)})
     except (Exception, SystemExit):  # noqa: BLE001 - whatever a test raises, it did not pass
         return False
     return True
+
+
+def _runs_nothing(statement: ast.stmt) -> bool:
+    """Return whether a statement of a test only imports, defines, names values, or asks whether it is the main module.
+
+    The latter is false in a test.
+    """
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Pass():
+            return True
+        case ast.ClassDef():
+            return all(map(_runs_nothing, statement.body))
+        case ast.If(test=ast.Compare(left=ast.Name(id="__name__")), orelse=[]):
+            return True
+        case ast.Expr(value=value) | ast.Assign(value=value) | ast.AnnAssign(value=value):
+            return value is None or all(isinstance(node, LITERALS) for node in ast.walk(value))
+    return False
+
+
+@contextmanager
+def _killed_after(limit_s: float) -> Iterator[None]:
+    """Let this process be killed if the block takes longer, as C code does not stop for exceptions.
+
+    It has no effect if the caller has a handler of alarms.
+    """
+    is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    if is_free:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        if is_free:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _resolve_names(program: RemoteProgram, test: ast.Module) -> dict[str, Any]:

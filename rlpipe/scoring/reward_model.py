@@ -26,6 +26,7 @@ from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.option import DTYPES
 from rlpipe.data.packing import padded_parts
+from rlpipe.data.render.control_tokens import conversation_ids
 from rlpipe.data.render.messages import assistant_turns, content_text
 from rlpipe.data.render.processor import check_ids
 from rlpipe.data.render.template import ChatTemplate, end_token_ids, token_ids_of
@@ -110,13 +111,19 @@ class ClassifierReward(RewardActor):
     def tokens(self, text: str, *, begins: bool = False) -> list[int]:
         return token_ids_of(self._own, text, begins=begins).tolist()
 
+    def plain_tokens(self, text: str) -> list[int]:
+        """Return the tokens of what the policy wrote, in which special tokens are plain text."""
+        token_ids: list[int] = self._own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return token_ids
+
     def prompt_and_answer(self, group: RolloutGroup, answer: Answer) -> list[int]:
         """Return the tokens of the prompt followed by the answer."""
         prompt = group.prompt.prompt
         if not isinstance(prompt, str):
-            return self.tokens(self._template_of(group).text(_with_answer(prompt, answer)))
+            template = self._template_of(group)
+            return conversation_ids(template, _with_answer(prompt, answer), template.text).tolist()
         assert isinstance(answer, str), "episodes are conversations"
-        return [*self.prompt_tokens(group), *self.tokens(answer), *end_token_ids(self._own)]
+        return [*self.prompt_tokens(group), *self.plain_tokens(answer), *end_token_ids(self._own)]
 
     def prompt_tokens(self, group: RolloutGroup, later: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Return the tokens of the prompt and ``later`` messages, after which an answer begins."""
@@ -222,7 +229,7 @@ class StepReward(ClassifierReward):
         steps = [step for step in text.split(self._separator) if step.strip()]
         token_ids, ends = self.prompt_tokens(group, earlier), list[int]()
         for step in steps:
-            token_ids += self.tokens(step) + self.tokens(self._mark)
+            token_ids += self.plain_tokens(step) + self.tokens(self._mark)
             ends.append(len(token_ids) - 1)
         return token_ids, ends
 

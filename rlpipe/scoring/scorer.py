@@ -181,7 +181,7 @@ class _SandboxedReward(_FunctionReward):
     def _score_each(self, call: _RewardCall, arguments: Mapping[str, Any]) -> list[Any]:
         """Score each completion in a call of its own; a call whose process crashes or takes too long scores 0.
 
-        Each call may take twice its share of the time that is left for the group.
+        Each call may take its share of the group's time, and what the calls before it have left of theirs.
         """
         deadline, count, values = time.monotonic() + self._timeout_s, len(call.group), list[Any]()
         for index in range(count):
@@ -189,11 +189,10 @@ class _SandboxedReward(_FunctionReward):
                 name: value[index : index + 1] if name in call.arguments and isinstance(value, list) else value
                 for name, value in arguments.items()
             }
-            remaining_s = max(0.0, deadline - time.monotonic())
+            shares_after_s = (count - index - 1) * self._timeout_s / count
+            limit_s = max(0.0, deadline - time.monotonic() - shares_after_s)
             try:
-                values += self._score(
-                    call, call_arguments, 1, timeout_s=min(remaining_s, 2 * remaining_s / (count - index))
-                )
+                values += self._score(call, call_arguments, 1, timeout_s=limit_s)
                 crashed = False
             except SandboxFailed as failure:
                 if not failure.is_crash:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from rlpipe.scoring.validation import strict_json
+
 Completion = str | list[dict[str, Any]]
 
 SIGN = r"(?:(?<![\w.)])[-+])?"  # a sign after a word or a bracket is an operator
@@ -180,6 +182,13 @@ def _equals(gold: list[Any], text: str, plain: bool, timeout_s: int) -> float:
     return float(verify(gold, parsed, timeout_seconds=timeout_s))
 
 
+EVALUATING_TASKS = (
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+    *("simple_integration", "spiral_matrix", "string_insertion"),
+)
+"""Tasks whose graders evaluate a completion as Python, themselves or by sympy's parser."""
+
+
 @lru_cache(maxsize=64)
 def _grader(task: str, task_args: str) -> Any:
     from reasoning_gym import create_dataset
@@ -198,12 +207,18 @@ def reasoning_gym(
     """Return the score, 0 to 1, of the task's own grader for the completion or the content of its last ``answer_tag``.
 
     ``task_args`` are the data source's, for the few tasks whose grader reads them. A completion without the tag, or
-    one that makes the grader raise, scores 0; an entry that the grader can't use raises.
+    one that makes the grader raise, scores 0; an entry that the grader can't use raises. ``EVALUATING_TASKS`` need the
+    reward's ``isolation`` to be ``sandbox``.
     """
     arguments = json.dumps(dict(task_args or {}), sort_keys=True)
     texts = _answers(completions, answer_tag)
     graders = [_grader(task, arguments) for task in reasoning_gym_task]
     return [_grade(*item) for item in zip(graders, texts, entry, strict=True)]
+
+
+reasoning_gym.scores_each = True  # type: ignore[attr-defined]
+reasoning_gym.sandboxed_tasks = EVALUATING_TASKS  # type: ignore[attr-defined]
+reasoning_gym.imports = ("reasoning_gym",)  # type: ignore[attr-defined]
 
 
 def _grade(grader: Any, text: str | None, entry: Mapping[str, Any]) -> float:
@@ -264,8 +279,8 @@ def _is_valid(text: str | None, validator: Any) -> bool:
     if text is None:
         return False
     try:
-        return bool(validator.is_valid(json.loads(last_fenced(text) or text)))
-    except (ValueError, RecursionError):
+        return bool(validator.is_valid(strict_json(last_fenced(text) or text)))
+    except (ArithmeticError, ValueError, RecursionError):  # 1e999 is no multiple of anything
         return False
 
 

@@ -1,8 +1,9 @@
-"""Checks of what rewards return, and one-line descriptions of what they raise."""
+"""Checks of what rewards return and of JSON from elsewhere, and one-line descriptions of what rewards raise."""
 
 from __future__ import annotations
 
 import errno
+import json
 import math
 import sys
 import sysconfig
@@ -16,6 +17,8 @@ from rlpipe.common.formatting import shortened
 from rlpipe.common.imports import message_of
 
 MAX_REASON_CHARS = 300
+MAX_INTEGER_CHARS = 300
+"""Longest integer in JSON from elsewhere: longer ones do not fit a float."""
 NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Types that can be iterated, but are no list of values."""
 MACHINERY = frozenset(
@@ -53,6 +56,36 @@ def _check_value(value: Any, index: int) -> float | None:
 def unwrapped(value: Any) -> Any:
     """Return the number in a scalar of numpy or torch; other values as they are."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Return the value of JSON as the standard defines it, with finite numbers and without repeated keys.
+
+    Raises ``ValueError``, or ``RecursionError`` for deep nesting.
+    """
+    return json.loads(
+        text, parse_constant=_finite, parse_float=_finite, parse_int=_integer, object_pairs_hook=_without_duplicates
+    )
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_CHARS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return entries
 
 
 def describe_exception(error: BaseException) -> str:

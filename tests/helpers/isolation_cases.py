@@ -36,8 +36,10 @@ def behave(completions: list[Any], how: list[str], argument: list[Any], **column
 
 
 def each(completions: list[str]) -> list[float]:
-    """Score one completion; end the process, or raise, if the completion says so."""
+    """Score one completion; end the process, hang, or raise, if the completion says so."""
     (text,) = completions
+    if text == "hang":
+        time.sleep(3600)
     if text == "die":
         os._exit(3)
     if text == "raise":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NoReturn
 
+from rlpipe.scoring.processes import set_limit
 from rlpipe.scoring.sandbox.seccomp import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, call_prctl, check, libc
 
 NEW_USER = 0x10000000
@@ -132,7 +133,7 @@ def enter_namespaces(namespaces: Namespaces, scratch: str, unused: Sequence[int]
 def limit_user_tasks(namespaces: Namespaces) -> None:
     """Limit the processes and threads of this user in the call's user namespace, if it has one."""
     if namespaces.flags & NEW_USER:
-        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_USER_TASKS, MAX_USER_TASKS))
+        set_limit(resource.RLIMIT_NPROC, MAX_USER_TASKS)
 
 
 def _unshare(flags: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rlpipe.scoring.processes import MemoryLimit
+from rlpipe.scoring.processes import MemoryLimit, set_limit
 from rlpipe.scoring.rewards import ignore_extra
 from rlpipe.scoring.sandbox.confinement import confine_call, landlock_version
 from rlpipe.scoring.sandbox.namespaces import enter_namespaces, limit_user_tasks, usable_namespaces
@@ -94,7 +94,7 @@ def leave_server(server_fds: Sequence[int]) -> None:
         os.dup2(devnull, standard)
     for fd in server_fds:
         os.close(fd)
-    resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_DUMP, NO_CORE_DUMP))
+    set_limit(resource.RLIMIT_CORE, NO_CORE_DUMP)
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
@@ -115,8 +115,8 @@ def lock_in(limits: Limits, scratch: str, outer_fds: Sequence[int]) -> None:
         os._exit(1)
     limit_memory(limits, scratch)
     cpu_s = math.ceil(limits.timeout_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    set_limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
+    set_limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     limit_user_tasks(namespaces)
     drop_capabilities(keep_mapping=landlock_version() == 0)  # for bubblewrap
     # So that nothing that this process starts can reach the answer through /proc.
@@ -129,7 +129,7 @@ def limit_memory(limits: Limits, scratch: str) -> None:
     """Set the call's memory limit, and its folder for temporary files."""
     if limits.memory is not None:
         allowed = limits.memory.apply()
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+        set_limit(resource.RLIMIT_DATA, allowed)
     tempfile.tempdir = os.environ["TMPDIR"] = scratch
 
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ class SandboxServer:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._limits = {}
         for name, reward in rewards.items():
-            self._functions[name] = load_reward(reward.path, reward.kwargs)
+            self._functions[name] = function = load_reward(reward.path, reward.kwargs)
+            for module in getattr(function, "imports", ()):  # that the function imports late: once, not in each call
+                with suppress(ImportError):
+                    import_module(module)
             memory = None if reward.memory_gb is None else MemoryLimit(option="memory_gb", gb=reward.memory_gb)
             self._limits[name] = Limits(timeout_s=reward.timeout_s, memory=memory)
 
@@ -68,21 +72,23 @@ def try_confinement() -> str | None:
     with tempfile.TemporaryDirectory(prefix="rlpipe-sandbox-") as scratch:
         pid = os.fork()
         if pid == 0:
+            status = 1
             try:
                 leave_server([read_end])
                 lock_in(Limits(timeout_s=1, memory=None), scratch, [])
                 with suppress(PermissionError):
                     socket.socket(socket.AF_INET).close()
                     os.write(write_end, b"its filter of system calls has no effect")
-            except OSError as error:
-                os.write(write_end, str(error).encode())
+                status = 0
+            except Exception as error:  # noqa: BLE001 - whatever it is, each call would fail in the same way
+                os.write(write_end, (str(error) or repr(error)).encode())
             finally:
-                os._exit(0)
+                os._exit(status)
         os.close(write_end)
         with open(read_end) as file:
             reason = file.read()
-        os.waitpid(pid, 0)
-    return reason or None
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return reason or (f"a process that was confined for a try ended with exit code {code}" if code else None)
 
 
 def main() -> None:

@@ -10,19 +10,10 @@ from covering import one_in
 from template_cases import TOOLS, made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.render.control_tokens import STAND_INS, special_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.episodes.bridge import (
-    KINDS,
-    STAND_INS,
-    Bridge,
-    Unbridgeable,
-    check_bridge,
-    ends_with,
-    render_whole,
-    special_ids,
-    turn_ends,
-)
+from rlpipe.episodes.bridge import KINDS, Bridge, Unbridgeable, check_bridge, ends_with, render_whole, turn_ends
 from rlpipe.types import ChatMessages
 
 TEMPLATES = dict(shipped_templates())
@@ -141,7 +132,7 @@ def test_a_turn_that_the_engine_ends_by_another_token_gets_no_second_end_marker(
 @pytest.mark.parametrize("name", ["trl/qwen3", "trl/qwen2_5", "trl/llama3_1"])
 def test_special_tokens_in_an_answer_that_is_rendered_anew_are_plain_text(name: str) -> None:
     bridge = bridge_of(name)
-    special = special_ids(bridge.template)
+    special = special_ids(bridge.template.tokenizer)
     planted = "".join(bridge.template.tokenizer.convert_ids_to_tokens(sorted(special)))
 
     def rendered(text: str) -> list[int]:

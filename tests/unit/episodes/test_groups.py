@@ -472,6 +472,27 @@ def test_a_program_without_a_reward_is_scored_by_functions() -> None:
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [None, None]
 
 
+ANSWER = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "1-32?"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+print(sys.argv[1])
+"""
+
+
+def test_a_result_that_a_command_prints_is_no_reward(caplog: pytest.LogCaptureFixture) -> None:
+    kind = agent_kind({"command": [sys.executable, "-c", ANSWER, '{"answer": 42}']})
+    group, _ = play(["1"], ["2"], kind=kind)
+    assert group.failure is None
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [None, None]
+    assert not caplog.records
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", ANSWER, "42"]}))
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [42.0, 42.0]
+    assert caplog.text.count("the last line of the command, 42, counts as its reward beside the reward functions") == 1
+
+
 def test_without_reward_functions_a_program_must_give_a_reward() -> None:
     group, _ = play(["1"], ["2"], kind=agent_kind(f"{__file__}:ask_once"), is_scored=False)
     assert "the program gave no reward, and the run has no reward functions" in (group.failure or "")

@@ -93,6 +93,18 @@ def test_classes_cannot_be_sandboxed(options: list[str]) -> None:
         prepare_run(load_config([*options, reward("Judge", isolation="sandbox")]))
 
 
+@pytest.mark.parametrize("task", ["countdown", "mix"])
+def test_graders_that_evaluate_completions_need_a_sandbox(options: list[str], task: str) -> None:
+    mix = "+data.sources={a: {source: reasoning_gym, task: puzzle24}, b: {source: reasoning_gym, task: chain_sum}}"
+    source = ["data.source=mix", mix] if task == "mix" else ["data=reasoning_gym", f"data.task={task}"]
+    data = [*source, "data.path=null"]
+    accuracy = "path: 'rlpipe.scoring.toolbox:reasoning_gym'"
+    with pytest.raises(ConfigError, match=r"rewards.accuracy.isolation: .* runs code .* set it to sandbox"):
+        prepare_run(load_config([*options, *data, f"+scoring.rewards.accuracy={{{accuracy}}}"]))
+    sandboxed = f"+scoring.rewards.accuracy={{{accuracy}, isolation: sandbox}}"
+    assert "accuracy" in prepare_run(load_config([*options, *data, sandboxed])).rewards
+
+
 def test_memory_of_one_reward_in_a_shared_process_is_refused(options: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"scoring.rewards.bare.memory_gb: its process is shared .* num_processes"):
         prepare_run(load_config([*options, reward("bare", memory_gb=1)]))

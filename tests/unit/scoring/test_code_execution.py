@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlpipe.scoring.code_execution import passes_tests
@@ -37,6 +39,17 @@ def test_programs_read_their_input_and_print() -> None:
     assert passes_tests([right, "print(7)", "print(6)\nraise SystemExit(1)"], [[SUM]] * 3) == [1, 0, 0]
 
 
+def test_only_line_feeds_end_the_lines_of_an_output() -> None:
+    programs = ["print('1\\x0b2')", "print('1\\r\\n2 ')"]
+    assert passes_tests(programs, [{"input": "", "output": "1\n2"}] * 2) == [0, 1]
+
+
+@pytest.mark.parametrize("test", [{"input": 5, "output": "5"}, {"input": "5", "output": 5}, {"input": "5"}])
+def test_a_test_whose_input_or_output_is_no_text_is_refused(test: Any) -> None:
+    with pytest.raises(ValueError, match=r"a test's (input|output) is (5|None), not a text; write it as one"):
+        passes_tests(["print(5)"], [test])
+
+
 def test_the_content_of_a_tag_is_run() -> None:
     assert passes_tests([f"<answer>{fenced(DOUBLE)}</answer>", DOUBLE], [ASSERTIONS] * 2, answer_tag="answer") == [1, 0]
 
@@ -55,6 +68,29 @@ def test_the_content_of_a_tag_is_run() -> None:
 )
 def test_programs_that_do_not_come_to_their_end_score_0(program: str) -> None:
     assert passes_tests([program], [ASSERTIONS], timeout_s=1.0) == [0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "",
+        "# nothing yet",
+        "METADATA = {'author': 'x', 'level': -1}\n\ndef check(candidate):\n    assert candidate(2) == 4\n",
+        "from solution import double\n\ndef test_double():\n    assert double(2) == 4\n",
+        '["assert double(2) == 4"]',
+        "import unittest\nclass T(unittest.TestCase):\n    'Case.'\n    def test(self): assert double(2) == 4\n"
+        "if __name__ == '__main__':\n    unittest.main()\n",
+    ],
+)
+def test_a_test_that_every_program_would_pass_is_refused(test: str) -> None:
+    with pytest.raises(ValueError, match="runs nothing: call or assert something outside of functions and classes"):
+        passes_tests([DOUBLE], [[test]])
+
+
+def test_tests_may_define_and_call_functions() -> None:
+    check = "def check(candidate):\n    assert candidate(2) == 4\n"
+    tests = [f"{check}check(double)", "class T:\n    assert double(2) == 4", "for x in [1]:\n    assert double(x) == 2"]
+    assert passes_tests([DOUBLE], [tests]) == [1]
 
 
 def test_a_row_without_tests_is_refused() -> None:

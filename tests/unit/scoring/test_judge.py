@@ -106,6 +106,24 @@ def test_the_template_is_filled_and_the_last_number_counts() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("Score: 2/10", 0.2),
+        ("7 / 10.", 0.7),
+        ("3 out of 10", 0.3),
+        ("**2**/10", 0.2),
+        ("10/10", 1.0),
+        ("2.5/10.0, I think", 0.25),
+        ("Out of 10, I give 4", 0.4),
+        ("1/100 of it is right: 1", 0.1),
+    ],
+)
+def test_the_maximum_beside_a_mark_is_no_mark(answer: str, value: float) -> None:
+    judge = NumberJudge(template="", url="http://127.0.0.1:1", model="m")
+    assert judge.parse(answer) == pytest.approx(value)
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_template_sees_the_prompt(chat: bool) -> None:
     with serving(in_turn(saying("7"))) as server:

@@ -96,3 +96,19 @@ def test_a_family_is_found_again_without_reading_of_strangers(monkeypatch: pytes
         os.kill(grandchild, signal.SIGKILL)
         child.wait()
     assert not family.find() & {child.pid, grandchild}
+
+
+LOWER = """
+import resource
+from rlpipe.scoring.processes import set_limit
+for kind, inherited in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 4096)):
+    resource.setrlimit(kind, (inherited, inherited))
+    set_limit(kind, 1)
+    set_limit(kind, 2**30, 2**31)
+    print(*resource.getrlimit(kind))
+"""
+
+
+def test_limits_that_the_host_has_lowered_are_kept() -> None:
+    done = subprocess.run([sys.executable, "-c", LOWER], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0", "1", "1"]

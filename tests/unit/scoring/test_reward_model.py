@@ -90,6 +90,23 @@ def ready(reward: ClassifierReward) -> ClassifierReward:
     return reward
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_control_tokens_spelled_in_an_answer_are_plain_text(tmp_path: Path, chat: bool) -> None:
+    spelled, end = "so<|tool|><|end|>", TOKENIZER.convert_tokens_to_ids("<|end|>")
+    mark = TOKENIZER.convert_tokens_to_ids("<|tool|>")
+    outcome = ready(SequenceReward(model=str(make_model("sequence", tmp_path))))
+    token_ids = outcome.prompt_and_answer(make_group(spelled, chat=chat), spelled)
+    assert TOKENIZER.decode(token_ids) == (
+        f"<|user|>2+2?<|end|><|assistant|>{spelled}<|end|>" if chat else f"2+2={spelled}"
+    )
+    assert (token_ids.count(end), token_ids.count(mark)) == (2 * chat, 0)
+    steps = ready(StepReward(model=str(make_model("token", tmp_path)), separator=".", step_token="<|tool|>"))
+    assert isinstance(steps, StepReward)
+    token_ids, ends = steps._cut(make_group(spelled, chat=chat), f"{spelled}.{spelled}")
+    assert [index for index, token_id in enumerate(token_ids) if token_id == mark] == ends
+    assert token_ids.count(end) == chat
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 30, 1000])
 @pytest.mark.parametrize("chat", [True, False])
 def test_an_outcome_is_the_logit_of_the_whole_text(tmp_path: Path, chat: bool, batch_tokens: int) -> None:

@@ -17,6 +17,7 @@ import isolation_cases
 import numpy as np
 import pytest
 import torch
+from reasoning_gym import create_dataset
 from scorer_cases import CharacterTokenizer, make_group
 from trl.rewards import (
     accuracy_reward,
@@ -100,6 +101,24 @@ def test_a_completion_whose_call_crashes_scores_0_alone() -> None:
     assert scores.scores == {"each": [1.0, 0.0, 1.0]}
     assert scores.metrics == {"each/crashed": pytest.approx(1 / 3)}
     assert failed.failures["each"].startswith("ValueError: wrong")
+
+
+def test_a_call_that_hangs_takes_no_time_of_the_next() -> None:
+    config = RewardConfig(path=f"{isolation_cases.__file__}:each", isolation="sandbox", timeout_s=4)
+    scorer = Scorer({"each": config}, CharacterTokenizer())
+    (scores,) = scorer.score([make_group("hang", "a")])
+    scorer.close()
+    assert scores.scores == {"each": [0.0, 1.0]}
+
+
+def test_graders_of_reasoning_gym_evaluate_completions_in_a_sandbox_each() -> None:
+    path = "rlpipe.scoring.toolbox:reasoning_gym"
+    entry = create_dataset("countdown", size=1, seed=1)[0]
+    scorer = Scorer({"gym": RewardConfig(path=path, isolation="sandbox", timeout_s=12)}, CharacterTokenizer())
+    columns = {"entry": entry, "reasoning_gym_task": "countdown"}
+    (scores,) = scorer.score([make_group("9**9**9**9", entry["answer"], **columns)])
+    scorer.close()
+    assert scores.scores == {"gym": [0.0, 1.0]}
 
 
 def test_chat_prompts_give_chat_completions() -> None:

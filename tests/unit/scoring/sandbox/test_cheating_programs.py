@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,11 +145,44 @@ def test_cheats_score_0(sandbox: Sandbox, name: str) -> None:
     assert score(sandbox, CHEATS[name]) == 0
 
 
+STOPS = "def f(x): raise StopIteration"
+RIGHT_CASES = "[(3, 9), (4, 16)]"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"assert all(map(lambda c: f(c[0]) == c[1], {RIGHT_CASES}))",
+        "for got, want in zip(map(f, [3, 4]), [9, 16]):\n    assert got == want",
+        f"assert not list(filter(lambda c: f(c[0]) != c[1], {RIGHT_CASES}))",
+        "assert next(map(f, [3]), 9) == 9",
+    ],
+)
+@pytest.mark.parametrize("program", [STOPS, "class Own(StopIteration): pass\ndef f(x): raise Own"])
+def test_a_program_does_not_end_the_iterations_of_its_test(sandbox: Sandbox, program: str, test: str) -> None:
+    assert score(sandbox, "def f(x): return x * x", test, timeout_s=20.0) == 1
+    assert score(sandbox, program, test) == 0
+
+
+def test_a_test_that_works_without_end_on_an_answer_is_killed(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    with pytest.raises(SandboxFailed, match="SIGALRM") as caught:
+        score(sandbox, "def f(x): return range(10**15)", "assert sum(f(3)) == 6", timeout_s=1.0)
+    assert caught.value.is_crash
+    assert time.monotonic() - started < 15, "the reward's own limit is 30 s"
+
+
 def test_there_are_many_cheats() -> None:
     assert len(CHEATS) >= 60
     assert len(set(CHEATS.values())) == len(CHEATS)
 
 
+COUNTS = """
+from collections import Counter, defaultdict
+d, c = defaultdict(int), Counter()
+f(d, c)
+assert d == {"x": 1} and d["z"] == 0 and c == Counter("y") and type(c) is Counter
+"""
 HONEST_CASES: list[tuple[str, str]] = [
     ("def f(a): a.sort()", "x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]"),
     ("def f(d): d['a'] = 1", "x = {}\nf(x)\nassert x == {'a': 1}"),
@@ -210,6 +244,23 @@ HONEST_CASES: list[tuple[str, str]] = [
         "a = Node(1)\na.next = Node(2)\nassert last(a) == 2",
     ),
     ("def f(xs): return sum(xs)", "assert f(x for x in [1, 2]) == 3"),
+    (
+        "class Item:\n    def __init__(self, c): self.c = c\ndef best(items, key): return min(items, key=key)",
+        "a, b = Item(3), Item(1)\nassert best([a, b], lambda i: i.c) == b and best([a, b], lambda i: Item(i.c).c) == b",
+    ),
+    ("def half(x): return x / 2\ndef apply(g, x): return g(x)", "assert apply(lambda v: half(v) + 1, 4) == 3"),
+    ("def f(x): return x * x\nif __name__ == '__main__':\n    print(f(int(input())))", "assert f(3) == 9"),
+    ("def f(d, c):\n    d['x'] += 1\n    c['y'] += 1", COUNTS),
+    (
+        "import datetime as d\ndef f(day, hours): return d.datetime(day.year, 1, 2), day + d.timedelta(hours=hours)",
+        "from datetime import date, datetime, timedelta\nassert f(date(2020, 3, 1), 48) == (datetime(2020, 1, 2), date(2020, 3, 3))",
+    ),
+    (
+        "import datetime as d\ndef f(a, b): return b - a, a.time(), b.astimezone(d.timezone.utc)",
+        "from datetime import datetime, time, timedelta, timezone\n"
+        "a = datetime(2020, 1, 1, 12, 30, 0, 5, timezone(timedelta(hours=2)))\n"
+        "assert f(a, a + timedelta(1)) == (timedelta(1), time(12, 30, 0, 5), a + timedelta(1))",
+    ),
     ("LIMIT = 7\ndef f(): return LIMIT", "assert f() == LIMIT"),
     (
         "from decimal import Decimal\ndef f(): return Decimal('1.10')",

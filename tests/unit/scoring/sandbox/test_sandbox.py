@@ -19,6 +19,7 @@ from rlpipe.common.temporary_folders import remove_folder
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import descendants, list_processes, marked
+from rlpipe.scoring.sandbox import sandbox_server
 from rlpipe.scoring.sandbox.confinement import landlock_version
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed, read_answer
@@ -275,6 +276,17 @@ def test_answers_are_never_trusted() -> None:
             read_answer(written)
     with pytest.raises(SandboxFailed, match=r"^two lines$"):
         read_answer(b'{"failure": "two\\nlines"}')
+
+
+def test_a_machine_on_which_the_trial_dies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    assert sandbox_server.try_confinement() is None
+    monkeypatch.setattr(sandbox_server, "lock_in", refuse)
+    assert sandbox_server.try_confinement() == "not allowed to raise maximum limit"
+    monkeypatch.setattr(sandbox_server, "lock_in", lambda *_: os._exit(3))
+    assert sandbox_server.try_confinement() == "a process that was confined for a try ended with exit code 3"
 
 
 def test_a_machine_that_cannot_filter_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
