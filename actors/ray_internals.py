@@ -66,6 +66,13 @@ def hide_token_warning() -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
 
+def is_killed_on_stop() -> bool:
+    """Return whether this process is a job that ``ray job stop`` kills 3 seconds after its signal, Ray's default."""
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    return RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ and "RAY_JOB_STOP_WAIT_TIME_S" not in os.environ
+
+
 @contextmanager
 def own_sigterm_handler() -> Iterator[None]:
     """Keep this process's own handler of SIGTERM, if it has one, while Ray is initialized within the block.

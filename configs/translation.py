@@ -20,7 +20,7 @@ from rlpipe.configs.foreign.data_set_entries import (
     unread_splits,
 )
 from rlpipe.configs.foreign.foreign_run import Computed, ForeignRun, Setting
-from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, ForeignValues
+from rlpipe.configs.foreign.foreign_values import ALGORITHMS, GROUPS, UPDATES, ForeignValues
 from rlpipe.configs.foreign.setting_names import canonical, rule_of
 from rlpipe.configs.foreign.setting_rules import NO_ADAPTER, NO_EFFECT, OFF, Made, Rule, UsedBy
 from rlpipe.configs.options import options
@@ -34,6 +34,7 @@ EMPTY = "it has no value"
 COMPUTED = "the file computes it: set {} yourself"
 FROM_ENVIRONMENT = "a variable that the file does not set: set {} yourself"
 NO_REWARDS = ("scoring.rewards", "the run needs rewards: see scoring.rewards.<name>.path, and docs/rewards.md")
+ONE_PROCESS = "counted for one process, because the file does not say how many there are: {} it by their number"
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
 MAX_COMMENT = 120
@@ -85,8 +86,7 @@ def translate(run: ForeignRun) -> Translation:
         translated = _with_variables(values, value)
         translation.options[name] = MISSING if translated is None else translated
     translation.options |= values.batch
-    if run.num_processes is not None and run.system == "trl":
-        translation.origins[GROUPS] = [f"{run.num_processes} processes"]
+    _note_processes(translation, values)
     for setting in [*run.settings, *values.defaults]:
         _apply_setting(translation, values, setting)
     translation.options.setdefault("model.path", MISSING)
@@ -96,6 +96,19 @@ def translate(run: ForeignRun) -> Translation:
     _drop_refused_options(translation)
     translation.notes += [*equal_weights(values), *unread_files(values), *unread_splits(values), *run.notes]
     return translation
+
+
+def _note_processes(translation: Translation, values: ForeignValues) -> None:
+    """Note for how many processes rows are counted, in the systems that count those of a process."""
+    if values.run.system not in ("trl", "axolotl") or GROUPS not in values.batch:
+        return
+    if values.num_processes is not None:
+        translation.origins[GROUPS] = [f"{values.num_processes} processes"]
+        return
+    of_all = values.samples and values.number("generation_batch_size")
+    option, change = (UPDATES, "divide") if of_all else (GROUPS, "multiply")
+    if option in values.batch:
+        translation.notes.append((f"{option}: {values.batch[option]}", ONE_PROCESS.format(change)))
 
 
 def _fit_micro_batch(translation: Translation) -> None:

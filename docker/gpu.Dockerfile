@@ -7,8 +7,10 @@ WORKDIR /opt/rlpipe
 COPY . .
 RUN python3 -m pip install --editable ".[qlora,zero3,gguf,wandb]"
 
-# docker run --gpus all --shm-size=16g -v "$PWD:/work" rlpipe:gpu train ...; on each further host of a cluster
-# docker run --gpus all --shm-size=16g --network host --entrypoint ray rlpipe:gpu start --address HEAD:6379 --block
+# docker run --gpus all --shm-size=16g -v "$PWD:/work" rlpipe:gpu train ...; on each further host of a cluster, with the
+# folders of the output and of the model at the same paths as on the head, and the head's token:
+# docker run --gpus all --shm-size=16g --network host -v /shared:/shared -e RAY_AUTH_MODE=token \
+#     -v ~/.ray/auth_token:/root/.ray/auth_token:ro --entrypoint ray rlpipe:gpu start --address HEAD:6379 --block
 WORKDIR /work
 ENTRYPOINT ["rlpipe"]
 CMD ["doctor"]

@@ -139,14 +139,22 @@ def _entries(values: ForeignValues) -> list[Mapping[str, Any]]:
     split = values.get("dataset_train_split", "prompt_split", "train_split", "dataset_split", "split")
     split = split[0] if isinstance(split, list) and split else split
     extra = {key: value for key, value in (("name", configuration), ("split", split)) if isinstance(value, str)}
-    files = values.get("data_files")
+    files = values.get("data_files", "data_files.train")
     extra |= {} if files is None else {"data_files": files}
     data_sets: list[Mapping[str, Any]] = [{"path": entry, **extra} for entry in entries]
+    if values.run.system == "openrlhf":
+        data_sets = [{**entry, **_at_folder(entry["path"])} for entry in data_sets]
     return (
         [{**entry, "weight": weight} for entry, weight in zip(data_sets, weights, strict=True) if weight]
         if weights
         else data_sets
     )
+
+
+def _at_folder(path: Any) -> dict[str, str]:
+    """Return the data set and the folder of ``json@folder`` or ``name@folder``, as OpenRLHF writes them."""
+    name, _, folder = path.partition("@") if isinstance(path, str) else ("", "", "")
+    return {"path": name, "data_files": folder} if folder else {}
 
 
 def _listed(values: ForeignValues, name: str) -> list[Mapping[str, Any]]:

@@ -51,7 +51,12 @@ OPENRLHF_MARKS = {
 """Names in a YAML file of OpenRLHF, without their sections, by the method that has them."""
 PAIR_SETTINGS = ("beta", "precompute_ref_log_probs", "label_smoothing", "chosen_key", "rejected_key", "nll_loss_coef")
 """Names that DPO has, and other methods, too."""
-LOSS_TYPES = {"rl": TRL_LOSSES, "sft": ("nll", "chunked_nll", "dft"), "kto": ("kto",), "dpo": PREFERENCE_LOSSES}
+LOSS_TYPES = {
+    "rl": TRL_LOSSES,
+    "sft": ("nll", "chunked_nll", "dft"),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "dpo": PREFERENCE_LOSSES,
+}
 """Values of TRL's ``loss_type`` by the method that has them."""
 GUESSES = {
     "dpo": "taken for DPO: KTO, ORPO and reward models have such options, too; --method names another",

@@ -23,10 +23,12 @@ GROUPS, SIZE, UPDATES = "algorithm.groups_per_step", "algorithm.group_size", "al
 
 
 NULL_IS_A_VALUE = {
-    "trl": ("vllm_importance_sampling_clip_max",),
+    "trl": ("vllm_importance_sampling_clip_max", "max_length"),
     "verl": ("actor.clip_ratio_low", "actor.clip_ratio_high"),
 }
 """Settings for which null is a value, and not the lack of one."""
+ACCELERATE_CONFIGS = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), 8)
+"""Processes of the configs of accelerate that TRL has by name."""
 SWITCHED_ON = ("true", "1", "yes", "on", "auto", "full", "enable", "offload", "offload_disk", "unsloth")
 
 
@@ -117,6 +119,13 @@ class ForeignValues:
         )
 
     @cached_property
+    def num_processes(self) -> int | None:
+        """Processes that the launcher starts, which TRL's commands may be told in a setting; None if not known."""
+        if self.run.num_processes is not None or self.run.system != "trl":
+            return self.run.num_processes
+        return self.number("num_processes") or ACCELERATE_CONFIGS.get(str(self.get("accelerate_config")))
+
+    @cached_property
     def updates_per_step(self) -> int:
         """Updates of the policy in a step of rlpipe, for systems that count updates."""
         if self.run.system in ("verl", "openrlhf"):
@@ -152,7 +161,7 @@ class ForeignValues:
         accumulated = self.number("gradient_accumulation_steps")
         if rows is None or accumulated is None or self.is_packed:
             return {}
-        together = rows * (self.run.num_processes or 1)
+        together = rows * (self.num_processes or 1)
         if not self.samples:
             return {GROUPS: together * accumulated}
         if self.run.method == "online_dpo":

@@ -40,7 +40,9 @@ KL_OF_TOKENS = f"there each token's KL is subtracted after the baseline; {KL_COE
 CRITIC = (
     "algorithm=gae has a critic, a value head on the policy: set algorithm.critic.lr or algorithm.critic.value_clip"
 )
+NO_CRITIC = f"there is no critic, there as here, without {ADVANTAGE}=gae"
 NO_LOSS = f"there is no such loss here; see {NAME}"
+NO_PREFERENCE = f"there is no such loss of this method here; see {PREFERENCE}.loss"
 TRL_LOSSES: Mapping[str, Options] = {
     "grpo": {NAME: "clip", AGGREGATE: "sequence"},
     "bnpo": {NAME: "clip", AGGREGATE: "token"},
@@ -123,13 +125,30 @@ def of_gae(option: str) -> Rule:
     return Rule(option, make)
 
 
+@about("the option")
+def normalized_reward(values: ForeignValues, value: Any) -> Made:
+    """Translate whether OpenRLHF divides rewards by their running deviation."""
+    if not is_on(value):
+        return OFF
+    is_grouped = values.get("advantage_estimator") == "group_norm"
+    return "rewards are as the functions return them" + ("; advantages are normalized within groups" * is_grouped)
+
+
+@about(ADVANTAGE)
+def openrlhf_critic(values: ForeignValues, value: Any) -> Made:
+    """Translate settings of the critic, which has an effect only with the generalized advantage estimates."""
+    if values.get("advantage_estimator") != "gae":
+        return NO_CRITIC
+    return OFF if value is False or value == -1 else CRITIC
+
+
 @about(NAME)
 def trl_loss(values: ForeignValues, value: Any) -> Made:
     """Translate TRL's ``loss_type``, which is of the policy gradient, of preferences or of next tokens."""
     if values.run.method in ("rl", "ebft"):
         return named(NAME, TRL_LOSSES, NO_LOSS).make(values, value)
     if values.run.method in ("cpo", "kto"):
-        return UsedBy("algorithm") if value in ("simpo", "sigmoid", "kto") else NO_LOSS
+        return UsedBy("algorithm") if value in ("simpo", "sigmoid", "kto") else NO_PREFERENCE
     if values.run.method == "sft":
         return "it is the loss here" if value in ("nll", "chunked_nll") else NO_LOSS
     names = value if isinstance(value, list) else [value]
@@ -364,20 +383,14 @@ LOSSES = (
     ),
     SettingRow(trl_combine, "multi_objective_aggregation"),
     SettingRow(without_option(f"see {ADVANTAGE}"), "normalize_advantages", openrlhf="no_advantage_std_norm"),
-    SettingRow(
-        without_option("rewards are as the functions return them; advantages are normalized within groups"),
-        openrlhf="normalize_reward=reward.normalize_enable",
-    ),
+    SettingRow(normalized_reward, openrlhf="normalize_reward=reward.normalize_enable"),
     SettingRow(of_gae("algorithm.advantage.gamma"), verl="algorithm.gamma", openrlhf="gamma"),
     SettingRow(of_gae("algorithm.advantage.lam"), verl="algorithm.lam", openrlhf="lambd"),
     SettingRow(
         of_gae("algorithm.critic.value_clip"), verl="critic.cliprange_value", openrlhf="value_clip=critic.value_clip"
     ),
-    SettingRow(
-        CRITIC,
-        verl="critic.* trainer.critic_warmup",
-        openrlhf="save_value_network freezing_actor_steps critic.* critic_*",
-    ),
+    SettingRow(CRITIC, verl="critic.* trainer.critic_warmup"),
+    SettingRow(openrlhf_critic, openrlhf="save_value_network freezing_actor_steps critic.* critic_*"),
     SettingRow(
         refill,
         verl="algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",

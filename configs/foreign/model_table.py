@@ -31,6 +31,7 @@ LENGTH = (
     "set data.max_prompt_tokens and rollout.sampling.max_tokens; in supervised fine-tuning rows are as long as "
     "learner.max_tokens_per_microbatch allows"
 )
+TRUNCATED = "longer rows are truncated there; here rows above learner.max_tokens_per_microbatch are skipped"
 MARGINS = "algorithm.reward_model.margin_column"
 PRECISION = "set model.dtype to bfloat16, float16 or float32"
 QUANTIZED = "write model=qlora for a base in NF4"
@@ -238,6 +239,11 @@ def total_length(values: ForeignValues, value: Any) -> Made:
     return {"rollout.max_model_len": value} | ({PROMPTS: value - longest} if is_longer else {})
 
 
+@about(PROMPTS)
+def row_length(values: ForeignValues, value: Any) -> Made:
+    return TRUNCATED if values.run.system == "trl" and not values.samples and value is not None else LENGTH
+
+
 @about("rollout.engine")
 def engine(values: ForeignValues, value: Any) -> Made:
     is_vllm = value == "vllm" or is_on(value)
@@ -359,7 +365,8 @@ MODEL = (
 DATA = (
     SettingRow(
         data,
-        "dataset dataset_name dataset_config dataset_config_name name data_files dataset_train_split split",
+        "dataset dataset_name dataset_config dataset_config_name name data_files data_files.train "
+        "dataset_train_split split",
         "data.train_files",
         "prompt_data=data.prompt_dataset dataset dataset_probs prompt_data_probs prompt_split train_split "
         "dataset_split",
@@ -408,7 +415,7 @@ DATA = (
         sampled(prompt_length), "max_prompt_length", "data.max_prompt_length rollout.prompt_length", "prompt_max_len"
     ),
     SettingRow(total_length, openrlhf="max_len"),
-    SettingRow(LENGTH, "max_length max_seq_length sequence_len", "data.max_length"),
+    SettingRow(row_length, "max_length max_seq_length sequence_len", "data.max_length"),
     SettingRow(
         "prompts that are too long are skipped and counted", verl="data.truncation data.filter_overlong_prompts*"
     ),

@@ -7,7 +7,7 @@ from functools import cache
 
 from rlpipe.configs.foreign.correction_table import CORRECTION_SETTINGS
 from rlpipe.configs.foreign.loss_table import CRITIC, LOSSES
-from rlpipe.configs.foreign.model_table import DATA, ENGINES, MODEL, PRECISION, QUANTIZED
+from rlpipe.configs.foreign.model_table import DATA, ENGINES, LENGTH, MODEL, PRECISION, QUANTIZED
 from rlpipe.configs.foreign.setting_rules import Rule, SettingRow
 from rlpipe.configs.foreign.training_table import ACCUMULATION, ALWAYS_PACKED, STEPS, TRAINING, WARMUP
 from rlpipe.configs.options import all_names
@@ -29,6 +29,8 @@ HINTS = {
     **dict.fromkeys(("num_train_epochs", "num_epochs", "num_episodes", "total_epochs"), STEPS),
     **dict.fromkeys(("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio"), WARMUP),
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "micro_batch_size"), ACCUMULATION),
+    **dict.fromkeys(("max_length", "max_seq_length", "sequence_len"), LENGTH),
+    **dict.fromkeys(("critic_warmup", "freezing_actor_steps", "save_value_network"), CRITIC),
     **dict.fromkeys(("packing", "sample_packing"), ALWAYS_PACKED),
     **dict.fromkeys(("batch_size", "train_batch_size", "generation_batch_size"), "algorithm.groups_per_step"),
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "data.roles_to_train"),

@@ -18,12 +18,16 @@ MAX_NUMBER = 2**63
 MAX_FORMULA = 300
 DOLLAR = r"""\$(?P<variable>[A-Za-z_]\w*+|[@*]) | \$\(\((?P<formula>(?&inside))\)\) | \$\{(?P<braces>(?&braced))\}
     | (?P<other>(?&parameter)|.)"""
-UNQUOTED = with_grammar(rf"""(?P<plain>[^\\'"$`]++) | '(?P<literal>[^']*+)' | "(?P<text>(?&quoted))"
+UNQUOTED = with_grammar(rf"""(?P<plain>[^\\'"$`]++) | '(?P<literal>[^']*+)' | \$?"(?P<text>(?&quoted))"
+    | \$'(?P<ansi>(?:[^'\\]++|\\.)*+)'
     | \\(?P<escaped>.?) | {DOLLAR}""")
 QUOTED = with_grammar(rf"""(?P<plain>[^\\$`]++|\\(?![\\"$`\n]).?) | \\(?P<escaped>.) | {DOLLAR}""")
 BRACED = re.compile(
     r"(?P<name>[A-Za-z_]\w*|[@*])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<test>:?[-=?+])(?P<word>.*))?", re.DOTALL
 )
+ESCAPE = re.compile(r"\\(?:x(?P<hex>[0-9a-fA-F]{1,2})|(?P<octal>[0-7]{1,3})|(?P<letter>.))", re.DOTALL)
+CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
+"""Characters that a backslash and a letter stand for in ``$'...'``."""
 BREAK, WORD = "\0", "\1"
 """Positions at which a word ends, and at which there is one even if it is empty."""
 OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
@@ -81,13 +85,13 @@ class Variables:
             raw = f"$HOME{raw[1:]}"
         expanded = []
         for piece in (QUOTED if is_quoted else UNQUOTED).finditer(raw):
-            literal, inside = (None, None) if is_quoted else piece.group("literal", "text")
+            literal, inside, ansi = (None,) * 3 if is_quoted else piece.group("literal", "text", "ansi")
             if inside is not None:
                 expanded.append(self._expand(inside, depth + 1, is_quoted=True, splits=False) if inside else WORD)
             elif piece["variable"] or piece["formula"] or piece["braces"]:
                 expanded.append(self._value(piece, depth, splits=splits, is_quoted=is_quoted))
-            elif literal is not None:
-                expanded.append(WORD + literal)
+            elif literal is not None or ansi is not None:
+                expanded.append(WORD + (literal or ESCAPE.sub(_unescaped, ansi or "")))
             else:
                 expanded.append(piece["plain"] or piece["other"] or (piece["escaped"] or "").replace("\n", ""))
         text = "".join(expanded)
@@ -144,6 +148,16 @@ class Variables:
             return _number(ast.parse(named.strip(), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return None
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return the character that an escape in ``$'...'`` stands for; the escape itself if none is known."""
+    digits = escape["hex"] or escape["octal"]
+    if digits:
+        number = int(digits, 16 if escape["hex"] else 8)
+        return chr(number) if number > ord(WORD) else ""
+    letter = escape["letter"]
+    return letter if letter in "\\'\"?" else CONTROLS.get(letter, escape[0])
 
 
 def _number(node: Any) -> int:

@@ -11,7 +11,7 @@ import regex
 from rlpipe.errors import ConfigError
 
 GRAMMAR = r"""(?(DEFINE)
-    (?P<single>'[^']*+')
+    (?P<single>'[^']*+'|\$'(?:[^'\\]++|\\.)*+')
     (?P<double>"(?&quoted)")
     (?P<quoted>(?:[^"\\$`]++|\\.|(?&parameter)|\$(?![({]))*+)
     (?P<parameter>\$\{(?&braced)\}|\$\((?&inside)\)|`[^`]*+`)

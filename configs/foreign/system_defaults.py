@@ -8,8 +8,9 @@ from typing import Any
 NO_LIMIT = "no limit"
 TRL_ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
 LENGTHS = {"max_prompt_length": NO_LIMIT, "max_completion_length": 512}
-PREFERENCES = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
-TRL_SAMPLING = {**LENGTHS, **PREFERENCES}
+TRL_TRAINING = {"gradient_checkpointing": True, "learning_rate": 1e-6, **TRL_ROWS}
+TRL_SAMPLING = {**LENGTHS, **TRL_TRAINING}
+PREFERENCES = {**TRL_TRAINING, "max_length": 1024}
 GRPO = {"num_generations": 8, "loss_type": "dapo"}
 PEFT_DEFAULT = "those of PEFT"
 AXOLOTL_DEFAULT = "0.03, at most 100 steps"
@@ -45,7 +46,7 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("trl", method): PREFERENCES for method in ("dpo", "kto", "orpo")},
     ("trl", "cpo"): {**PREFERENCES, "beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
     ("trl", "reward_model"): {**PREFERENCES, "learning_rate": 1e-4},
-    ("trl", "process_reward_model"): {**PREFERENCES, "learning_rate": 1e-5},
+    ("trl", "process_reward_model"): {**TRL_TRAINING, "learning_rate": 1e-5},
     ("axolotl", "rl"): {**GRPO, **LENGTHS, "max_completion_length": 256},
     ("axolotl", "ebft"): {"num_generations": 8, "max_completion_length": 256},
     ("axolotl", "simpo"): {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
@@ -108,6 +109,7 @@ INSTEAD = {
         f"actor.optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
     ),
     "warmup_ratio": ("warmup_steps",),
+    "max_length": ("max_seq_length",),
     "kl_estimator": ("use_kl_estimator_k3",),
     "algorithm.rollout_correction.rollout_is": ("actor.tis_imp_ratio_cap", "algorithm.rollout_is"),
     "enable_vllm_is_correction": ("vllm_enable_is_correction",),

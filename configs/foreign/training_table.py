@@ -20,6 +20,7 @@ from rlpipe.configs.foreign.setting_rules import (
     sampled,
     switched,
     text,
+    with_setting,
 )
 from rlpipe.configs.foreign.system_defaults import AXOLOTL_DEFAULT
 
@@ -49,6 +50,8 @@ MEGATRON = "there is no Megatron here: learner=fsdp2_gpu and learner=zero3_gpu s
 OFFLOAD = "set learner.offload, or learner.zero3.offload_optimizer and learner.zero3.offload_parameters"
 GPUS = "set rollout.num_engines and learner.num_ranks, with rollout.num_gpus and learner.num_gpus for each process"
 COLOCATED = "engines and learner share a GPU if rollout.num_gpus and learner.num_gpus are fractions, such as 0.5"
+OWN_GPUS = "engines have GPUs of their own, as a server has: set rollout.num_engines and rollout.num_gpus"
+PROCESSES = "for several GPUs, set learner.num_ranks and learner=fsdp2_gpu or learner=zero3_gpu"
 EPOCHS = "epochs are not counted: set the number of steps"
 EXPORT = "rlpipe export writes a checkpoint for transformers"
 GREEDY = "held-out prompts have one answer of the likeliest tokens"
@@ -118,6 +121,9 @@ def schedule(values: ForeignValues, value: Any) -> Made:
     if value != "cosine_with_min_lr" or not isinstance(options, dict):
         return options
     lowest = values.get("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio", "actor.optim.min_lr_ratio")
+    rates = (values.get("lr_scheduler_kwargs.min_lr"), values.get("learning_rate"))
+    if lowest is None and all(isinstance(rate, int | float) and rate > 0 for rate in rates):
+        lowest = rates[0] / rates[1]
     if lowest is None and values.run.system != "openrlhf":
         return "set learner.schedule.name=cosine, and learner.schedule.min_ratio"
     return {**options, "learner.schedule.min_ratio": 0.1 if lowest is None else lowest}
@@ -203,6 +209,11 @@ def project_of(service: str) -> Rule:
     return Rule("tracking.project", make)
 
 
+@about("rollout.num_engines")
+def engines_mode(values: ForeignValues, value: Any) -> Made:
+    return OWN_GPUS if value == "server" else COLOCATED
+
+
 def clipping(values: ForeignValues, value: Any) -> Made:
     return {NORM: None if value == 0 else value}
 
@@ -272,6 +283,10 @@ TRAINING = (
         "lr_scheduler",
     ),
     SettingRow(
+        with_setting(schedule, "lr_scheduler_type", "lr_scheduler", option="learner.schedule.min_ratio"),
+        "lr_scheduler_kwargs.min_lr",
+    ),
+    SettingRow(
         "learner.schedule.min_ratio",
         "lr_scheduler_kwargs.min_lr_rate cosine_min_lr_ratio",
         "actor.optim.min_lr_ratio",
@@ -310,9 +325,11 @@ TRAINING = (
         verl="trainer.n_gpus_per_node trainer.nnodes",
         openrlhf="actor_num_nodes actor_num_gpus_per_node ref_num_* reward_num_* ref.*",
     ),
+    SettingRow(PROCESSES, "num_processes num_machines accelerate_config"),
+    SettingRow(engines_mode, "vllm_mode"),
     SettingRow(
         COLOCATED,
-        "vllm_mode vllm_enable_sleep_mode",
+        "vllm_enable_sleep_mode",
         openrlhf=(
             "vllm_enable_sleep deepspeed_enable_sleep fsdp2_enable_sleep colocate_all_models=train.colocate_all "
             "colocate_actor_ref colocate_critic_reward"

@@ -140,7 +140,7 @@ class ClusterConfig(Freezable):
     dashboard: bool = option(True, "Start Ray's dashboard with a local cluster.")
     log_to_driver: bool = option(False, "Also print the actors' output in this terminal.")
     schedule_timeout_s: float = option(
-        30.0, "Seconds to wait for resources of an actor before the run ends.", above=0, maximum=MAX_SECONDS
+        30.0, "Seconds to wait for hosts and free resources before the run ends.", above=0, maximum=MAX_SECONDS
     )
     start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0, maximum=MAX_SECONDS)
     step_timeout_s: float = option(

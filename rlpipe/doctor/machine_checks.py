@@ -40,6 +40,8 @@ USED_SHARE = 0.05
 MAX_CLOCK_S = 2.0
 FIRST_YEAR = 2025
 IMPORT_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 5.0
+WITHOUT_PORT = ("auto", "local")
+"""Addresses that Ray resolves itself."""
 
 
 def check_versions() -> Iterator[Observation]:
@@ -243,10 +245,10 @@ def check_network(config: Config | None) -> Iterator[Observation]:
             )
             return
     address = cluster_address(config)
-    if address is None or (host_and_port := _host_and_port(address)) is None:
+    if address is None or address in WITHOUT_PORT:
         yield ok("network", "processes of this machine reach each other")
     elif (unreachable := connection_error(address)) is None:
-        yield ok("network", f"{':'.join(map(str, host_and_port))} answers")
+        yield ok("network", f"{address} answers")
     else:
         yield problem(
             "network",
@@ -260,18 +262,15 @@ def cluster_address(config: Config | None) -> str | None:
     return (config.cluster.address if config is not None else None) or os.environ.get("RAY_ADDRESS") or None
 
 
-def _host_and_port(address: str) -> tuple[str, int] | None:
-    host, separator, port = address.rpartition(":")
-    return (host, int(port)) if separator and "://" not in host and port.isdecimal() else None
-
-
-def connection_error(address: str) -> OSError | None:
-    """Return why nothing can be reached at ``host:port``; None if it can, or if the address has another form."""
-    host_and_port = _host_and_port(address)
-    if host_and_port is None:
+def connection_error(address: str) -> OSError | ValueError | None:
+    """Return why nothing can be reached at the address of a Ray cluster; None if it can, or if Ray will look for it."""
+    if address in WITHOUT_PORT:
         return None
+    host, _, port = address.rpartition(":")
+    if not host or "://" in host or not port.isdecimal():
+        return ValueError("an address is HOST:6379, or auto for the cluster on this machine")
     try:
-        with socket.create_connection(host_and_port, CONNECT_TIMEOUT_S):
+        with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S):
             return None
     except OSError as error:
         return error

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, PlacementGroupID
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -39,6 +39,9 @@ ASYNC_CALLS = 1000
 """Concurrent calls of an actor whose methods are coroutines."""
 END_TIMEOUT_S = 60.0
 """Time limit for the actors of a run to end, in seconds."""
+FIT_POLL_S = 0.5
+"""Seconds between two looks at the resources of a cluster that is too small."""
+ADDRESS_FORMS = "set HOST:6379, the address that `ray start --head` printed, or auto for the cluster on this machine"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -67,9 +70,12 @@ class ResourceRequest:
 def connect(cluster: ClusterConfig, needs: Sequence[ResourceRequest]) -> bool:
     """Join the cluster of the config or of RAY_ADDRESS, or else start a local one; return whether one was started.
 
-    Raises ``ConfigError`` if the run needs more than the cluster has, and ``RunError`` if Ray does not start.
+    Raises ``ConfigError`` if no cluster can be joined at the address or the run needs more than the cluster has, and
+    ``RunError`` if Ray does not start.
     """
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(f"cluster.address={address}: a run can't use Ray Client; {ADDRESS_FORMS}, or submit a job")
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
         hide_lines(REPEATED_LINES)
@@ -86,20 +92,60 @@ def connect(cluster: ClusterConfig, needs: Sequence[ResourceRequest]) -> bool:
             services = private_services() if address is None else nullcontext()
             with preloading.used_by_ray(), services, own_sigterm_handler():
                 ray.init(address or "local", **options)
-        except ConnectionError as error:
-            raise ConfigError(
-                f"cluster.address={address}: no Ray cluster answers there ({error}); "
-                "one with token authentication needs RAY_AUTH_MODE=token in the environment"
-            ) from None
         except Exception as error:  # Ray raises a bare Exception if its processes do not start in time
             if address is not None:
-                raise
+                if (refusal := _join_error(address, error)) is None:
+                    raise
+                raise refusal from None
             raise RunError(
                 f"Ray did not start on this machine ({error}); its logs are under /tmp/ray/session_latest/logs: "
                 "run again, or start it with `ray start --head` and set cluster.address=auto"
             ) from None
-    check_fit(needs, ray.cluster_resources())
+    if starts:
+        check_fit(needs, ray.cluster_resources())
+    else:
+        wait_fit(needs, cluster.schedule_timeout_s)
     return starts
+
+
+def _join_error(address: str, error: Exception) -> ConfigError | None:
+    """Return the error, in one line, for a cluster that can't be joined; None if Ray's own error is of another kind."""
+    reason = " ".join(str(error).split())
+    match error:
+        case ConnectionError():
+            return ConfigError(
+                f"cluster.address={address}: no Ray cluster answers there ({reason}); "
+                "one with token authentication needs RAY_AUTH_MODE=token in the environment"
+            )
+        case RayError() | RuntimeError():  # a missing or wrong token, or another version of Ray or Python
+            return ConfigError(
+                f"cluster.address={address}: Ray can't join the cluster there ({reason}); "
+                "use the token (~/.ray/auth_token) and the versions of Python and Ray of its head"
+            )
+        case ValueError():
+            return ConfigError(f"cluster.address={address} is no address of a Ray cluster ({reason}); {ADDRESS_FORMS}")
+    return None
+
+
+def wait_fit(needs: Sequence[ResourceRequest], timeout_s: float) -> None:
+    """Wait until a joined cluster is large enough, whose hosts may still register or be started by an autoscaler.
+
+    A pending placement group tells the autoscaler what is missing. Raises ``ConfigError`` after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    if (lack := find_lack(needs, ray.cluster_resources())) is None:
+        return
+    logger.warning("%s; waiting up to cluster.schedule_timeout_s=%g seconds for further hosts", lack, timeout_s)
+    demand = placement_group([need.requested for need in needs if need.requested])
+    try:
+        while (lack := find_lack(needs, ray.cluster_resources())) is not None:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{lack}, or raise cluster.schedule_timeout_s={timeout_s:g} if further hosts will join"
+                )
+            time.sleep(FIT_POLL_S)
+    finally:
+        remove_placement_group(demand)
 
 
 def check_fit(needs: Sequence[ResourceRequest], available: Mapping[str, float]) -> None:
@@ -115,6 +161,15 @@ def check_fit(needs: Sequence[ResourceRequest], available: Mapping[str, float]) 
             raise ConfigError(
                 f"the run needs {needed:g} {resource} ({listed}) but the cluster has {amount:g}: {affected[0].remedy}"
             )
+
+
+def find_lack(needs: Sequence[ResourceRequest], available: Mapping[str, float]) -> str | None:
+    """Return what the cluster has too little of, as ``check_fit`` says it; None if the needs fit."""
+    try:
+        check_fit(needs, available)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 class Reservation:

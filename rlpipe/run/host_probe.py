@@ -13,9 +13,8 @@ import ray
 from rlpipe.actors.node_dtypes import start_on_nodes
 from rlpipe.actors.remote import get_remote
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError
 from rlpipe.run import workers
-from rlpipe.run.cluster import check_fit, connect
+from rlpipe.run.cluster import connect, find_lack
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -48,7 +47,9 @@ def probe_cluster(config: Config, file: Path) -> ClusterState:
     connect(config.cluster, [])
     try:
         hosts = [_probe(node, file, config) for node in ray.nodes() if node["Alive"]]
-        return ClusterState(hosts=hosts, lack=_missing_resources(config))
+        generating = workers.generation_needs(config) if config.algorithm.kind == "rl" else []
+        needs = [*generating, *workers.learner_needs(config)]
+        return ClusterState(hosts=hosts, lack=find_lack(needs, ray.cluster_resources()))
     finally:
         if not joined:
             ray.shutdown()
@@ -65,13 +66,3 @@ def _probe(node: Mapping[str, Any], file: Path, config: Config) -> HostState:
     )
     ahead_s = min(0.0, host_time - sent_at) + max(0.0, host_time - time.time())  # the answer was made between the two
     return HostState(address=node["NodeManagerAddress"], ahead_s=ahead_s, sees_file=sees_file)
-
-
-def _missing_resources(config: Config) -> str | None:
-    """Return what the run's processes need beyond the cluster's resources."""
-    generating = workers.generation_needs(config) if config.algorithm.kind == "rl" else []
-    try:
-        check_fit([*generating, *workers.learner_needs(config)], ray.cluster_resources())
-    except ConfigError as error:
-        return str(error)
-    return None

@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe.actors.learner_setup import LearnerSetup
+from rlpipe.actors.ray_internals import is_killed_on_stop
 from rlpipe.actors.remote import get_remote, run_event_loop
 from rlpipe.algorithms.plugins import record_code
 from rlpipe.common import run_files
@@ -79,6 +80,10 @@ logger = logging.getLogger(__name__)
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HOOK_DRAIN_S = 10.0
 """Time that ``scoring.on_rollouts_scored`` has at the end of a run, in seconds."""
+KILLED_ON_STOP = (
+    "`ray job stop` would kill this run 3 seconds after its signal, before the checkpoint is written: submit it with "
+    """--runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "1800"}}'"""
+)
 Result = TypeVar("Result")
 
 
@@ -441,8 +446,8 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
     health = HealthWatch(config, read_rows(run.output / run_files.METRICS))
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions, evaluations, health)
     reporter.start(config.algorithm.num_steps, start.step)
-    gguf_line = describe_gguf(config.model.path)
-    for message in (*start.messages, *([gguf_line] if gguf_line is not None else [])):
+    further = (describe_gguf(config.model.path), KILLED_ON_STOP if is_killed_on_stop() else None)
+    for message in (*start.messages, *(text for text in further if text is not None)):
         reporter.message(message)
     with reporter:
         yield reporter

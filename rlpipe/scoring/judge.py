@@ -113,7 +113,7 @@ class Judge(RewardActor, ABC):
         retries: int = 4,
         concurrency: int = 16,
         cache: str | None = None,
-        api_key_env: str = "OPENAI_API_KEY",
+        api_key_env: str | None = None,
         request: Mapping[str, Any] | None = None,
     ) -> None:
         try:
@@ -127,7 +127,12 @@ class Judge(RewardActor, ABC):
         self._limits: dict[str, Any] = {"timeout_s": timeout_s, "retries": retries, "concurrency": concurrency}
         self._cache = None if engine == "policy" else AnswerCache(cache)
         if url is not None:
-            key = os.environ.get(api_key_env)
+            key = os.environ.get(api_key_env or "OPENAI_API_KEY")
+            if api_key_env is not None and not key:
+                raise ValueError(
+                    f"api_key_env: the environment variable {api_key_env} is not set; export it before the run, or for "
+                    "a job on a cluster, set it in ray job submit --runtime-env-json"
+                )
             headers = {"Authorization": f"Bearer {key}"} if key else None
             self._client: JsonClient | EngineClient = JsonClient(url, headers=headers, **self._limits)
 

@@ -33,8 +33,8 @@ CASES = {
 }
 
 
-def fails(options: list[str], environment: dict[str, str], exit_code: int = 2) -> str:
-    """Return the one line on standard error of a command that ends with the exit code."""
+def fails(options: list[str], environment: dict[str, str], exit_code: int = 2, notice: str = "") -> str:
+    """Return the one line on standard error, after the ``notice``, of a command that ends with the exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "rlpipe", "train", *options],
         env={**os.environ, **environment},
@@ -43,10 +43,12 @@ def fails(options: list[str], environment: dict[str, str], exit_code: int = 2) -
         timeout=300,
     )
     assert done.returncode == exit_code, done.stderr
-    assert done.stderr.startswith("rlpipe: error: ")
-    assert done.stderr.count("\n") == 1
+    *notices, error = done.stderr.splitlines()
+    assert error.startswith("rlpipe: error: ")
+    assert len(notices) == bool(notice)
+    assert all(notice in line for line in notices)
     assert "Traceback" not in done.stdout
-    return done.stderr
+    return error
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,7 @@ def test_a_ray_that_does_not_start_is_one_line(tiny_policy: Path, prompts_file: 
 @pytest.mark.ray
 def test_more_gpus_than_the_cluster_has(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> None:
     options = run_options(tiny_policy, prompts_file, tmp_path, "learner=single_gpu", "rollout.num_gpus=1")
-    address = ray.get_runtime_context().gcs_address
-    error = fails(options, {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"})
+    options.append("cluster.schedule_timeout_s=1")
+    environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"}
+    error = fails(options, environment, notice="waiting up to cluster.schedule_timeout_s=1 seconds for further hosts")
     assert "the run needs 2 GPU (rollout-0 1, learner-0 1) but the cluster has 0" in error

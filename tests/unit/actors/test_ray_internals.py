@@ -1,4 +1,4 @@
-"""Tests of rlpipe's changes to Ray: the limit on the start of a local cluster, and the handler of SIGTERM."""
+"""Tests of rlpipe's changes to Ray, and of what it reads there: the start of a local cluster, SIGTERM, stopped jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from ray._private import services, utils
 
 from rlpipe.actors import ray_internals
-from rlpipe.actors.ray_internals import own_sigterm_handler, private_services
+from rlpipe.actors.ray_internals import is_killed_on_stop, own_sigterm_handler, private_services
 
 NODE = {"node_id": "0"}
 
@@ -69,3 +69,13 @@ def test_a_process_without_a_handler_of_sigterm_has_that_of_ray(restored_sigterm
     with own_sigterm_handler():
         utils.set_sigterm_handler(exit_at)
     assert signal.getsignal(signal.SIGTERM) is exit_at
+
+
+def test_only_a_job_without_a_longer_wait_is_killed_when_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert not is_killed_on_stop()
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert is_killed_on_stop()
+    monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "1800")
+    assert not is_killed_on_stop()

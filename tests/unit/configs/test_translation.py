@@ -698,6 +698,15 @@ NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps
             f"{ROWS}num_generations: 4\nreward_funcs: [one.score, two.score]\n",
             {"scoring.rewards.score.path": "one:score", "scoring.rewards.two_score.path": "two:score"},
         ),
+        (f"{ROWS}packing: false\nnum_processes: 4\n", {"algorithm.groups_per_step": 32}),
+        (f"{ROWS}packing: false\naccelerate_config: zero3\n", {"algorithm.groups_per_step": 64}),
+        (f"{ROWS}packing: false\naccelerate_config: single_gpu\n", {"algorithm.groups_per_step": 8}),
+        (
+            f"{ROWS}packing: true\nlearning_rate: 1.0e-5\nlr_scheduler_type: cosine_with_min_lr\n"
+            "lr_scheduler_kwargs: {min_lr: 1.0e-6}\n",
+            {"learner.schedule.name": "cosine", "learner.schedule.min_ratio": pytest.approx(0.1)},
+        ),
+        (ON_OPENRLHF.replace("rows.jsonl", "json@rows/all"), {"data.path": "rows/all"}),
     ],
 )
 def test_what_a_file_leaves_out_is_its_systems_default(text: str, options: Mapping[str, Any], tmp_path: Path) -> None:
@@ -752,6 +761,8 @@ def test_defaults_of_trl_are_those_of_its_configs() -> None:
         "rloo": trl.RLOOConfig,
         "sft": trl.SFTConfig,
         "dpo": trl.DPOConfig,
+        "kto": trl.KTOConfig,
+        "reward_model": trl.RewardConfig,
     }.items():
         defaults = {field.name: field.default for field in dataclasses.fields(config)}
         for name, value in DEFAULTS["trl", method].items():
@@ -860,6 +871,70 @@ def test_data_sets_that_are_concatenated_are_reported(text: str, is_told: bool, 
     (tmp_path / "run.yaml").write_text(text)
     notes = translate(read_foreign(tmp_path / "run.yaml")).notes
     assert any("there they are concatenated" in reason for _, reason in notes) == is_told
+
+
+ONE_PROCESS, TRUNCATED = "counted for one process, .*: multiply it", "longer rows are truncated there"
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "reason"),
+    [
+        (f"{ROWS}packing: false\n", "algorithm.groups_per_step: 8", ONE_PROCESS),
+        (f"{ON_AXOLOTL}micro_batch_size: 2\n", "algorithm.groups_per_step: 2", ONE_PROCESS),
+        (
+            f"{ROWS}num_generations: 8\ngeneration_batch_size: 64\n",
+            "algorithm.num_minibatches: 8",
+            "one process, .*: divide it",
+        ),
+        (f"{ROWS}packing: false\nnum_processes: 4\n", "num_processes: 4", r"set learner\.num_ranks"),
+        (f"{ROWS}packing: false\n", "max_length: 1024 (default of TRL)", TRUNCATED),
+        (f"{ROWS}beta: 0.2\nmax_length: 99\n", "max_length: 99", TRUNCATED),
+        (f"{ROWS}packing: false\nmax_length: null\n", "max_length", "rows are as long as"),
+        (f"{ROWS}num_generations: 8\nvllm_mode: server\n", "vllm_mode: server", "engines have GPUs of their own"),
+        (f"{ROWS}num_generations: 8\nvllm_mode: colocate\n", "vllm_mode: colocate", "share a GPU"),
+        (
+            f"{ROWS}loss_type: apo_zero_unpaired\n",
+            "loss_type: apo_zero_unpaired",
+            r"of this method here; see algorithm\.preference\.loss",
+        ),
+        (f"{ON_OPENRLHF}normalize_reward: true\n", "normalize_reward: True", "normalized within groups$"),
+        (
+            "pretrain: tiny\nprompt_data: a.jsonl\nnormalize_reward: true\n",
+            "normalize_reward: True",
+            "as the functions return them$",
+        ),
+        (f"{ON_OPENRLHF}freezing_actor_steps: -1\n", "freezing_actor_steps: -1", "no critic, there as here, without"),
+        (
+            "pretrain: tiny\nprompt_data: a.jsonl\nfreezing_actor_steps: 9\n",
+            "freezing_actor_steps: 9",
+            "algorithm=gae has a critic",
+        ),
+        (ON_OPENRLHF.replace("rows.jsonl", "org/rows@part"), "data_files: part", "files of a repository can't be"),
+    ],
+)
+def test_the_reason_of_a_comment_is_that_of_the_method(text: str, setting: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    reasons = [why for name, why in translate(read_foreign(tmp_path / "run.yaml")).notes if name == setting]
+    assert len(reasons) == 1
+    assert re.search(reason, reasons[0])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments", "groups"),
+    [
+        ("trl dpo", "--num_processes 4", 32),
+        ("trl dpo", "--num_processes $GPUS", None),
+        ("accelerate launch --num_processes 4 trl/scripts/dpo.py", "", 32),
+        ("accelerate launch --config_file zero3.yaml trl/scripts/dpo.py", "", None),
+        ("torchrun --nproc-per-node gpu --nnodes 2 trl/scripts/dpo.py", "", None),
+        ("torchrun --nproc-per-node 4 --nnodes 2 trl/scripts/dpo.py", "", 64),
+    ],
+)
+def test_a_batch_of_one_process_is_called_so(launcher: str, arguments: str, groups: int | None, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{launcher} --model_name_or_path tiny --dataset_name d {arguments}\n")
+    made = translate(read_foreign(tmp_path / "run.sh"))
+    assert made.options["algorithm.groups_per_step"] == (groups or 8)
+    assert any(re.search(ONE_PROCESS, reason) for _, reason in made.notes) == (groups is None)
 
 
 @pytest.mark.parametrize("text", ["0.8,0.95", "'(0.8, 0.95)'", "[0.8, 0.95]"])

@@ -266,6 +266,10 @@ def no_cluster(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> N
         options.append(f"cluster.address=127.0.0.1:{server.getsockname()[1]}")
 
 
+def address_of_the_dashboard(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    options.append("cluster.address=http://127.0.0.1:8265")
+
+
 def _with_hosts(patch: pytest.MonkeyPatch, options: list[str], other: HostState) -> None:
     own = HostState(address="10.0.0.1", ahead_s=0.0, sees_file=True)
     patch.setattr("rlpipe.run.host_probe.probe_cluster", lambda config, file: ClusterState(hosts=[own, other]))
@@ -376,6 +380,7 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (gpu_that_is_not_there, "devices", "PROBLEM", r"asks for 1 GPUs, and torch .* is built for CPUs.*CUDA build"),
     (gpu_in_use, "devices", "warning", r"19\.5 GiB of the 22\.5 GiB of GPU 0 are in use; end the programs"),
     (no_cluster, "network", "PROBLEM", r"no Ray cluster answers at 127\.0\.0\.1.*ray start --head"),
+    (address_of_the_dashboard, "network", "PROBLEM", r"at http://127\.0\.0\.1:8265 \(an address is HOST:6379, or auto"),
     (busy_port, "network", "PROBLEM", r"environment\.port: 127\.0\.0\.1:\d+ can't be used here .*set a free port"),
     (folder_of_one_host, "hosts", "PROBLEM", r"host 10\.0\.0\.2 does not see .*all hosts share"),
     (cluster_without_gpus, "hosts", "PROBLEM", r"the run needs 2 GPU \(learner-0 1, .* but the cluster has 0: lower"),

@@ -1,11 +1,19 @@
 """Tests that a run's requests to a cluster are checked before anything starts, and scoring pools follow the config."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+from ray.exceptions import AuthenticationError
 
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
-from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError
-from rlpipe.run.cluster import ResourceRequest, check_fit, shares_gpus
+from rlpipe.run import cluster
+from rlpipe.run.cluster import ResourceRequest, check_fit, connect, shares_gpus, wait_fit
 from rlpipe.run.workers import memory_limit, pool_needs
 from rlpipe.scoring.pools import resolve_pools
 
@@ -28,6 +36,60 @@ def test_more_gpus_than_the_cluster_has_are_named() -> None:
 def test_custom_resources_are_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"needs 1 big_node .* has 0"):
         check_fit([ResourceRequest(name="rollout-0", resources={"big_node": 1.0})], {"CPU": 8.0})
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "127.0.0.1", "ray://127.0.0.1:10001"])
+def test_an_address_of_another_kind_is_refused_in_one_line(address: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^cluster\.address={re.escape(address)}\b.*; set HOST:6379.* or auto"
+    ) as refused:
+        connect(ClusterConfig(address=address), [])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "error", [AuthenticationError("no token\nwas found"), RuntimeError("Version mismatch:\n    Ray: 2.9.0")]
+)
+def test_a_cluster_that_refuses_is_named_in_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cluster.ray, "init", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.address=10\.0\.0\.1:6379: Ray can't .*token.*versions of"
+    ) as refused:
+        connect(ClusterConfig(address="10.0.0.1:6379"), [])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def demand(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Record the placement groups that are made; all must have been removed at the end."""
+    made: list[Any] = []
+    removed: list[Any] = []
+    monkeypatch.setattr(cluster, "placement_group", lambda bundles: made.append(bundles) or bundles)
+    monkeypatch.setattr(cluster, "remove_placement_group", removed.append)
+    monkeypatch.setattr(cluster, "FIT_POLL_S", 0.01)
+    yield made
+    assert removed == made
+
+
+def test_a_joined_cluster_may_grow(
+    demand: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = iter([{"CPU": 8.0}, {"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: next(sizes))
+    wait_fit([ResourceRequest(name="rollout-0", num_gpus=2), ResourceRequest(name="dataset")], 60)
+    assert demand == [[{"GPU": 2}]]
+    (line,) = caplog.messages
+    assert re.search(r"needs 2 GPU .* has 0: .*; waiting up to cluster\.schedule_timeout_s=60 seconds", line)
+
+
+def test_a_joined_cluster_that_stays_too_small_is_refused(demand: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0})
+    with pytest.raises(ConfigError, match=r"needs 2 GPU .* has 0: .*cluster\.schedule_timeout_s=0\.05"):
+        wait_fit([ResourceRequest(name="rollout-0", num_gpus=2)], 0.05)
+    assert len(demand) == 1
 
 
 @pytest.mark.parametrize(("engine", "rank", "shared"), [(0.5, 0.5, True), (1.0, 1.0, False), (0.0, 0.0, False)])

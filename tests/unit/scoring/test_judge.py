@@ -140,6 +140,12 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert [headers.get("authorization") for headers in server.headers] == ["Bearer secret", None]
 
 
+def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"^api_key_env: the environment variable JUDGE_KEY is not set; export it"):
+        NumberJudge(url="http://127.0.0.1:1/v1", model="m", template=TEMPLATE, api_key_env="JUDGE_KEY")
+
+
 def test_a_pattern_finds_the_number() -> None:
     with serving(in_turn(saying("SCORE: 3\nSCORE: 4/5, as 9 of 10 would say"))) as server:
         judge = number_judge(server, minimum=1, maximum=5, pattern=r"SCORE:\s*(\d+)")

@@ -88,6 +88,8 @@ def _trained(text: str) -> list[str]:
         ("a=1 b=2; run $a $b", ["run", "1", "2"]),
         ("f() { run 1; }; f", ["run", "1"]),
         ("x=1 && run $x || run 2", ["run", "1"]),
+        ("run $'it\\'s\\t\\x41\\102 $x\\q' a$'b' \"$'c'\"", ["run", "it's\tAB $x\\q", "ab", "$'c'"]),
+        ('x=1; run $"a $x"', ["run", "a 1"]),
     ],
 )  # fmt: skip
 def test_shell_constructs(script: str, words: list[str]) -> None:

@@ -48,6 +48,10 @@ def translated(text: str, folder: Path) -> Translation:
             {"scoring.rewards.score.path": "my:score", "output": "out", "algorithm.loss.beta": 0.1},
         ),
         (
+            'rows = load_dataset("json", data_files={"train": "x.jsonl"}, split="train")\n' + TRAINER.format("rows"),
+            {"data.path": "x.jsonl"},
+        ),
+        (
             f'args = SFTConfig(eval_strategy="steps")\n{ROWS}SFTTrainer("tiny", args=args, '
             "train_dataset=rows, eval_dataset=rows)\n",
             {"data.held_out.split": None},
