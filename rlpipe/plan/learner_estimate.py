@@ -92,8 +92,16 @@ def _placeholders(policy: MetaPolicy) -> dict[int, int]:
     """Map each layer's unit to the unit that is traced in its place."""
     units = {id(unit.module): index for index, unit in enumerate(policy.units)}
     layers = [units[id(layer)] for layer in find_layers(policy.module.causal_model)]
+    if _depends_on_depth(policy.module.causal_model):
+        return {unit: unit for unit in layers}
     chosen = choose_blocks([policy.kinds.get(unit) for unit in layers])
     return {unit: layers[chosen[index]] for index, unit in enumerate(layers)}
+
+
+def _depends_on_depth(causal: PreTrainedModel) -> bool:
+    """Return whether layers take their part of all layers' embeddings, or the keys and values of earlier layers."""
+    text = causal.config.get_text_config()
+    return any(getattr(text, name, None) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"))
 
 
 @contextmanager
