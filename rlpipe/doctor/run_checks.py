@@ -204,14 +204,18 @@ class RunChecks:
             yield skipped("plan", "this machine has no GPU; rlpipe plan --device NAME plans for another one")
             return
         self.report = make_report(self.config, this_device(self.config))
-        needed = 0
+        needed = None
         for section in self.report.sections:
             needed = section.data.get("num_bytes", needed) if section.name == "machine" else needed
-            if section.data.get("fits") is False:
+            if section.data.get("planned") is False:
+                yield skipped("plan", section.data["reason"])
+            elif section.data.get("fits") is False:
                 changes = [
                     change["change"] if isinstance(change, dict) else change for change in _changes(section.data)
                 ]
                 yield problem("plan", f"{section.title}: {section.data['problem']}", " or ".join(changes[:3]))
+        if needed is None:
+            return
         if needed > free_host_bytes():
             yield warning(
                 "plan",

@@ -1,15 +1,15 @@
 """Memory of a rollout engine: what it is set up with, and where its bytes go.
 
 Sources: grouped-query attention, arXiv:2305.13245; multi-head latent attention, arXiv:2405.04434; gated delta
-networks, arXiv:2412.06464.
+networks, arXiv:2412.06464; Mamba, arXiv:2312.00752; Mamba 2, arXiv:2405.21060.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation, max_sampled_tokens
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.plan.model_shape import ModelShape
+from rlpipe.plan.model_shape import ModelShape, layer_configs
 from rlpipe.rollout.engine import default_sequences, num_slots, slot_rank
 from rlpipe.rollout.serving_choice import Serving, choose_serving
 
@@ -233,6 +233,8 @@ class AttentionLayers:
     """Number of query heads times their size."""
     window: int | None = None
     """Number of last tokens that the layers keep; None: all."""
+    is_shared: bool = False
+    """Whether the layers read the keys and values of earlier ones, and hold none."""
 
     def kept(self, num_tokens: float) -> float:
         return num_tokens if self.window is None else min(num_tokens, self.window)
@@ -244,44 +246,60 @@ class KvCache:
 
     layers: Sequence[AttentionLayers]
     state_bytes: int = 0
-    """Bytes of linear attention's state per sequence, independent of its length."""
+    """Bytes of the state of linear attention or Mamba per sequence, independent of its length."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token that all layers keep."""
-        return sum(layers.count * layers.token_bytes for layers in self.layers)
+        return sum(layers.count * layers.token_bytes for layers in self._held)
+
+    @property
+    def _held(self) -> Iterator[AttentionLayers]:
+        return (layers for layers in self.layers if not layers.is_shared)
 
     def read_bytes(self, num_tokens: float) -> float:
         """Return the bytes that the next token of a sequence of ``num_tokens`` reads."""
-        return self.state_bytes + sum(
-            layers.count * layers.token_bytes * layers.kept(num_tokens) for layers in self.layers
-        )
+        return self._bytes(self.layers, num_tokens)
 
     def held_bytes(self, num_tokens: float) -> int:
         """Return the bytes that a sequence of ``num_tokens`` holds, in whole blocks."""
-        return int(self.read_bytes(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS))
+        return int(self._bytes(self._held, -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS))
+
+    def _bytes(self, layers: Iterable[AttentionLayers], num_tokens: float) -> float:
+        return self.state_bytes + sum(kind.count * kind.token_bytes * kind.kept(num_tokens) for kind in layers)
 
     def attention_flops(self, num_tokens: float) -> float:
         """Return the FLOPs of a token's products with the keys and values of ``num_tokens`` earlier tokens."""
         return sum(4 * layers.count * layers.query_width * layers.kept(num_tokens) for layers in self.layers)
 
 
+LINEAR_KINDS = {"linear_attention", "mamba"}
+"""Kinds of layers that keep a state of fixed size, if their config describes it."""
+MLP_KINDS = {"mlp", "moe"}
+"""Kinds of layers without attention."""
+
+
 def read_kv_cache(described: PreTrainedConfig, *, element_bytes: float, num_devices: int = 1) -> KvCache:
     """Read the cache's layout from a model's config; unknown layers count as full attention, which keeps most."""
     text: Any = described.get_text_config()
-    counts = Counter(_layer_types(text))
-    linear = counts.pop("linear_attention", 0) if hasattr(text, "linear_num_value_heads") else 0
-    layers = [
+    kinds, state = _layer_types(text), _state_bytes(text, element_bytes)
+    first_shared = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    without_keys = MLP_KINDS | LINEAR_KINDS if state else MLP_KINDS
+    counts = Counter(
         AttentionLayers(
-            count=count,
-            token_bytes=_token_bytes(text, element_bytes, num_devices),
-            query_width=-(-text.num_attention_heads * _head_size(text) // num_devices),
-            window=_window(text, layer_type),
+            count=1,
+            token_bytes=_token_bytes(layer, element_bytes, num_devices),
+            query_width=-(-layer.num_attention_heads * _head_size(layer) // num_devices),
+            window=_window(layer, kind),
+            is_shared=index >= first_shared,
         )
-        for layer_type, count in counts.items()
-    ]
-    state_bytes = linear * _state_bytes(text, element_bytes) // num_devices if linear else 0
-    return KvCache(layers=layers, state_bytes=state_bytes)
+        for index, (kind, layer) in enumerate(zip(kinds, layer_configs(text), strict=False))
+        if kind not in without_keys
+    )
+    return KvCache(
+        layers=[replace(layer, count=count) for layer, count in counts.items()],
+        state_bytes=sum(kind in LINEAR_KINDS for kind in kinds) * state // num_devices,
+    )
 
 
 def _layer_types(text: Any) -> list[str]:
@@ -314,11 +332,31 @@ def _head_size(text: Any) -> int:
 
 
 def _state_bytes(text: Any, element_bytes: float) -> int:
-    """Return the bytes per layer and sequence, over all devices: the state, and the convolution's last inputs."""
-    keys = text.linear_num_key_heads * text.linear_key_head_dim
-    values = text.linear_num_value_heads * text.linear_value_head_dim
-    convolved = (2 * keys + values) * (text.linear_conv_kernel_dim - 1)
-    return int(values * text.linear_key_head_dim * STATE_BYTES + convolved * element_bytes)
+    """Return the bytes per layer and sequence, over all devices: the state, and the convolution's last inputs.
+
+    0 if the config has neither the sizes of a gated delta network nor those of Mamba.
+    """
+    if hasattr(text, "linear_num_value_heads"):
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        state, convolved, kernel = values * text.linear_key_head_dim, 2 * keys + values, text.linear_conv_kernel_dim
+    elif (size := _first(text, "ssm_state_size", "mamba_d_state")) is not None:
+        heads = _first(text, "mamba_num_heads", "mamba_n_heads")
+        if heads is None:  # Mamba 1, which convolves its inputs alone
+            channels, groups = _first(text, "mamba_expand", "expand") * text.hidden_size, 0
+        else:
+            channels = heads * _first(text, "mamba_head_dim", "mamba_d_head")
+            groups = _first(text, "n_groups", "mamba_n_groups")
+        state, convolved = channels * size, channels + 2 * groups * size
+        kernel = _first(text, "conv_kernel", "mamba_d_conv")
+    else:
+        return 0
+    return int(state * STATE_BYTES + convolved * (kernel - 1) * element_bytes)
+
+
+def _first(text: Any, *names: str) -> Any:
+    """Return the first of the options that the config has; families name Mamba's sizes differently."""
+    return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
 
 OUTSIDE_TORCH_BYTES = 3 * 2**29

@@ -53,13 +53,17 @@ from rlpipe.plan.learner_time import (
 )
 
 
+class Untraceable(ModelError):
+    """A model that can't be traced without real tensors, and may still be trained."""
+
+
 def trace_policy(
     policy: MetaPolicy, row: Row, config: Config, device: Device, *, compute_dtype: torch.dtype | None
 ) -> Trace:
     """Trace a micro batch that is run as ``row``, with the device's seconds.
 
     Trained weights count in ``compute_dtype``, as if gathered in it; None: in their own dtype, cast during the pass.
-    Raises ``ModelError`` for models whose shapes depend on values, or that can't be traced for another reason.
+    Raises ``Untraceable`` for models whose shapes depend on values, or that can't be traced for another reason.
     """
     module, workload = policy.module, read_workload(config)
 
@@ -74,7 +78,7 @@ def trace_policy(
         with _only_layers(module.causal_model, [indices[unit] for unit in traced]), traceable_experts(module):
             trace = trace_on(device, module, policy.units, loss_of, compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-        raise ModelError(
+        raise Untraceable(
             f"model.path={config.model.path}: a plan can't trace {type(module.causal_model).__name__} without "
             f"real tensors, so the learner is not planned ({describe_error(error)})"
         ) from None
@@ -92,8 +96,16 @@ def _placeholders(policy: MetaPolicy) -> dict[int, int]:
     """Map each layer's unit to the unit that is traced in its place."""
     units = {id(unit.module): index for index, unit in enumerate(policy.units)}
     layers = [units[id(layer)] for layer in find_layers(policy.module.causal_model)]
+    if _depends_on_depth(policy.module.causal_model):
+        return {unit: unit for unit in layers}
     chosen = choose_blocks([policy.kinds.get(unit) for unit in layers])
     return {unit: layers[chosen[index]] for index, unit in enumerate(layers)}
+
+
+def _depends_on_depth(causal: PreTrainedModel) -> bool:
+    """Return whether layers take their part of all layers' embeddings, or the keys and values of earlier layers."""
+    text = causal.config.get_text_config()
+    return any(getattr(text, name, None) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"))
 
 
 @contextmanager
@@ -226,7 +238,7 @@ class LearnerEstimate:
         *rows_with_images, last = full_rows(self.policy.module, self.config.learner.max_tokens_per_microbatch)
         is_timed = self.config.learner.offload == "chunked"
         for row in rows_with_images:
-            with suppress(ModelError):
+            with suppress(Untraceable):
                 return row, self.drafts.trace(self.config, row, is_timed=is_timed)
         return last, self.drafts.trace(self.config, last, is_timed=is_timed)
 

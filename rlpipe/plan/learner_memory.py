@@ -305,7 +305,7 @@ class HostBytes:
     activations: int = 0
     reference: int = 0
     loading: int = 0
-    """The model while it is loaded, if its files have another dtype."""
+    """The model, or later its frozen copy, while it is loaded, if its files have another dtype."""
 
     @property
     def total(self) -> int:
@@ -352,8 +352,10 @@ def plain_memory(
     spread = {"single": _single, "fsdp2": _fsdp2, "zero3": _zero3}[config.learner.strategy]
     memory = spread(policy, config, copy)
     loading = 0 if policy.is_mapped else policy.stored_bytes()
-    if copy is not None and copy.causal_model.config.dtype is not copy.causal_model.dtype:
-        loading += weight_bytes(copy)
+    if copy is not None and (copy.causal_model.config.dtype or copy.compute_dtype) is not copy.causal_model.dtype:
+        # It is loaded after the policy, which is by then on its device.
+        policy_bytes = memory.host.weights + (0 if config.learner.num_gpus else memory.device.weights)
+        loading = max(loading, policy_bytes + weight_bytes(copy))
     return LearnerMemory(
         device=replace(memory.device, activations=activations), host=replace(memory.host, loading=loading)
     )

@@ -11,13 +11,14 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
+from rlpipe.plan.engine_memory import ELEMENT_BYTES
 from rlpipe.plan.learner_estimate import LearnerEstimate
 from rlpipe.plan.learner_plan import MAX_DOUBLED, with_options
 from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.scoring.pools import resolve_pools
 
 RUN_BYTES = 3 * 2**30
-"""Bytes of the driver, of the actors for replay and weights, and of Ray with its object store; an assumption."""
+"""Bytes of the driver, of the actors for replay and weights, and of Ray; an assumption."""
 REWARD_BYTES = 2**30
 """Bytes of a process with reward functions: Python, the tokenizer, torch; an assumption.
 
@@ -83,7 +84,8 @@ def plan_machine(
     ranks = rank_kind(learner.config, learner.memory, learner.budget, device)
     engines = [] if engine is None else [engine]
     scorer_actors = [scorer.actor for scorer in scorers]
-    kinds = [*engines, ranks, *scorer_actors, *_reward_kinds(learner.config, scorers), _run_kind()]
+    rewards = _reward_kinds(learner.config, scorers)
+    kinds = [*engines, ranks, *scorer_actors, *rewards, *_version_kinds(learner), _run_kind()]
     case = MachineEstimate(kinds=kinds, device=device)
     return MachinePlan(
         num_machines=case.num_machines,
@@ -101,6 +103,14 @@ def _describe(case: MachineEstimate) -> str:
 
 def _run_kind() -> ActorKind:
     return ActorKind(name="driver with Ray", count=1, num_gpus=0, gpu_bytes=0, host_bytes=RUN_BYTES)
+
+
+def _version_kinds(learner: LearnerEstimate) -> Iterator[ActorKind]:
+    """Yield the whole models in Ray's object store, on rank 0's machine: the last one, and the next as it is added."""
+    engines = learner.engines
+    if engines is not None and engines.serving.kind == "full" and learner.config.weights.transport == "object_store":
+        num_bytes = learner.policy.num_parameters * ELEMENT_BYTES[engines.dtype]
+        yield ActorKind(name="published version", count=2, num_gpus=0, gpu_bytes=0, host_bytes=num_bytes)
 
 
 def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[ActorKind]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,7 +85,7 @@ class ModelShape:
 
     num_parameters: int
     num_looked_up: int
-    """Parameters of an input embedding that is not tied to the output layer: rows are read, nothing is multiplied."""
+    """Parameters of embeddings that are not tied to the output layer: rows are read, nothing is multiplied."""
     num_in_experts: int
     """Parameters in routed experts."""
     num_experts: int
@@ -96,6 +97,7 @@ class ModelShape:
     """Parameters of a LoRA adapter of rank 1: inputs plus outputs of the layers that engines prepare for adapters."""
     num_layers: int
     num_heads: int
+    """Heads per layer; if layers differ, the greatest number that divides those of each."""
     hidden_size: int
     intermediate_size: int
     """Width that a token passes through in a layer, over all of its experts."""
@@ -120,7 +122,7 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
     num_experts, per_token = _num_experts(text) if experts else (1, 1)
     linear = nf4_parameters(meta) - experts.keys()
     sizes = {name: entry.numel() for name, entry in meta.named_parameters()}
-    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    width = max(_widths(text))
     if experts:
         width = max(width, per_token * getattr(text, "moe_intermediate_size", width))
     return ModelShape(
@@ -132,7 +134,7 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
         num_quantizable=sum(experts.values()) + sum(sizes[name] for name in linear if name in sizes),
         adapter_width=_adapter_width(meta, model.adapter.target_modules),
         num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
+        num_heads=math.gcd(*(layer.num_attention_heads for layer in layer_configs(text))),
         hidden_size=text.hidden_size,
         intermediate_size=width,
         vocab_size=text.vocab_size,
@@ -145,19 +147,30 @@ def meta_described(described: PreTrainedConfig, model: ModelConfig) -> PreTraine
         return meta_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
 
 
+def layer_configs(text: Any) -> Sequence[Any]:
+    """Return the config of each layer; only these have what differs between layers, such as Gemma 4's head size."""
+    return getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+
+
+def _widths(text: Any) -> Iterator[int]:
+    """Yield the widths of the MLPs; Gemma 3n has a list of them."""
+    for layer in layer_configs(text):
+        width = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
+        yield from width if isinstance(width, list) else [width]
+
+
 def _num_experts(text: Any) -> tuple[int, int]:
-    """Return the routed experts of a layer and those per token; models name the former in three ways."""
+    """Return the routed experts of a layer and those per token, which models name in several ways."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     counts = [getattr(text, name) for name in names if getattr(text, name, None)]
-    per_token = getattr(text, "num_experts_per_tok", None)
+    per_token = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
     return (counts[0], per_token) if counts and per_token else (1, 1)
 
 
 def _num_looked_up(meta: PreTrainedModel) -> int:
-    embedding: Any = meta.get_input_embeddings()
-    head: Any = meta.get_output_embeddings()
-    tied = head is None or head.weight is embedding.weight
-    return 0 if tied else embedding.weight.numel()
+    head: Any = meta.get_output_embeddings() or meta.get_input_embeddings()
+    embeddings = [module.weight for module in meta.modules() if isinstance(module, nn.Embedding)]
+    return sum(weight.numel() for weight in embeddings if weight is not head.weight)
 
 
 def _adapter_width(meta: PreTrainedModel, targets: str | Sequence[str]) -> int:

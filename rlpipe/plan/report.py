@@ -17,7 +17,7 @@ from rlpipe.hardware.dtypes import AUTO
 from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.dtype_work import planned_dtype
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache
+from rlpipe.plan.learner_estimate import LearnerEstimate, TraceCache, Untraceable
 from rlpipe.plan.learner_plan import plan_case
 from rlpipe.plan.machine_plan import plan_machine
 from rlpipe.plan.model_shape import describe_offline, read_shape
@@ -77,7 +77,8 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
     yield device_section(device, [config.model.dtype])
     yield model_section(config, described, requested_dtype=requested.model.dtype)
     if config.algorithm.kind == "ebft_strided":
-        yield unplanned_section(config.algorithm.kind)
+        reason = f"algorithm.kind={config.algorithm.kind} samples in the learner, which a plan does not cover"
+        yield unplanned_section(reason)
     elif config.algorithm.kind != "rl":
         case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=None)
         yield learner_section(plan_case(case), device)
@@ -89,13 +90,22 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
 def _make_rl_sections(
     config: Config, requested: Config, described: PreTrainedConfig, device: Device
 ) -> Iterator[Section]:
-    """Yield the sections of an RL run; scorers get the dtypes as requested, because they settle ``auto`` themselves."""
+    """Yield the sections of an RL run; scorers get the dtypes as requested, because they settle ``auto`` themselves.
+
+    If the learner's model can't be traced, the machine and the step are left out.
+    """
     engine = plan_engine(config, described, device)
     yield engine_section(engine, device)
     case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=engine.setup)
-    learner = plan_case(case)
-    yield learner_section(learner, device)
     engines = engine_kind(config, engine)
+    try:
+        learner = plan_case(case)
+    except Untraceable as error:
+        yield unplanned_section(str(error))
+        if scorers := plan_scorers(requested, described, device, [engines]):
+            yield scorers_section(scorers, device)
+        return
+    yield learner_section(learner, device)
     scorers = plan_scorers(requested, described, device, [engines, rank_kind(config, case.memory, case.budget, device)])
     if scorers:
         yield scorers_section(scorers, device)

@@ -177,10 +177,10 @@ def learner_section(plan: LearnerPlan, device: Device) -> Section:
     return Section(name="learner", title="learner", rows=[*_learner_rows(plan, device)], data=_learner_data(plan))
 
 
-def unplanned_section(kind: str) -> Section:
-    """Return the section of an algorithm whose learner is not planned."""
-    text = f"no: algorithm.kind={kind} samples in the learner, which a plan does not cover"
-    return Section(name="learner", title="learner", rows=[("planned", text)], data={"planned": False})
+def unplanned_section(reason: str) -> Section:
+    """Return the section of a learner that is not planned."""
+    data = {"planned": False, "reason": reason}
+    return Section(name="learner", title="learner", rows=[("planned", f"no: {reason}")], data=data)
 
 
 def _learner_data(plan: LearnerPlan) -> dict[str, Any]:

@@ -154,6 +154,22 @@ def test_a_learner_that_is_not_planned_is_named(capsys: pytest.CaptureFixture[st
     assert "no: algorithm.kind=ebft_strided" in capsys.readouterr().out
 
 
+def test_an_engine_is_planned_without_its_learner(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untraceable(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes depend on values")
+
+    monkeypatch.setattr("rlpipe.plan.learner_estimate.trace_on", untraceable)
+    run = ["plan", "experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "--device", "h100-80g"]
+    assert cli.main([*run, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [*found] == ["device", "model", "engine", "learner"]
+    assert found["engine"]["fits"] is True
+    assert found["learner"]["planned"] is False
+    assert "can't trace Qwen3ForCausalLM" in found["learner"]["reason"]
+
+
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "this machine is not measured yet: measure it with rlpipe plan --calibrate, or set --device to one of"

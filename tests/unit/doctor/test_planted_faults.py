@@ -343,6 +343,21 @@ def used_memory(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> 
     patch.setattr(machine_checks, "free_host_bytes", lambda: 2**30)
 
 
+def test_a_model_that_can_not_be_traced_is_no_problem(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def untraceable(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes depend on values")
+
+    monkeypatch.setattr(reward_calls, "called_rewards", lambda rewards: {})
+    monkeypatch.setattr("rlpipe.plan.learner_estimate.trace_on", untraceable)
+    code, found = check(capsys, options)
+    (plan,) = (line for line in found if line["subject"] == "plan")
+    assert plan["status"] == "skipped"
+    assert "a plan can't trace" in plan["text"]
+    assert code == 0
+
+
 FAULTS: list[tuple[Plant, str, str, str]] = [
     (full_disk, "disk", "PROBLEM", r"1\.0 MiB are free .*; free space"),
     (full_temporary_disk, "disk", "PROBLEM", r"ray is 100% full, and Ray starts nothing .*RAY_TMPDIR"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from transformers import Gemma3nTextConfig, Gemma4TextConfig, NemotronHConfig, PreTrainedConfig
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
@@ -90,6 +91,14 @@ def test_a_known_profile_of_vllm_is_met() -> None:
     memory = plan(LLAMA_8B, "model=full", *(f"rollout.engine_args.{name}" for name in engine), device=device).memory
     assert memory.weights_bytes / 2**30 == pytest.approx(14.96, abs=0.01)
     assert memory.kv_bytes / 2**30 == pytest.approx(53.29, rel=0.02)
+
+
+@pytest.mark.parametrize("described", [Gemma4TextConfig(), Gemma3nTextConfig(), NemotronHConfig()])
+def test_models_whose_layers_differ_are_planned(described: PreTrainedConfig) -> None:
+    found = plan_engine(config_of("x"), described, ROUND)
+    assert found.fits
+    assert found.speed is not None
+    assert found.kv_token_bytes < 2**18
 
 
 def test_fewer_slots_and_smaller_types_take_less() -> None:

@@ -142,6 +142,17 @@ def test_a_frozen_copy_is_held_for_the_kl_of_full_training_alone() -> None:
     assert found.time.logprob_s == found.time.forward_s
 
 
+def test_a_reference_is_loaded_after_the_policy_is_on_its_device() -> None:
+    beta, moving = "algorithm.loss.beta=0.1", "algorithm.reference.sync_steps=100"
+    for options in ((beta,), (beta, moving)):  # files in bfloat16 are mapped for a copy in bfloat16
+        assert memory("model=full", *options)[1].loading == 4 * NUM_SMALL
+    on_host = ("learner.strategy=fsdp2", "learner.offload=policy", "learner.num_ranks=2")
+    assert memory("model=full", beta, moving, *on_host)[1].loading == (2 + 4) * NUM_SMALL
+    cpu = replace(H100, name="cpu", kind="cpu", host_memory_bytes=H100.memory_bytes)
+    on_cpu = ("learner.num_gpus=0", "rollout.num_gpus=0")
+    assert memory("model=full", beta, moving, *on_cpu, device=cpu)[1].loading == (4 + 4) * NUM_SMALL
+
+
 def test_precomputed_log_probs_need_no_reference() -> None:
     options = ["algorithm=dpo", "model=full", f"model.path={SMALL}", "model.dtype=bfloat16", *ROWS]
     for precompute, copied in (("false", 2 * NUM_SMALL), ("true", 0)):

@@ -50,6 +50,16 @@ def test_all_actors_of_a_small_run_are_added_up() -> None:
     assert (found.num_machines, found.problem) == (1, None)
 
 
+def test_the_object_store_has_two_versions_of_a_whole_model() -> None:
+    for options in (("model=full",), ("model.adapter.merge=true",)):
+        learner, engine = cases(*options)
+        found = plan_machine(learner, engine, [], H100)
+        stored = next(kind for kind, _ in found.placed if kind.name == "published version")
+        assert (counts(found)[stored.name], stored.host_bytes) == (2, 2 * learner.policy.num_parameters)
+    direct = cases("model=full", "weights.transport=nccl", "rollout.num_gpus=1")
+    assert "published version" not in counts(plan_machine(*direct, [], H100))
+
+
 def test_an_engine_over_several_gpus_has_a_process_for_each() -> None:
     one, two = cases()[1], cases("rollout.tensor_parallel_size=2", "rollout.num_gpus=2")[1]
     assert two.host_bytes == 2 * one.host_bytes

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import DeepseekV3Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3NextConfig
+from transformers import (
+    BambaConfig,
+    DeepseekV3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    JambaConfig,
+    LlamaConfig,
+    MistralConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
 
 from rlpipe.configs.compose import list_groups, load_config
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
@@ -111,6 +122,30 @@ def test_experts_count_as_far_as_they_are_used() -> None:
     assert shape.num_used(1000) == pytest.approx(shape.num_parameters - shape.num_looked_up)
 
 
+GEMMA_4_EXPERTS = Gemma4TextConfig(
+    hidden_size=256,
+    intermediate_size=128,
+    num_hidden_layers=6,
+    hidden_size_per_layer_input=0,
+    enable_moe_block=True,
+    num_experts=128,
+    top_k_experts=8,
+    moe_intermediate_size=64,
+)
+
+
+def test_experts_of_gemma_4_are_counted() -> None:
+    shape = read_shape(GEMMA_4_EXPERTS, ModelConfig(path="x"))
+    assert (shape.num_experts, shape.experts_per_token, shape.intermediate_size) == (128, 8, 8 * 64)
+    assert shape.num_in_experts == 6 * 128 * 3 * 256 * 64
+
+
+def test_embeddings_of_each_layer_are_looked_up() -> None:
+    shape = read_shape(Gemma3nTextConfig(), ModelConfig(path="x"))
+    assert shape.num_looked_up == 262_144 * 35 * 256
+    assert shape.intermediate_size == 16_384
+
+
 def test_an_embedding_that_is_the_output_layer_too_is_used() -> None:
     assert shape_of("Qwen/Qwen3-4B").num_looked_up == 0
     assert shape_of("Qwen/Qwen3-8B").num_looked_up == 151_936 * 4096
@@ -150,6 +185,32 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
     assert windowed.read_bytes(10_000) == windowed.read_bytes(4096)
 
 
+def test_layers_of_two_head_sizes_each_keep_their_own() -> None:
+    described = Gemma4TextConfig(
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        sliding_window=1024,
+    )
+    cache = read_kv_cache(described, element_bytes=2)
+    assert [(kind.count, kind.token_bytes, kind.query_width, kind.window) for kind in cache.layers] == [
+        (50, 2 * 16 * 256 * 2, 32 * 256, 1024),
+        (10, 2 * 4 * 512 * 2, 32 * 512, None),
+    ]
+
+
+def test_layers_that_share_keys_and_values_read_them_and_hold_none() -> None:
+    layer = 2 * 2 * 256 * 2
+    cache = read_kv_cache(Gemma3nTextConfig(), element_bytes=2)  # every fifth of 35 layers is full; the last 15 share
+    assert cache.token_bytes == 20 * layer
+    assert cache.held_bytes(4096) == layer * (4 * 4096 + 16 * 512)
+    assert cache.read_bytes(4096) == layer * (7 * 4096 + 28 * 512)
+
+
 def test_latent_attention_keeps_one_vector_on_every_device() -> None:
     for num_devices in (1, 8):
         cache = read_kv_cache(DeepseekV3Config(), element_bytes=2, num_devices=num_devices)
@@ -161,3 +222,17 @@ def test_linear_attention_keeps_a_state_of_one_size() -> None:
     state = 32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2
     assert cache.state_bytes == 36 * state
     assert cache.read_bytes(1000) == 36 * state + 12 * 2 * 2 * 256 * 2 * 1000
+
+
+def test_mamba_keeps_a_state_of_one_size() -> None:
+    attention = 2 * 8 * 128 * 2
+    nemotron = read_kv_cache(
+        NemotronHConfig(layer_types=["mamba", "moe", "mamba", "attention", "mlp"]), element_bytes=2
+    )
+    state = 128 * 64 * 128 * 4 + (128 * 64 + 2 * 8 * 128) * 3 * 2
+    assert (nemotron.state_bytes, nemotron.token_bytes) == (2 * state, attention)
+    bamba = read_kv_cache(BambaConfig(attn_layer_indices=[3]), element_bytes=2, num_devices=4)
+    state = 128 * 64 * 256 * 4 + (128 * 64 + 2 * 256) * 3 * 2
+    assert (bamba.state_bytes, bamba.token_bytes) == (31 * state // 4, attention // 4)
+    jamba = read_kv_cache(JambaConfig(), element_bytes=2)
+    assert (jamba.state_bytes, jamba.token_bytes) == (28 * (8192 * 16 * 4 + 8192 * 3 * 2), 4 * attention)
