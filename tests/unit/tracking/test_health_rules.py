@@ -282,7 +282,8 @@ def test_chance_on_few_held_out_prompts_is_no_fall(num_prompts: int) -> None:
 def test_a_fall_on_few_held_out_prompts_is_found_once_it_is_large() -> None:
     for fall, expected in ((0.1, []), (0.25, ["held_out_falls"])):
         rows = evaluated([0.3, 0.5, 0.52, 0.52 - fall, 0.5 - fall], "eval/accuracy")
-        assert [finding.rule for _, finding in found_in(make_config(), in_evaluations(rows, num_prompts=100))] == expected
+        found = found_in(make_config(), in_evaluations(rows, num_prompts=100))
+        assert [finding.rule for _, finding in found] == expected
 
 
 def test_held_out_prompts_that_could_not_be_scored_are_no_fall() -> None:
