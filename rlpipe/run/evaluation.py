@@ -127,6 +127,7 @@ class _Evaluation:
         rollouts = [rollout for group in scored for rollout in group]
         metrics = {
             "eval/accuracy": sum(map(self._is_correct, rollouts)) / self._num_groups,
+            "eval/num_prompts": float(self._num_groups),
             "eval/num_failed": float(self._num_groups - len(scored)),
         }
         if scored:

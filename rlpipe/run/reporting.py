@@ -84,8 +84,10 @@ class Reporter:
         self._sync_s = sync_s
 
     def trained(self, report: StepReport) -> None:
+        step = report.step + 1
         for version, evaluation in report.evaluations.items():
-            self.evaluated(version, evaluation)
+            if version < step:  # the initial policy
+                self.evaluated(version, evaluation)
         PHASES.first_step()
         now = time.monotonic()
         tokens = report.metrics.get("num_tokens", 0.0)
@@ -97,7 +99,6 @@ class Reporter:
         }
         self._last = now
         self._num_tokens += tokens
-        step = report.step + 1
         self._tracker.log(step, metrics)
         self._progress.update(step, metrics)
         if rows := self._completions.log(step, report.samples):
@@ -106,6 +107,9 @@ class Reporter:
         if report.samples and now - self._sampled >= SAMPLE_EVERY_S:
             self._sampled = now
             self.message(self._completions.describe(report.samples[0]))
+        for version, evaluation in report.evaluations.items():
+            if version >= step:  # the policy that this step has made
+                self.evaluated(version, evaluation)
 
     def evaluated(self, version: int, metrics: dict[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
         """Log an evaluation, with the answers of engines, if they have given any."""

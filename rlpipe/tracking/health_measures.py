@@ -19,6 +19,8 @@ LEARNED = 0.98
 """Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
 NOISE = 4.0
 """The smallest gain of reward by which a fall is measured, in mean changes from one step to the next."""
+CHANCE = 3.5
+"""Standard deviations of a difference between held-out results up to which it counts as chance."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ class RunHistory:
 
     def mean_change(self, name: str) -> float:
         """Return by how much a metric changes from one step to the next, on average over the latest steps."""
-        return fmean(abs(after - before) for before, after in pairwise(self.latest[name]))
+        return fmean([abs(after - before) for before, after in pairwise(self.latest[name])] or [0.0])
 
     def increase(self, counter: str, steps: int = RECENT) -> float | None:
         """Return by how much a number that only grows has grown in the latest steps."""
@@ -224,19 +226,47 @@ def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def held_out_falls(run: RunHistory) -> float | None:
-    """Return how far the last two evaluations together are below the best two, if training rewards have not fallen."""
-    name = "eval/accuracy" if run.latest["eval/accuracy"] else "eval/reward"
-    evaluated = [(values[name], progress) for values, progress in run.evaluations if name in values]
-    pairs = [((a + b) / 2, progress) for (a, _), (b, progress) in pairwise(evaluated)]
+    """Return how far the last two evaluations together are below the best two, if training rewards have not fallen.
+
+    A fall that so few prompts may show by chance counts as 0. An accuracy that never changes says nothing; then it is
+    the fall of the reward, as a share of twice its standard deviation, which is 1 for rewards of 0 and 1.
+    """
+    results = _held_out(run, "eval/accuracy")
+    is_accuracy = len({round(value, 9) for value, *_ in results}) > 1
+    results = results if is_accuracy else _held_out(run, "eval/reward")
+    pairs = [((a + b) / 2, min(m, n), progress) for (a, m, _), (b, n, progress) in pairwise(results)]
     if len(pairs) < 2:
         return None
-    best, best_progress = max(pairs[:-1], key=lambda pair: pair[0])
-    last, last_progress = pairs[-1]
-    return (
-        best - last
-        if best_progress is not None and last_progress is not None and last_progress >= best_progress
-        else 0.0
-    )
+    best, best_scored, best_progress = max(pairs[:-1], key=lambda pair: pair[0])
+    last, last_scored, last_progress = pairs[-1]
+    mean = (best + last) / 2
+    reward_spread = max(run.reward_spread, NOISE * run.mean_change("reward"))
+    spread = math.sqrt(mean * (1 - mean)) if is_accuracy else reward_spread
+    # The means of two evaluations each have half of one's variance, and their difference has twice theirs.
+    by_chance = CHANCE * spread / math.sqrt(min(best_scored, last_scored))
+    has_progress = best_progress is not None and last_progress is not None and last_progress >= best_progress
+    unit = 1.0 if is_accuracy else 2 * spread
+    return (best - last) / unit if has_progress and unit and best - last > by_chance else 0.0
+
+
+def _held_out(run: RunHistory, name: str) -> list[tuple[float, float, float | None]]:
+    """Return each evaluation's mean over the prompts that could be scored, their number, and the training's progress.
+
+    The number is infinite in logs that lack it; there, evaluations with failures are left out.
+    """
+    results = []
+    for values, progress in run.evaluations:
+        if name not in values:
+            continue
+        mean, failed = values[name], values.get("eval/num_failed", 0.0)
+        prompts = values.get("eval/num_prompts", math.inf)
+        scored = prompts - failed
+        if failed and not 0 < scored < math.inf:
+            continue
+        if failed and name == "eval/accuracy":  # failures count as wrong in it
+            mean *= prompts / scored
+        results.append((mean, scored, progress))
+    return results
 
 
 def overfitting(run: RunHistory) -> float | None:

@@ -50,6 +50,8 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
 )
 """Metrics with their labels and formats, in the order shown."""
+EVALUATED = {"eval/accuracy": "accuracy", "eval/loss": "held-out loss"}
+"""Metrics of evaluations with their labels; of an older version, they are shown with its step."""
 
 
 class RunProgress:
@@ -61,7 +63,7 @@ class RunProgress:
         self._ends: deque[float] = deque(maxlen=PACE_STEPS + 1)
         self._metrics: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
-        self._accuracy: tuple[int, float] | None = None
+        self._evaluated: dict[str, tuple[int, float]] = {}
         self.total = 0
         self.step = 0
 
@@ -71,8 +73,8 @@ class RunProgress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics = {**self._metrics, **metrics}  # another thread, which draws, may be reading the earlier ones
-        if "eval/accuracy" in metrics:
-            self._accuracy = (step, metrics["eval/accuracy"])
+        values = {label: (step, metrics[name]) for name, label in EVALUATED.items() if name in metrics}
+        self._evaluated = {**self._evaluated, **values}
         if step <= self.step:
             return
         self.step = step
@@ -114,13 +116,10 @@ class RunProgress:
             shown += [(name, format_number(value)) for name, value in rewards.items()]
         if self.step_s is not None:
             shown.append(("s/step", f"{self.step_s:.2f}"))
-        return shown + self._accuracy_figure()
-
-    def _accuracy_figure(self) -> list[tuple[str, str]]:
-        if self._accuracy is None:
-            return []
-        step, accuracy = self._accuracy
-        return [("accuracy", f"{accuracy:.3f}" if step == self.step else f"{accuracy:.3f} (step {step})")]
+        return shown + [
+            (label, f"{value:.3f}" if step == self.step else f"{value:.3f} (step {step})")
+            for label, (step, value) in self._evaluated.items()
+        ]
 
     def phases(self) -> list[tuple[str, str]]:
         """Return the names and seconds of the last step's phases, the longest first; phases may overlap."""

@@ -23,6 +23,7 @@ from rich.text import Text
 from rlpipe.common.atomic_io import write_whole
 from rlpipe.common.formatting import drop_output, print_line, printable
 from rlpipe.configs.schema.root_config import TrackingConfig
+from rlpipe.tracking.health_measures import is_evaluation
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.metric_text import PHASE_PREFIX, RunProgress, format_duration, is_phase
 from rlpipe.tracking.phases import PHASES
@@ -82,7 +83,7 @@ class PlainProgress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._view.update(step, metrics)
-        if "eval/accuracy" in metrics or self._is_due(step):
+        if is_evaluation(metrics) or self._is_due(step):
             self._printed_at = self._clock()
             self.message(self._line())
 
@@ -132,7 +133,7 @@ class LiveProgress:
         self._view.update(step, metrics)
 
     def message(self, text: str) -> None:
-        self._live.console.print(printable(text), markup=False, highlight=False)
+        self._live.console.print(printable(text), markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         self._live.stop()

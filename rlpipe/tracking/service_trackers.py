@@ -18,6 +18,8 @@ MAX_PARAMETER_CHARS = 500
 """Characters of a parameter's value, of which MLflow takes no more."""
 MAX_NAME_CHARS = 250
 PARAMETERS_AT_ONCE = 100
+PARENTS = frozenset({"entropy", "kl", "reward"})
+"""Metrics whose names are also the first part of others: MLflow's file store has no file and folder of one name."""
 
 
 class WandbTracker:
@@ -95,7 +97,7 @@ class MlflowTracker:
 
         now = int(time.time() * 1000)
         finite = [(name, value) for name, value in metrics.items() if math.isfinite(value)]
-        entries = [Metric(_mlflow_name(name), value, now, step) for name, value in finite]
+        entries = [Metric(_metric_name(name), value, now, step) for name, value in finite]
         self._client.log_batch(self._id, metrics=entries)
 
     def log_completions(self, table: CompletionTable) -> None:
@@ -107,6 +109,12 @@ class MlflowTracker:
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _metric_name(name: str) -> str:
+    """Return the name of a metric as MLflow takes it, ``reward.greedy`` for ``reward/greedy``."""
+    first, _, rest = name.partition("/")
+    return _mlflow_name(f"{first}.{rest}" if rest and first in PARENTS else name)
 
 
 def _mlflow_name(name: str) -> str:

@@ -28,6 +28,8 @@ from rlpipe.types import NO_VERSION, RolloutStatus
 
 BATCH = 2000
 """Groups that one transaction adds."""
+AT_ONCE = 8
+"""Records that are in memory at a time: one of long episodes has many megabytes."""
 MAX_FUNCTIONS = 32
 """Reward functions that have a column."""
 MAX_START_CHARS = 160
@@ -55,6 +57,7 @@ SELECT group_id, step, state, reason, reward, reward_std, best_reward, num_loss_
     step - nullif(oldest_version, {NO_VERSION}), nullif(oldest_version, {NO_VERSION}), num_rollouts
 FROM groups WHERE group_id >= ? ORDER BY group_id LIMIT {10 * BATCH}
 """
+UNSCORED = "('ADMITTED', 'GENERATED')"
 OPEN = "('ADMITTED', 'GENERATED', 'SCORED')"
 """States of groups that can still change in more than their state."""
 
@@ -101,6 +104,10 @@ class GroupIndex:
         """Text and version of the data of which ``found`` holds the prompts."""
         self.num_indexed = self.num_groups = 0
         """Groups whose records are in the index, and groups in the ledger."""
+        self.read = set[int]()
+        """Groups that were read with their rewards, but come after one without rewards."""
+        self.read_of: tuple[Any, ...] = ()
+        """Identity and incarnation of the ledger that they were read from."""
 
     def _make(self) -> None:
         with closing(sqlite3.connect(self.path, isolation_level=None, timeout=BUSY_TIMEOUT_S)) as connection:
@@ -267,22 +274,42 @@ class _IndexUpdate:
 
     def _read_records(self) -> None:
         """Read the records of groups that had no rewards yet at the last look."""
-        unscored = self._ledger.rows("SELECT min(group_id) FROM groups WHERE state IN ('ADMITTED', 'GENERATED')")[0][0]
+        unscored = self._ledger.rows(f"SELECT min(group_id) FROM groups WHERE state IN {UNSCORED}")[0][0]
         settled = self._index.num_groups if unscored is None else unscored
         start = self._index.num_indexed = int(self._get("first_unscored", 0))
+        source = (self._get("identity"), self._get("incarnation"))
+        is_same = source == self._index.read_of  # else its groups may have been generated again
+        self._index.read = {number for number in self._index.read if is_same and number >= start}
+        self._index.read_of = source
         while not self._stopped():
-            query = "SELECT group_id, record FROM payloads WHERE group_id >= ? ORDER BY group_id LIMIT ?"
-            rows = self._ledger.rows(query, start, BATCH)
-            following = rows[-1][0] + 1 if len(rows) == BATCH else settled
+            query = "SELECT group_id FROM payloads WHERE group_id >= ? ORDER BY group_id LIMIT ?"
+            ids = [number for (number,) in self._ledger.rows(query, start, BATCH)]
             with self._transaction():
-                for group_id, record in rows:
-                    self._add_record(group_id, record)
+                num_added = self._add_records(ids, settled)
+                is_last = num_added == len(ids) < BATCH
+                following = settled if is_last else ids[num_added - 1] + 1
                 self._set(first_unscored=min(following, settled))
             self._index.num_indexed = following
-            if len(rows) < BATCH:
+            if is_last:
                 self._index.num_indexed = self._index.num_groups
                 return
             start = following
+
+    def _add_records(self, ids: Sequence[int], settled: int) -> int:
+        """Add the records of groups, of those from ``settled`` on only once; return how many, fewer once stopped."""
+        query = f"SELECT group_id FROM entries WHERE group_id BETWEEN ? AND ? AND state NOT IN {UNSCORED}"
+        bounds = (max(ids[0], settled), ids[-1]) if ids else (0, -1)
+        scored = {number for (number,) in self._connection.execute(query, bounds)}
+        known = self._index.read & scored
+        for first in range(0, len(ids), AT_ONCE):
+            if first and self._stopped():
+                return first
+            chosen = [number for number in ids[first : first + AT_ONCE] if number not in known]
+            query = f"SELECT group_id, record FROM payloads WHERE group_id IN ({', '.join(map(str, chosen))})"
+            for group_id, record in self._ledger.rows(query) if chosen else ():
+                self._add_record(group_id, record)
+            self._index.read |= scored.intersection(chosen)
+        return len(ids)
 
     def _add_record(self, group_id: int, text: str) -> None:
         try:

@@ -39,6 +39,8 @@ class MetricSeries:
 
     def _forget(self) -> None:
         self._series: dict[str, _Series] = {}
+        self._ends = _Series()
+        """Times of the ends of steps; an evaluation may be of an older version."""
         self._offset, self._inode = 0, -1
         self.last_step = 0
 
@@ -69,6 +71,9 @@ class MetricSeries:
         step = row.get("step")
         if not isinstance(step, int) or abs(step) > LARGEST_STEP:  # no run has written this line
             return
+        if "loss" in row and isinstance(time := row.get("time"), int | float):
+            self._ends.steps.append(step)
+            self._ends.values.append(time)
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float) and not LARGEST < abs(value) < math.inf:
                 series = self._series.setdefault(name, _Series())
@@ -93,7 +98,7 @@ class MetricSeries:
     def step_at(self, moment: float) -> int:
         """Return the step during which something happened at a moment, in seconds since 1970."""
         with self._turn:
-            series = self._series.get("time")
+            series = self._ends if self._ends.steps else self._series.get("time")
             if series is None:
                 return 0
             index = bisect.bisect_left(series.values, moment)

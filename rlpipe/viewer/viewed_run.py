@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from rlpipe.common import run_files
+from rlpipe.common.atomic_io import is_held
 from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
@@ -81,6 +82,8 @@ class ViewedRun:
         self._cached_algorithm: Mapping[str, Any] | None = None
         self._tokenizer: tuple[Any, str, float] = (None, "", 0.0)
         """Tokenizer or None, why it can't be loaded, and when that was tried last; 0 if never."""
+        self._tokenizer_run: Any = None
+        """Id of the run that the tokenizer is of."""
         self._diagnosing = threading.Lock()
         self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), 0.0, [])
 
@@ -188,8 +191,14 @@ class ViewedRun:
         if outcome.state != RUNNING:
             return outcome.state
         if outcome.host == socket.gethostname():
-            return RUNNING if _is_alive(outcome) else "killed"
+            return RUNNING if _is_alive(outcome) or self._is_held() else "killed"
         return RUNNING if time.time() - self._changed_at < QUIET_S else SILENT
+
+    def _is_held(self) -> bool:
+        """Return whether a command holds the folder; its process may be in a container with this host's name."""
+        with suppress(OSError):
+            return is_held(self.folder)
+        return False
 
     @property
     def _algorithm(self) -> Mapping[str, Any]:
@@ -351,9 +360,12 @@ class ViewedRun:
 
     def _find_tokenizer(self) -> tuple[Any, str]:
         """Return the tokenizer, or None and why it can't be loaded, which is tried again after ``TOKENIZER_S``."""
+        with self.ledger() as ledger:
+            run_id = ledger.get("run_id")
         tokenizer, _, tried_at = self._tokenizer
-        if tokenizer is None and (not tried_at or time.monotonic() - tried_at > TOKENIZER_S):
-            self._tokenizer = (*self._open_tokenizer(), time.monotonic())
+        is_due = tokenizer is None and (not tried_at or time.monotonic() - tried_at > TOKENIZER_S)
+        if is_due or run_id != self._tokenizer_run:  # another run may have taken the folder
+            self._tokenizer, self._tokenizer_run = (*self._open_tokenizer(), time.monotonic()), run_id
         return self._tokenizer[:2]
 
     def _open_tokenizer(self) -> tuple[Any, str]:

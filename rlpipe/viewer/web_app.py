@@ -75,7 +75,7 @@ class Guard:
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if name.lower() not in HOSTS:
             return PlainTextResponse(f"this page is only for {', '.join(HOSTS)}\n", 403)
-        token = scope["path"].split("/")[1]
+        token = scope["path"].partition("/")[2].partition("/")[0]  # the path of ``OPTIONS *`` has no slash
         if not hmac.compare_digest(token.encode(errors="replace"), self._token.encode()):
             return PlainTextResponse("wrong token: open the address that `rlpipe view` has printed\n", 401)
         return None

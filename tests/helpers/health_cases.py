@@ -40,6 +40,9 @@ class RecordedEvaluation(dict[str, float]):
         self.names.add(name)
         return 1.0
 
+    def get(self, name: str, default: Any = None) -> float:
+        return self[name]
+
 
 def metrics_read_by(rule: HealthRule) -> set[str]:
     """Return the names of all metrics that a rule reads, in runs of different kinds."""

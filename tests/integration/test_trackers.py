@@ -15,6 +15,7 @@ import pytest
 
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.completion_table import CompletionTable
+from rlpipe.tracking.service_trackers import MlflowTracker
 from rlpipe.tracking.trackers import open_trackers
 
 ROWS = [
@@ -80,6 +81,21 @@ def test_mlflow_has_metrics_parameters_and_completions(tmp_path: Path, monkeypat
     table = json.loads(Path(client.download_artifacts(run.info.run_id, tables[0])).read_text())
     assert table["columns"][:4] == ["step", "prompt", "completion", "reward"]
     assert [row[2] for row in table["data"]] == ["4", "<script>alert(1)</script>"]
+
+
+def test_metrics_whose_name_begins_with_that_of_another_reach_the_files_of_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = MlflowTracker(tmp_path, run_name="test", project="p", config={})
+    tracker.log(1, {"reward/greedy": 1.0})  # the names are those of a batch that also has the shorter ones
+    names = ("entropy", "entropy/coef", "kl", "kl/in_reward", "reward", "reward/greedy", "rewards/sum/mean")
+    tracker.log(2, dict.fromkeys(names, 0.5))
+    (folder,) = tmp_path.glob("mlruns/*/*/metrics")
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    dotted = {"entropy.coef", "kl.in_reward", "reward.greedy", "rewards/sum/mean"}
+    assert files == {"entropy", "kl", "reward", *dotted}
 
 
 def test_mlflow_knows_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

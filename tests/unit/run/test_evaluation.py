@@ -50,7 +50,7 @@ def test_accuracy_counts_every_prompt() -> None:
 
     metrics = asyncio.run(scenario())
     assert metrics["eval/accuracy"] == 0.5
-    assert metrics["eval/num_failed"] == 1
+    assert (metrics["eval/num_prompts"], metrics["eval/num_failed"]) == (4, 1)
     assert metrics["eval/reward"] == pytest.approx((1.0 + 0.95 + 0.5) / 3)
     assert metrics["eval/completions/mean_length"] == 2
     assert metrics["eval/policy_version"] == 7.5

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -261,6 +262,45 @@ def test_noise_on_held_out_rows_is_not(rows: list[Row]) -> None:
     assert found_in(make_config(), rows) == []
 
 
+def in_evaluations(rows: Iterable[Row], **values: float) -> list[Row]:
+    added = {f"eval/{name}": value for name, value in values.items()}
+    return [{**row, **added} if "eval/accuracy" in row else row for row in rows]
+
+
+@pytest.mark.parametrize("num_prompts", [40, 100])
+def test_chance_on_few_held_out_prompts_is_no_fall(num_prompts: int) -> None:
+    """Prompts differ in how often they are answered; the accuracy rises, and then stays."""
+    rng = random.Random(num_prompts)
+    for _ in range(20):
+        easy = [rng.betavariate(0.5, 0.5) for _ in range(num_prompts)]
+        lifts = [0.2 * min(number / 10, 1) for number in range(20)]
+        means = [fmean(rng.random() < p + lift * (1 - p) for p in easy) for lift in lifts]
+        rows = in_evaluations(evaluated(means, "eval/accuracy"), num_prompts=num_prompts)
+        assert "held_out_falls" not in {finding.rule for _, finding in found_in(make_config(), rows)}
+
+
+def test_a_fall_on_few_held_out_prompts_is_found_once_it_is_large() -> None:
+    for fall, expected in ((0.1, []), (0.25, ["held_out_falls"])):
+        rows = evaluated([0.3, 0.5, 0.52, 0.52 - fall, 0.5 - fall], "eval/accuracy")
+        found = found_in(make_config(), in_evaluations(rows, num_prompts=100))
+        assert [finding.rule for _, finding in found] == expected
+
+
+def test_held_out_prompts_that_could_not_be_scored_are_no_fall() -> None:
+    rows = evaluated([0.5, 0.55, 0.54, 0.22, 0.22], "eval/accuracy")
+    assert found_in(make_config(), rows)
+    rows[33:] = in_evaluations(rows[33:], num_failed=600.0)
+    assert found_in(make_config(), rows) == []
+    assert found_in(make_config(), in_evaluations(rows, num_prompts=1000.0)) == []
+
+
+def test_a_reward_counts_where_no_answer_is_ever_correct() -> None:
+    rewards = [-2.0, -1.7, -1.4, -1.8, -2.1]
+    rows = evaluated(rewards, "eval/reward")
+    found = found_in(make_config(), [{**row, "eval/accuracy": 0.0} if "eval/reward" in row else row for row in rows])
+    assert [finding.rule for _, finding in found] == ["held_out_falls"]
+
+
 def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None:
     rows = [{"eval/accuracy": 0.99}, *run_with(ILLNESSES["equal_rewards"])]
     assert found_in(make_config(), rows) == []
@@ -329,7 +369,8 @@ def test_every_metric_that_a_rule_reads_is_found() -> None:
     read = {rule.name: metrics_read_by(rule) for rule in RULES}
     assert read["kl"] == {"kl"}
     assert read["low_reward"] == {"rewards/digits/mean", "rewards/digits/std"}
-    assert read["held_out_falls"] == {"eval/accuracy", "eval/reward", "reward", "loss"}
+    counts = {"eval/num_prompts", "eval/num_failed"}
+    assert read["held_out_falls"] == {"eval/accuracy", "eval/reward", "reward", "loss", *counts}
     assert read["staleness"] == {"time/wait", "time/step", "staleness/mean"}
     assert all(read.values())
     in_steps = {name for name in set().union(*read.values()) if not name.startswith(("eval/", "rewards/digits/"))}

@@ -96,6 +96,8 @@ def test_plain_evaluation_is_printed_at_once() -> None:
     before = stream.getvalue()
     progress.update(23, {"eval/accuracy": 0.71})
     assert "accuracy 0.710" in stream.getvalue().removeprefix(before)
+    progress.update(23, {"eval/loss": 1.25})
+    assert "held-out loss 1.250" in stream.getvalue().splitlines()[-1]
     progress.message("a message [with brackets]")
     assert stream.getvalue().endswith("a message [with brackets]\n")
 
@@ -195,6 +197,7 @@ def test_live_display_shows_the_run() -> None:
     for step in range(1, 31):
         progress.update(step, METRICS)
     progress.message("a message [with brackets]")
+    progress.message("ratios 2:100:1")
     progress.close()
     screen = Console(file=io.StringIO(), width=120)
     screen.print(progress.render())
@@ -202,6 +205,7 @@ def test_live_display_shows_the_run() -> None:
     for part in ("quickstart", "30/60", "reward 0.500", "tokens/s 12,346", "accuracy 0.400 (step 0)", "train 0.25 s"):
         assert part in text
     assert "a message [with brackets]" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "ratios 2:100:1" in console.file.getvalue()  # type: ignore[attr-defined]  # no emoji
     assert "\x1b[?25h" in console.file.getvalue()  # type: ignore[attr-defined]  # the cursor is back
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from viewer_cases import ViewerRun, finished_run
@@ -118,6 +119,39 @@ def test_the_index_follows_a_run_that_continues(tmp_path: Path) -> None:
     assert ids(run, text="What is 4") == [4]
     assert run.index is not None
     assert (run.index.num_indexed, run.index.num_groups) == (8, 8)
+
+
+def test_groups_after_one_that_takes_long_are_read_once_and_a_few_at_a_time(tmp_path: Path) -> None:
+    going = ViewerRun(tmp_path / "run")
+    late, *others = going.admit()
+    going.ledger.generated(others)
+    index, counts = GroupIndex(tmp_path / "index.sqlite", tmp_path / "run"), []
+
+    class Watched(Ledger):
+        def rows(self, query: str, *values: Any) -> list[Any]:
+            found = super().rows(query, *values)
+            counts.extend([len(found)] if "record FROM payloads" in query else [])
+            return found
+
+    with closing(Watched(tmp_path / "run" / "ledger.sqlite", read_only=True)) as ledger:
+        index.update(ledger, (1, 1))
+        assert counts == [3]
+        going.admitted = []
+        going.ledger.scored(others)
+        index.update(ledger, (1, 1))
+        index.update(ledger, (1, 1))
+        assert counts == [3, 3], "those with rewards do not change any more"
+        going.step = 1
+        going.train(5)
+        index.update(ledger, (1, 1))
+        assert (max(counts), sum(counts)) == (8, 3 + 3 + 15), "discarded groups have no records"
+        going.ledger.generated([late])
+        going.ledger.scored([late])
+        index.update(ledger, (1, 1))
+        assert index.num_indexed == index.num_groups == 24
+    with closing(index.connect()) as connection:
+        (num_unread,) = connection.execute("SELECT count(*) FROM entries WHERE prompt IS NULL").fetchone()
+    assert num_unread == 5, "those that were discarded"
 
 
 def test_groups_that_a_resumed_run_releases_are_read_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,9 +22,10 @@ from starlette.testclient import TestClient
 from viewer_cases import ATTACK, ViewerRun, finished_run, picture, recorded_outcome_of
 
 from rlpipe.cli import main
-from rlpipe.common.run_files import EVENTS, OUTCOME
+from rlpipe.common.atomic_io import held
+from rlpipe.common.run_files import EVENTS, LEDGER, OUTCOME
 from rlpipe.errors import Interrupted, RunError
-from rlpipe.replay.ledger.run_ledger import LedgerEvent
+from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.tracking.jsonl import StepLog
 from rlpipe.tracking.outcome import read_outcome
 from rlpipe.viewer import web_app
@@ -32,7 +34,7 @@ from rlpipe.viewer.group_index import GroupIndex
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
 from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
-from rlpipe.viewer.web_app import Refresher, make_app, static_files, to_json
+from rlpipe.viewer.web_app import Guard, Refresher, make_app, static_files, to_json
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -65,6 +67,19 @@ def test_a_wrong_token_gets_401(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 401
     assert "run" not in answer.json() if "json" in answer.headers["content-type"] else "wrong token" in answer.text
+
+
+def test_a_request_for_no_path_gets_401() -> None:
+    async def never(*_: Any) -> None:
+        raise AssertionError
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    sent: list[Any] = []
+    scope = {"type": "http", "method": "OPTIONS", "path": "*", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Guard(never, TOKEN)(scope, never, keep))
+    assert sent[0]["status"] == 401
 
 
 def test_an_address_without_its_last_slash_leads_to_the_page(client: TestClient) -> None:
@@ -251,6 +266,9 @@ def test_a_tokenizer_that_is_missing_leaves_numbers_until_it_is_there(
     assert "".join(group["rollouts"][0]["sequences"][0]["pieces"]) == "It is 2 ☃, says group 1."
     file.unlink()
     assert ask(client, "group", id=1) == group, "it stays once it is known"
+    with closing(Ledger(tmp_path / "run" / LEDGER)) as ledger:
+        ledger.set(run_id="another")
+    assert "can't be loaded" in ask(client, "group", id=1)["tokenizer_problem"], "another run has taken the folder"
 
 
 def test_summaries_series_events_and_parts(client: TestClient) -> None:
@@ -360,6 +378,16 @@ def test_a_process_with_the_number_of_a_dead_driver_is_not_taken_for_it(tmp_path
         assert summary["state"] == "killed"
         assert summary["ended_at"] == pytest.approx((tmp_path / OUTCOME).stat().st_mtime), "it lasts no longer"
         assert [event["time"] for event in run._commands()] == [summary["ended_at"]]
+
+
+def test_a_run_whose_process_is_not_seen_here_is_running_while_it_holds_its_folder(tmp_path: Path) -> None:
+    """Containers with the network of their host have its name, and processes of their own."""
+    with recorded_outcome_of(tmp_path):
+        state = json.loads((tmp_path / OUTCOME).read_text())
+        (tmp_path / OUTCOME).write_text(json.dumps({**state, "pid": 2**22 + 1}))
+        with held(tmp_path):
+            assert ViewedRun(tmp_path, "run").summary()["state"] == "running"
+        assert ViewedRun(tmp_path, "run").summary()["state"] == "killed"
 
 
 def test_the_number_of_steps_of_a_run_without_a_ledger_is_that_of_its_config(tmp_path: Path) -> None:
@@ -613,6 +641,16 @@ def test_long_series_are_means_of_neighbours(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(lines[0] + "\n")  # a run that was resumed has cut it
     series.update()
     assert series.get(["reward"])["reward"]["steps"] == [1]
+
+
+def test_an_evaluation_of_an_older_version_takes_no_event_from_its_step(tmp_path: Path) -> None:
+    steps = [{"step": step, "time": 10.0 * step, "loss": 0.1} for step in range(1, 14)]
+    evaluation = {"step": 9, "time": 127.0, "eval/accuracy": 0.5}
+    for rows, moment, expected in (([*steps[:12], evaluation, steps[12]], 125.0, 13), ([evaluation], 125.0, 9)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        series = MetricSeries(tmp_path / "metrics.jsonl")
+        series.update()
+        assert series.step_at(moment) == expected
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
