@@ -40,12 +40,14 @@ from rlpipe.models.loading import (
     describe_model,
     empty_model,
     has_vision,
+    is_quantized,
     meta_model,
     open_model,
     open_reward_model,
     unknown_token,
     with_dtype,
 )
+from rlpipe.models.model_files import WHOLE_QUANTIZED
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.models.served_weights import ServedWeights
 from rlpipe.types import MicroBatch, WeightsKind
@@ -277,6 +279,8 @@ def load_logprob_model(
     config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
     is_full_training = config.adapter.kind == "none" and not frozen
+    if is_full_training or head != LM_HEAD or config.adapter.merge:
+        _refuse_quantized(config)
     model = _load_model(config, torch.float32 if is_full_training else compute_dtype, head, seed)
     cast(nn.Module, model).to(device)
     turn_off_dropout(model)
@@ -295,6 +299,12 @@ def turn_off_dropout(model: nn.Module) -> None:
         for name, value in vars(child).items():
             if isinstance(value, float) and (name.endswith(DROPOUT) or name in JITTER):
                 setattr(child, name, 0.0)
+
+
+def _refuse_quantized(config: ModelConfig) -> None:
+    """Raise ``ModelError`` if the model's files are quantized, so that it can't be trained or sent whole."""
+    if is_quantized(describe_policy(config)):
+        raise ModelError(f"model.path={config.path}: {WHOLE_QUANTIZED}")
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -> PreTrainedModel:

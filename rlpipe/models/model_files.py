@@ -24,6 +24,11 @@ TOKENIZER_CLASSES = {
 
 QUANTIZATION_OPTIONS = ("quantization_config", "compression_config")
 """Options in a model's config that its weights were quantized with."""
+WHOLE_QUANTIZED = (
+    "its weights are quantized, and can't be trained, sent or saved as a whole: use the unquantized model, or train an "
+    "adapter on it that is not merged"
+)
+"""Problem of a run that does so with a quantized model, and the fix."""
 DEFAULT_WIDTH, MAX_WIDTH = 1024, 2**20
 
 
