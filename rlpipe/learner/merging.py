@@ -45,6 +45,7 @@ from rlpipe.learner.policy import find_source
 from rlpipe.models.adapter import read_adapter, read_peft_config, read_record
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units
 from rlpipe.models.loading import refuse_missing
+from rlpipe.models.model_files import read_json
 from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.models.weight_files import ModelFiles, open_files
 
@@ -215,9 +216,15 @@ MAX_TEXTS, MAX_TEXT_TOKENS = 64, 512
 """Limits on the texts read from a file to measure on."""
 SAMPLED_TEXTS, SAMPLED_TOKENS = 32, 24
 """Number of texts sampled to measure on, and tokens of each; every token costs a pass over the files."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json"),
+    *("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.npz"),
+)
+VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.*")
+TOKENIZER = (*VOCABULARY, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates")
 """Tokenizer files, which the adapter's folder may hold as it was trained with them; they replace the base's."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -401,17 +408,15 @@ def _open_output(output: Path, plan: str) -> Path:
 
 def _copy_other_files(files: ModelFiles, adapter: Path, folder: Path) -> None:
     """Copy the tokenizer, config and other files unchanged, and write a new index."""
-    tokenizer_files = {
-        path.name: path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)
-    }
-    other_files = {
-        path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)
-    }
+    tokenizer_files = {path.name: path for path in adapter.iterdir() if _matches(path, TOKENIZER + CHAT_TEMPLATES)}
+    left_out = WEIGHTS + _replaced_files(adapter)
+    other_files = {path.name: path for path in files.folder.iterdir() if not _matches(path, left_out)}
     for path in (other_files | tokenizer_files).values():
         if folder.resolve().is_relative_to(path.resolve()):
             continue  # the output lies in the base's folder
         if path.is_dir():
-            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            if not path.name.startswith("."):  # such as .git and .cache
+                shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
         else:
             shutil.copy2(path, folder)
     if len(files.by_file) > 1:
@@ -420,3 +425,15 @@ def _copy_other_files(files: ModelFiles, adapter: Path, folder: Path) -> None:
             "weight_map": {name: file for file, names in files.by_file.items() for name in names},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _replaced_files(adapter: Path) -> tuple[str, ...]:
+    """Return patterns of the base's files that would change the adapter's own tokenizer or chat template."""
+    paths, config = list(adapter.iterdir()), adapter / TOKENIZER_CONFIG
+    has_tokenizer = config.exists() and any(_matches(path, VOCABULARY) for path in paths)
+    has_template = bool(read_json(config).get("chat_template")) or any(_matches(path, CHAT_TEMPLATES) for path in paths)
+    return (TOKENIZER if has_tokenizer else ()) + (CHAT_TEMPLATES if has_template else ())
+
+
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)

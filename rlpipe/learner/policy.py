@@ -56,6 +56,9 @@ DROPOUT = ("dropout", "pdrop", "layerdrop")
 JITTER = ("jitter_noise", "input_jitter_noise")
 """Endings and names of the attributes with which transformers' modules add noise in training alone."""
 
+FROZEN_B = "mica"
+"""PEFT's initialization of adapters whose B is never trained, and would be missing in an export."""
+
 
 class Policy:
     """The model being trained; ``model`` is transformers' or PEFT's, and must not be called for its own logits."""
@@ -369,6 +372,8 @@ def _add_adapter(
             settings, tensors = read_adapter(source)
             if drifts is not None and Path(source).is_dir():
                 _check_base(read_record(Path(source)), config, drifts)
+            if settings.init_lora_weights == FROZEN_B:
+                raise ValueError(f"init_lora_weights={FROZEN_B} trains A alone, and rlpipe A and B")
             settings.inference_mode = False
             adapted = PeftModel(model, settings)
             put_tensors(adapted, tensors, name)

@@ -25,7 +25,7 @@ PRECISIONS = ("full", "nf4")
 RECORDED = {"record": FILE}
 """Metadata of the weights of an adapter that is wrong without its record."""
 MAX_NUMBER = 2**31
-KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
+KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal", "mica"}
 """PEFT's initializations that leave the base as it is; the others move a part of its weights into the adapter."""
 AGAIN = "export or download the adapter again"
 

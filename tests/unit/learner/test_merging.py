@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from disk_cases import largest_file
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import KasaConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}},
     "modules to save": {"modules_to_save": ["norm"]},
+    "MiCA": {"init_lora_weights": "mica"},
 }
 
 
@@ -208,6 +211,44 @@ def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: P
     assert not {path.name for path in merged.iterdir()} & {"pytorch_model.bin", "adapter_config.json", merging.PLAN}
 
 
+def test_nothing_of_the_bases_tokenizer_changes_the_adapters(tmp_path: Path) -> None:
+    base, adapter, merged = make_base(tmp_path), tmp_path / "adapter", tmp_path / "merged"
+    make_adapter(base, adapter)
+    (base / "special_tokens_map.json").write_text('{"eos_token": "<of the base>"}')
+    (base / "chat_template.jinja").write_text("the base's")
+    (base / "additional_chat_templates").mkdir()
+    for content, kept in (
+        ({}, {"special_tokens_map.json", "chat_template.jinja", "additional_chat_templates"}),
+        ({"chat_template": "trained with"}, {"special_tokens_map.json"}),
+    ):
+        (adapter / "tokenizer_config.json").write_text(json.dumps(content))
+        merge_adapter(base, adapter, merged)
+        names = {"special_tokens_map.json", "chat_template.jinja", "additional_chat_templates"}
+        assert {path.name for path in merged.iterdir()} & names == kept
+        shutil.rmtree(merged)
+    (adapter / "tokenizer.json").write_text("{}")
+    merge_adapter(base, adapter, merged)
+    assert not {path.name for path in merged.iterdir()} & names
+    assert (merged / "tokenizer.json").read_text() == "{}"
+
+
+def test_weights_in_other_formats_and_histories_stay_behind(tmp_path: Path) -> None:
+    base, merged = make_base(tmp_path), tmp_path / "merged"
+    make_adapter(base, tmp_path / "adapter")
+    for name in (
+        ".git/objects/x",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "onnx/model.onnx_data",
+        "a.h5",
+    ):
+        (base / name).parent.mkdir(exist_ok=True, parents=True)
+        (base / name).touch()
+    merge_adapter(base, tmp_path / "adapter", merged)
+    assert [path.name for path in merged.rglob("*") if path.parent != merged] == ["params.json"]
+    assert not {path.name for path in merged.iterdir()} & {".git", "a.h5"}
+
+
 @pytest.mark.parametrize(
     ("options", "tied", "message"),
     [
@@ -216,6 +257,7 @@ def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: P
         ({"target_modules": ["embed_tokens"]}, True, "changes .*embed_tokens.weight, but the base ties"),
         ({"trainable_token_indices": [1, 2]}, False, "train without trainable_token_indices"),
         ({"layer_replication": [[0, 2], [1, 2]]}, False, "uses layer_replication"),
+        ({"kasa_config": KasaConfig()}, False, "uses kasa_config"),
     ],
 )
 def test_what_cannot_be_merged_exactly_is_refused(
