@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
-from rlpipe.common.hub import model_snapshot
+from rlpipe.common.hub import local_model
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
@@ -41,8 +41,8 @@ from rlpipe.learner.adapter_patches import (
     over_scaled,
 )
 from rlpipe.learner.forward import LmHead
-from rlpipe.learner.policy import find_source
 from rlpipe.models.adapter import read_adapter, read_peft_config, read_record
+from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units
 from rlpipe.models.loading import refuse_missing
 from rlpipe.models.model_files import read_json
@@ -242,6 +242,8 @@ class MergeRequest:
     """Precision of the base in training; None: as the adapter's folder records it, or ``full``."""
     text: Path | None = None
     """File of texts to measure on, one per line; None: texts are sampled from the adapter."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the base."""
 
 
 def merge(request: MergeRequest) -> Iterator[str]:
@@ -252,19 +254,19 @@ def merge(request: MergeRequest) -> Iterator[str]:
     """
     if request.output.exists():
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
-    adapter = _find_folder(request.adapter, "adapter")
+    adapter = local_model(request.adapter, "adapter")
     named, revision = named_base(adapter, request.base)
-    base = _find_folder(named, "--base", revision)
+    base = local_model(model_folder(named), "--base", revision=revision)
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
-    files, model = open_files(base), empty_base(base)
+    files, model = open_files(base), empty_base(base, trust_remote_code=request.trust_remote_code)
     if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):
         model = named_model
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), StreamedModel(model, files, units)
     record = read_record(adapter)
     weights.check_complete(model)
-    adapted, patches = load_adapter(model, adapter, config, tensors)
-    patches = over_scaled(patches, record.weight_scales)
+    adapted, patches, copied = load_adapter(model, adapter, config, tensors)
+    patches = over_scaled(patches | copied, record.weight_scales)
     merges = {"full": patches, "nf4": over_nf4(patches, quantized)}
     trained_on = request.trained_on or record.base_precision
     chosen = request.base_precision or trained_on
@@ -273,20 +275,15 @@ def merge(request: MergeRequest) -> Iterator[str]:
             "--text: nothing is measured for an adapter that was trained on the unchanged base: leave it out"
         )
     if trained_on == "nf4":
-        gap = MergeDifference(model, adapted, weights, live=over_nf4({}, quantized))
-        texts = _read_texts(request.text, base) if request.text is not None else _sample_texts(gap, base)
+        gap = MergeDifference(model, adapted, weights, live=over_nf4(copied, quantized))
+        tokenizer = load_tokenizer(ModelConfig(path=str(base), trust_remote_code=request.trust_remote_code))
+        texts = _read_texts(request.text, tokenizer) if request.text is not None else _sample_texts(gap, tokenizer)
         gaps = gap.measure(texts, merges)
         yield from (f"base in {name}: log-probs differ by {nats:.3g} nats on average" for name, nats in gaps.items())
         chosen = request.base_precision or min(gaps, key=gaps.__getitem__)
     plan = _describe(files, adapter, chosen)
     write_merged(files, units, merges[chosen], adapter, request.output, plan)
     yield f"merged into the base in {chosen}: {request.output}"
-
-
-def _find_folder(path: str, option: str, revision: str | None = None) -> Path:
-    """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
-    source = Path(find_source(path, option, revision=revision))
-    return source if source.is_dir() else Path(model_snapshot(path, revision=revision))
 
 
 def named_base(adapter: Path, wanted: str | None = None) -> tuple[str, str | None]:
@@ -299,8 +296,7 @@ def named_base(adapter: Path, wanted: str | None = None) -> tuple[str, str | Non
     return base, config.revision if base == named else None
 
 
-def _read_texts(path: Path, base: Path) -> TextBatch:
-    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+def _read_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> TextBatch:
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -312,8 +308,7 @@ def _read_texts(path: Path, base: Path) -> TextBatch:
     return fill_up(texts)
 
 
-def _sample_texts(gap: MergeDifference, base: Path) -> TextBatch:
-    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+def _sample_texts(gap: MergeDifference, tokenizer: PreTrainedTokenizerBase) -> TextBatch:
     start = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return gap.sample(num=SAMPLED_TEXTS, num_tokens=SAMPLED_TOKENS, start=start)
 
@@ -362,7 +357,8 @@ def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Map
         for name, source in sources.items():
             if restored[name].shape != source.shape:
                 raise ModelError(f"{unit.target} can't be merged: {name} would change its shape")
-    if unmatched:
+    tied: Mapping[str, str] = (units[0].model.all_tied_weights_keys or {}) if units else {}
+    if unmatched := {name for name in unmatched if tied.get(name) not in patches}:
         raise ModelError(f"{files.folder} lacks parameters that the adapter changes: {', '.join(sorted(unmatched))}")
     return changed
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpipe.algorithms.features import layer_indices
-from rlpipe.common.hub import hub_has, model_snapshot
+from rlpipe.common.hub import hub_has, local_model, model_snapshot
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, allows_flex_attention, reentrant_checkpointing
@@ -368,10 +368,10 @@ def _add_adapter(
     hint = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
     with reading_files(f"{name} can't be loaded", f"give one that fits the model{hint}", error=ModelError):
         if config.path is not None:
-            source = find_source(config.path, "model.adapter.path")
-            settings, tensors = read_adapter(source)
-            if drifts is not None and Path(source).is_dir():
-                _check_base(read_record(Path(source)), config, drifts)
+            folder = local_model(config.path, "model.adapter.path")
+            settings, tensors = read_adapter(str(folder), name)
+            if drifts is not None:
+                _check_base(read_record(folder), config, drifts)
             if settings.init_lora_weights == FROZEN_B:
                 raise ValueError(f"init_lora_weights={FROZEN_B} trains A alone, and rlpipe A and B")
             settings.inference_mode = False

@@ -23,8 +23,10 @@ from transformers import (
     set_seed,
 )
 
+from rlpipe.common import hub
 from rlpipe.errors import ModelError, RunError
 from rlpipe.learner import merging
+from rlpipe.learner.adapter_patches import empty_base, is_made_for
 from rlpipe.learner.merging import MergeRequest, merge, write_file
 from rlpipe.models.adapter import WEIGHTS_FILE
 from rlpipe.models.tiny_model import make_tiny_policy
@@ -138,12 +140,12 @@ def test_the_revision_that_an_adapter_names_is_merged_into(
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     fetched: list[tuple[str, str | None]] = []
 
-    def fetch(name: str, *, revision: str | None = None) -> str:
+    def fetch(name: str, *, revision: str | None, only_cached: bool) -> str:
         fetched.append((name, revision))
         return str(base)
 
-    monkeypatch.setattr(merging, "find_source", lambda path, option, revision=None: path)
-    monkeypatch.setattr(merging, "model_snapshot", fetch)
+    monkeypatch.setattr(hub, "hub_has", lambda *_, **__: True)
+    monkeypatch.setattr(hub, "model_snapshot", fetch)
     list(merge(MergeRequest(adapter=str(adapter), output=tmp_path / "merged", base=wanted)))
     assert fetched == [expected]
 
@@ -209,6 +211,77 @@ def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: P
     assert (merged / "LICENSE").read_text() == "free"
     assert (merged / "chat_template.jinja").read_text() == "the one trained with"
     assert not {path.name for path in merged.iterdir()} & {"pytorch_model.bin", "adapter_config.json", merging.PLAN}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_embeddings_beside_an_adapter_are_merged(tmp_path: Path, tied: bool) -> None:
+    base, adapter = make_biased(tmp_path, tied=tied), tmp_path / "adapter"
+    adapted = make_adapter(base, adapter, target_modules=["q_proj"])
+    for embeddings in (adapted.get_input_embeddings(), adapted.get_output_embeddings()):
+        embeddings.weight.data += 0.5
+    adapted.save_pretrained(adapter, save_embedding_layers=True)
+    assert {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"} & load_file(
+        adapter / WEIGHTS_FILE
+    ).keys()
+    merge_adapter(base, adapter, tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_embeddings_of_a_resized_base_name_the_size(tmp_path: Path) -> None:
+    base, adapter = make_biased(tmp_path), tmp_path / "adapter"
+    adapted = make_adapter(base, adapter, target_modules=["q_proj"])
+    adapted.resize_token_embeddings(44)
+    adapted.save_pretrained(adapter, save_embedding_layers=True)
+    with pytest.raises(
+        ModelError, match=r"shape \[44, 32\], and the base has \[40, 32\]: resize the base to 44 tokens"
+    ):
+        merge_adapter(base, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}])
+def test_the_class_that_an_adapter_is_made_for_is_told_by_loras_names_alone(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    make_adapter(make_biased(tmp_path), tmp_path / "adapter", **{"target_modules": ["q_proj"]} | options)
+    names = load_file(tmp_path / "adapter" / WEIGHTS_FILE).keys()
+    model = empty_base(tmp_path / "base")
+    assert is_made_for(model, names)
+    assert not is_made_for(model, [name.replace("model.layers", "model.language_model.layers") for name in names])
+
+
+def test_a_base_with_its_own_code_is_merged_if_it_is_trusted(tmp_path: Path) -> None:
+    base, adapter, merged = make_biased(tmp_path), tmp_path / "adapter", tmp_path / "merged"
+    adapted = make_adapter(base, adapter, target_modules=["q_proj"])
+    (base / "own.py").write_text(
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "class OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+        "class OwnModel(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((base / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (base / "config.json").write_text(
+        json.dumps(config | {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes})
+    )
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        merge_adapter(base, adapter, merged)
+    list(merge(MergeRequest(adapter=str(adapter), output=merged, base=str(base), trust_remote_code=True)))
+    state = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True).state_dict()
+    expected = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+def test_an_index_that_was_left_behind_is_ignored(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    adapted = make_adapter(base, tmp_path / "adapter")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    index = (base / "model.safetensors.index.json").read_text()
+    whole.save_pretrained(base)
+    (base / "model.safetensors.index.json").write_text(index)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert [path.name for path in (tmp_path / "merged").glob("*.safetensors*")] == ["model.safetensors"]
+    assert_same(tmp_path / "merged", adapted)
 
 
 def test_nothing_of_the_bases_tokenizer_changes_the_adapters(tmp_path: Path) -> None:
