@@ -53,11 +53,11 @@ def add_run_arguments(parser: OneLineParser, *, takes_runs: bool = False) -> Non
 
 
 def add_trust_argument(parser: OneLineParser) -> None:
-    """Add the flag without which the config of a checkpoint or ledger can't have a model's own code executed."""
+    """Add the flag without which a model's own code is not executed, even if a checkpoint's config wants it."""
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run the model's own code if the run did (model.trust_remote_code)",
+        help="run the code that comes with the model, as model.trust_remote_code does",
     )
 
 

@@ -54,6 +54,7 @@ def add_generate(commands: Commands) -> None:
     parser.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="an image before each prompt; may be repeated"
     )
+    add_trust_argument(parser)
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, each on its own line")
     parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="default: read from standard input")
@@ -76,6 +77,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     request = SamplingRequest(
         model=arguments.model,
         adapter=arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
         engine=arguments.engine,
         dtype=dtype,
         tensor_parallel_size=arguments.tensor_parallel,
@@ -132,6 +134,7 @@ def add_merge(commands: Commands) -> None:
         metavar="FILE",
         help="file with texts to measure on, one per line; default: texts sampled from the policy, which is slower",
     )
+    add_trust_argument(parser)
 
 
 def run_merge(arguments: argparse.Namespace) -> None:
@@ -144,6 +147,7 @@ def run_merge(arguments: argparse.Namespace) -> None:
         base_precision=arguments.base_precision,
         trained_on=arguments.trained_on,
         text=None if arguments.text is None else Path(arguments.text),
+        trust_remote_code=arguments.trust_remote_code,
     )
     for line in merge(request):
         print(line, flush=True)

@@ -40,6 +40,8 @@ class SamplingRequest:
     model: str
     """Folder or hub id of the policy."""
     adapter: str | None = None
+    trust_remote_code: bool = False
+    """Run the code that comes with the model."""
     engine: str = "auto"
     dtype: str = "auto"
     """Type to compute in; auto: bfloat16 if this machine is faster in it, else float32."""
@@ -125,7 +127,11 @@ def sampling_dtype(model: str, asked: str) -> tuple[str, str | None]:
 def model_config(request: SamplingRequest) -> ModelConfig:
     adapter = AdapterConfig(kind="none") if request.adapter is None else read_adapter_config(request.adapter)
     return ModelConfig(
-        path=model_folder(request.model), dtype=request.dtype, images=bool(request.images), adapter=adapter
+        path=model_folder(request.model),
+        dtype=request.dtype,
+        images=bool(request.images),
+        adapter=adapter,
+        trust_remote_code=request.trust_remote_code,
     )
 
 

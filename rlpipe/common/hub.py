@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from rlpipe.errors import InputError
+from rlpipe.common.imports import reading_files
+from rlpipe.errors import InputError, ModelError
 
 TIMEOUT_S = 10.0
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py", "adapter_model.bin"]
@@ -73,3 +74,18 @@ def model_snapshot(repository: str, *, revision: str | None = None, only_cached:
         if not only_cached:
             raise
         return found.snapshot_path
+
+
+def local_model(path: str, option: str, *, revision: str | None = None) -> Path:
+    """Return the folder of a model or an adapter: ``path``, or its copy in the hub's cache, which is fetched if needed.
+
+    Raises ``ModelError``, which begins with the ``option``, if there is none, or if the hub does not give it.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    is_online = hub_has(path, kind="model", option=option, error=ModelError, revision=revision)
+    problem = "can't be fetched from the hub" if is_online else "is no folder here, and the hub can't be reached"
+    fix = "log in with `hf auth login` if it is private or gated, or give a folder"
+    with reading_files(f"{option}: {path} {problem}", fix, error=ModelError):
+        return Path(model_snapshot(path, revision=revision, only_cached=not is_online))

@@ -32,6 +32,7 @@ from rlpipe.replay.ledger.restore import why_unusable
 from rlpipe.run.prepare import (
     Run,
     check_adapter_targets,
+    check_base,
     check_context,
     check_reward_columns,
     collect_rewards,
@@ -126,6 +127,7 @@ class RunChecks:
         run = prepare_run(self.config)
         tokenizer = load_tokenizer(run.model)
         self.run = run
+        check_base(run)
         if self.config.algorithm.kind == "rl":
             check_context(run)
             check_adapter_targets(run)

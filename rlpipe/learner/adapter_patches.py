@@ -32,52 +32,54 @@ from rlpipe.models.adapter import ADAPTER, put_tensors
 from rlpipe.models.hf_weight_map import to_files, untied_state
 from rlpipe.models.loading import COMPLETE, describe_model, empty_model, is_quantized, placeholder
 from rlpipe.models.nf4 import from_nf4, nf4_layers, nf4_round_trip
-from rlpipe.models.served_weights import PREFIX, changed_tie
+from rlpipe.models.served_weights import NESTED, PREFIX, changed_tie
 from rlpipe.weights.buckets import UNMERGEABLE
 
 Patch = Callable[[Tensor], Tensor]
 """Function from a parameter of the base, which it may change in place, to the merged parameter."""
 UNQUANTIZED = "merge into the model that it was made from (--base)"
 """Fix for a base whose weights are rounded, in which the merge would be rounded, too."""
-BASE_COPY = ".base_layer.weight"
+LORA, BASE_COPY = ".lora_", f"{NESTED}.weight"
 
 
-def empty_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
+def empty_base(folder: Path, *, as_named: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the empty model that a folder's config describes.
 
     For a model of images and text, this is the text-only class if there is one, which rlpipe's learner trains. With
     ``as_named``, it is the class that the config names, which other trainers put their adapters on.
     """
     with reading_files(f"the base {folder} can't be used", COMPLETE, error=ModelError):
-        config = describe_model(str(folder), ModelConfig(), f"the base {folder}")
+        described = ModelConfig(trust_remote_code=trust_remote_code)
+        config = describe_model(str(folder), described, f"the base {folder}")
         if is_quantized(config):
             raise ModelError(f"the base {folder} is quantized: {UNQUANTIZED}")
         named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        return empty_model(config, named if as_named else None)
+        return empty_model(config, named if as_named else None, trust_remote_code=trust_remote_code)
 
 
 def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
-    """Return whether the model has every module that the adapter's tensor names refer to."""
+    """Return whether the model has every module that the names of LoRA's tensors refer to."""
     modules = {f"{PREFIX}{name}" for name, _ in model.named_modules()}
-    return {name.partition(".lora_")[0] for name in tensors} <= modules
+    return {name.partition(LORA)[0].replace(NESTED, "") for name in tensors if LORA in name} <= modules
 
 
 def load_adapter(
     model: PreTrainedModel, adapter: Path, config: PeftConfig, tensors: Mapping[str, Tensor]
-) -> tuple[PeftModel, dict[str, Patch]]:
-    """Put the adapter on ``model``; return it with a patch for each changed parameter, by its name in ``model``.
+) -> tuple[PeftModel, dict[str, Patch], dict[str, Patch]]:
+    """Put the adapter on ``model``; return it with patches for changed parameters, by their names in ``model``.
 
+    The last are those of embeddings that PEFT saved beside the adapter, which are the base's also without the adapter.
     Raises ``ModelError``, with the names, if the adapter has unexpected tensors or lacks some, if it can't be merged
     exactly, or if it changes a parameter that is tied to another.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    adapted = _attach_adapter(model, adapter, config, tensors)
+    adapted, copies = _attach_adapter(model, adapter, config, tensors)
     patches = {
         f"{names[id(base)]}.{parameter}": patch
         for module in adapted.modules()
         for base, parameter, patch in patches_of(module)
     }
-    if not patches:
+    if not patches and not copies:
         raise ModelError(f"the adapter {adapter} changes no parameter of {type(model).__name__}")
     if tied := changed_tie(model, patches):
         name, tied_name = tied
@@ -85,18 +87,49 @@ def load_adapter(
             f"the adapter {adapter} changes {name}, but the base ties it to {tied_name}, and both would change: save "
             "the base with tie_word_embeddings=false, and merge into that"
         )
-    return adapted, patches
+    return adapted, patches, _copying_patches(model, copies)
 
 
 def _attach_adapter(
     model: PreTrainedModel, folder: Path, config: PeftConfig, tensors: Mapping[str, Tensor]
-) -> PeftModel:
+) -> tuple[PeftModel, dict[str, Tensor]]:
+    """Put the adapter on ``model``; return it, and its copies of the base's own parameters, by their names there."""
     subject = f"the adapter {folder}"
     with reading_files(f"{subject} does not fit the base", "give the base that it was trained on", error=ModelError):
         adapted = PeftModel(model, replace(check_mergeable(config), init_lora_weights=False), ADAPTER)
+        parameters = dict(adapted.named_parameters(remove_duplicate=False))
+        copied = [name for name in tensors if name in parameters and NESTED not in name]
+        for name in copied:
+            _check_size(name, tensors[name], parameters[name])
         _allocate_embeddings(adapted, tensors)
-        put_tensors(adapted, tensors, subject)
-    return adapted.eval()
+        put_tensors(adapted, {name: tensor for name, tensor in tensors.items() if name not in copied}, subject)
+    return adapted.eval(), {name.removeprefix(PREFIX): tensors[name] for name in copied}
+
+
+def _check_size(name: str, copy: Tensor, parameter: Tensor) -> None:
+    if copy.shape != parameter.shape:
+        raise ModelError(
+            f"the adapter holds {name} of shape {list(copy.shape)}, and the base has {list(parameter.shape)}: resize "
+            f"the base to {len(copy)} tokens (resize_token_embeddings), save it, and merge into that (--base)"
+        )
+
+
+def _copying_patches(model: PreTrainedModel, copies: Mapping[str, Tensor]) -> dict[str, Patch]:
+    """Return patches that replace the base's embeddings by the copies that PEFT saved with an adapter.
+
+    Raises ``ModelError`` for different copies of tied embeddings.
+    """
+    patches = {name: _replacing_patch(copy) for name, copy in copies.items()}
+    for name, tied_name in (model.all_tied_weights_keys or {}).items():
+        present = [copies[key] for key in (name, tied_name) if key in copies]
+        if len(present) > 1 and not torch.equal(*present):
+            raise ModelError(
+                f"the adapter holds different {name} and {tied_name}, which the base ties: save the base with "
+                "tie_word_embeddings=false, and merge into that"
+            )
+        if present:
+            patches[name] = patches[tied_name] = _replacing_patch(present[0])
+    return patches
 
 
 def check_mergeable(config: PeftConfig) -> LoraConfig:

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
-from rlpipe.common.hub import model_snapshot
+from rlpipe.common.hub import local_model
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.processor import load_tokenizer
@@ -41,10 +41,11 @@ from rlpipe.learner.adapter_patches import (
     over_scaled,
 )
 from rlpipe.learner.forward import LmHead
-from rlpipe.learner.policy import find_source
 from rlpipe.models.adapter import read_adapter, read_peft_config, read_record
+from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units
 from rlpipe.models.loading import refuse_missing
+from rlpipe.models.model_files import read_json
 from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.models.weight_files import ModelFiles, open_files
 
@@ -215,9 +216,15 @@ MAX_TEXTS, MAX_TEXT_TOKENS = 64, 512
 """Limits on the texts read from a file to measure on."""
 SAMPLED_TEXTS, SAMPLED_TOKENS = 32, 24
 """Number of texts sampled to measure on, and tokens of each; every token costs a pass over the files."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json"),
+    *("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.npz"),
+)
+VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.*")
+TOKENIZER = (*VOCABULARY, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates")
 """Tokenizer files, which the adapter's folder may hold as it was trained with them; they replace the base's."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -235,6 +242,8 @@ class MergeRequest:
     """Precision of the base in training; None: as the adapter's folder records it, or ``full``."""
     text: Path | None = None
     """File of texts to measure on, one per line; None: texts are sampled from the adapter."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the base."""
 
 
 def merge(request: MergeRequest) -> Iterator[str]:
@@ -245,19 +254,19 @@ def merge(request: MergeRequest) -> Iterator[str]:
     """
     if request.output.exists():
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
-    adapter = _find_folder(request.adapter, "adapter")
+    adapter = local_model(request.adapter, "adapter")
     named, revision = named_base(adapter, request.base)
-    base = _find_folder(named, "--base", revision)
+    base = local_model(model_folder(named), "--base", revision=revision)
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
-    files, model = open_files(base), empty_base(base)
+    files, model = open_files(base), empty_base(base, trust_remote_code=request.trust_remote_code)
     if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):
         model = named_model
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), StreamedModel(model, files, units)
     record = read_record(adapter)
     weights.check_complete(model)
-    adapted, patches = load_adapter(model, adapter, config, tensors)
-    patches = over_scaled(patches, record.weight_scales)
+    adapted, patches, copied = load_adapter(model, adapter, config, tensors)
+    patches = over_scaled(patches | copied, record.weight_scales)
     merges = {"full": patches, "nf4": over_nf4(patches, quantized)}
     trained_on = request.trained_on or record.base_precision
     chosen = request.base_precision or trained_on
@@ -266,20 +275,15 @@ def merge(request: MergeRequest) -> Iterator[str]:
             "--text: nothing is measured for an adapter that was trained on the unchanged base: leave it out"
         )
     if trained_on == "nf4":
-        gap = MergeDifference(model, adapted, weights, live=over_nf4({}, quantized))
-        texts = _read_texts(request.text, base) if request.text is not None else _sample_texts(gap, base)
+        gap = MergeDifference(model, adapted, weights, live=over_nf4(copied, quantized))
+        tokenizer = load_tokenizer(ModelConfig(path=str(base), trust_remote_code=request.trust_remote_code))
+        texts = _read_texts(request.text, tokenizer) if request.text is not None else _sample_texts(gap, tokenizer)
         gaps = gap.measure(texts, merges)
         yield from (f"base in {name}: log-probs differ by {nats:.3g} nats on average" for name, nats in gaps.items())
         chosen = request.base_precision or min(gaps, key=gaps.__getitem__)
     plan = _describe(files, adapter, chosen)
     write_merged(files, units, merges[chosen], adapter, request.output, plan)
     yield f"merged into the base in {chosen}: {request.output}"
-
-
-def _find_folder(path: str, option: str, revision: str | None = None) -> Path:
-    """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
-    source = Path(find_source(path, option, revision=revision))
-    return source if source.is_dir() else Path(model_snapshot(path, revision=revision))
 
 
 def named_base(adapter: Path, wanted: str | None = None) -> tuple[str, str | None]:
@@ -292,8 +296,7 @@ def named_base(adapter: Path, wanted: str | None = None) -> tuple[str, str | Non
     return base, config.revision if base == named else None
 
 
-def _read_texts(path: Path, base: Path) -> TextBatch:
-    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+def _read_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> TextBatch:
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -305,8 +308,7 @@ def _read_texts(path: Path, base: Path) -> TextBatch:
     return fill_up(texts)
 
 
-def _sample_texts(gap: MergeDifference, base: Path) -> TextBatch:
-    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+def _sample_texts(gap: MergeDifference, tokenizer: PreTrainedTokenizerBase) -> TextBatch:
     start = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return gap.sample(num=SAMPLED_TEXTS, num_tokens=SAMPLED_TOKENS, start=start)
 
@@ -355,7 +357,8 @@ def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Map
         for name, source in sources.items():
             if restored[name].shape != source.shape:
                 raise ModelError(f"{unit.target} can't be merged: {name} would change its shape")
-    if unmatched:
+    tied: Mapping[str, str] = (units[0].model.all_tied_weights_keys or {}) if units else {}
+    if unmatched := {name for name in unmatched if tied.get(name) not in patches}:
         raise ModelError(f"{files.folder} lacks parameters that the adapter changes: {', '.join(sorted(unmatched))}")
     return changed
 
@@ -401,17 +404,15 @@ def _open_output(output: Path, plan: str) -> Path:
 
 def _copy_other_files(files: ModelFiles, adapter: Path, folder: Path) -> None:
     """Copy the tokenizer, config and other files unchanged, and write a new index."""
-    tokenizer_files = {
-        path.name: path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)
-    }
-    other_files = {
-        path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)
-    }
+    tokenizer_files = {path.name: path for path in adapter.iterdir() if _matches(path, TOKENIZER + CHAT_TEMPLATES)}
+    left_out = WEIGHTS + _replaced_files(adapter)
+    other_files = {path.name: path for path in files.folder.iterdir() if not _matches(path, left_out)}
     for path in (other_files | tokenizer_files).values():
         if folder.resolve().is_relative_to(path.resolve()):
             continue  # the output lies in the base's folder
         if path.is_dir():
-            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            if not path.name.startswith("."):  # such as .git and .cache
+                shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
         else:
             shutil.copy2(path, folder)
     if len(files.by_file) > 1:
@@ -420,3 +421,15 @@ def _copy_other_files(files: ModelFiles, adapter: Path, folder: Path) -> None:
             "weight_map": {name: file for file, names in files.by_file.items() for name in names},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _replaced_files(adapter: Path) -> tuple[str, ...]:
+    """Return patterns of the base's files that would change the adapter's own tokenizer or chat template."""
+    paths, config = list(adapter.iterdir()), adapter / TOKENIZER_CONFIG
+    has_tokenizer = config.exists() and any(_matches(path, VOCABULARY) for path in paths)
+    has_template = bool(read_json(config).get("chat_template")) or any(_matches(path, CHAT_TEMPLATES) for path in paths)
+    return (TOKENIZER if has_tokenizer else ()) + (CHAT_TEMPLATES if has_template else ())
+
+
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpipe.algorithms.features import layer_indices
-from rlpipe.common.hub import hub_has, model_snapshot
+from rlpipe.common.hub import hub_has, local_model, model_snapshot
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, allows_flex_attention, reentrant_checkpointing
@@ -40,12 +40,14 @@ from rlpipe.models.loading import (
     describe_model,
     empty_model,
     has_vision,
+    is_quantized,
     meta_model,
     open_model,
     open_reward_model,
     unknown_token,
     with_dtype,
 )
+from rlpipe.models.model_files import WHOLE_QUANTIZED
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.models.served_weights import ServedWeights
 from rlpipe.types import MicroBatch, WeightsKind
@@ -53,6 +55,9 @@ from rlpipe.types import MicroBatch, WeightsKind
 DROPOUT = ("dropout", "pdrop", "layerdrop")
 JITTER = ("jitter_noise", "input_jitter_noise")
 """Endings and names of the attributes with which transformers' modules add noise in training alone."""
+
+FROZEN_B = "mica"
+"""PEFT's initialization of adapters whose B is never trained, and would be missing in an export."""
 
 
 class Policy:
@@ -277,6 +282,8 @@ def load_logprob_model(
     config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
     is_full_training = config.adapter.kind == "none" and not frozen
+    if is_full_training or head != LM_HEAD or config.adapter.merge:
+        _refuse_quantized(config)
     model = _load_model(config, torch.float32 if is_full_training else compute_dtype, head, seed)
     cast(nn.Module, model).to(device)
     turn_off_dropout(model)
@@ -295,6 +302,12 @@ def turn_off_dropout(model: nn.Module) -> None:
         for name, value in vars(child).items():
             if isinstance(value, float) and (name.endswith(DROPOUT) or name in JITTER):
                 setattr(child, name, 0.0)
+
+
+def _refuse_quantized(config: ModelConfig) -> None:
+    """Raise ``ModelError`` if the model's files are quantized, so that it can't be trained or sent whole."""
+    if is_quantized(describe_policy(config)):
+        raise ModelError(f"model.path={config.path}: {WHOLE_QUANTIZED}")
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -> PreTrainedModel:
@@ -355,10 +368,12 @@ def _add_adapter(
     hint = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
     with reading_files(f"{name} can't be loaded", f"give one that fits the model{hint}", error=ModelError):
         if config.path is not None:
-            source = find_source(config.path, "model.adapter.path")
-            settings, tensors = read_adapter(source)
-            if drifts is not None and Path(source).is_dir():
-                _check_base(read_record(Path(source)), config, drifts)
+            folder = local_model(config.path, "model.adapter.path")
+            settings, tensors = read_adapter(str(folder), name)
+            if drifts is not None:
+                _check_base(read_record(folder), config, drifts)
+            if settings.init_lora_weights == FROZEN_B:
+                raise ValueError(f"init_lora_weights={FROZEN_B} trains A alone, and rlpipe A and B")
             settings.inference_mode = False
             adapted = PeftModel(model, settings)
             put_tensors(adapted, tensors, name)

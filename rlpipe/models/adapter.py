@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.atomic_io import DIGESTS, file_digest, seal, unseal
-from rlpipe.common.hub import hub_has
+from rlpipe.common.hub import local_model
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, rescales_weights
 from rlpipe.errors import ConfigError, ModelError
@@ -25,7 +25,7 @@ PRECISIONS = ("full", "nf4")
 RECORDED = {"record": FILE}
 """Metadata of the weights of an adapter that is wrong without its record."""
 MAX_NUMBER = 2**31
-KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
+KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal", "mica"}
 """PEFT's initializations that leave the base as it is; the others move a part of its weights into the adapter."""
 AGAIN = "export or download the adapter again"
 
@@ -95,12 +95,13 @@ def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dic
     from peft.utils import WEIGHTS_NAME, load_peft_weights
 
     subject = subject or f"model.adapter.path={path}"
-    read_record(Path(path))
-    config, folder = read_peft_config(path, subject), Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_NAME)):
+    folder = local_model(path, subject)
+    read_record(folder)
+    config = read_peft_config(str(folder), subject)
+    if not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_NAME)):
         raise ModelError(f"{subject} holds no {WEIGHTS_FILE}: {AGAIN}")  # PEFT would look for it on the hub
     with reading_files(f"{subject} can't be read", AGAIN, error=ModelError):
-        tensors: dict[str, Tensor] = load_peft_weights(path, device="cpu")
+        tensors: dict[str, Tensor] = load_peft_weights(str(folder), device="cpu")
         for name, tensor in tensors.items():
             if ("lora_" in name and not tensor.is_floating_point()) or not tensor.isfinite().all():
                 raise ValueError(f"{name} holds values that are not finite numbers")
@@ -180,12 +181,11 @@ def read_adapter_config(path: str, option: str = "--adapter") -> AdapterConfig:
     """Read the config of a PEFT adapter that an option names; raise ``ModelError`` if it can't be read or served."""
     from peft import LoraConfig  # imported here because it takes a second
 
-    if not Path(path).is_dir() and not hub_has(path, kind="model", option=option, error=ModelError):
-        raise ModelError(f"{option}: there is no folder {Path(path).absolute()}, and the hub can't be reached")
-    settings = read_peft_config(path, f"{option}: {path}")
+    folder = local_model(path, option)
+    settings = read_peft_config(str(folder), f"{option}: {path}")
     if not isinstance(settings, LoraConfig):
         raise ModelError(f"{option}: {path} is a {settings.peft_type} adapter; only LoRA can be served")
-    record = read_record(Path(path))
+    record = read_record(folder)
     if record.weight_scales:
         raise ModelError(f"{option}: {path} was trained on rescaled weights: merge it first (rlpipe merge)")
     modules = settings.target_modules

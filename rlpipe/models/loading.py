@@ -67,7 +67,8 @@ def describe_model(path: str, config: ModelConfig, name: str | None = None) -> P
 
 def is_quantized(config: PreTrainedConfig) -> bool:
     """Return whether a model's files hold quantized weights."""
-    return any(getattr(config, name, None) is not None for name in QUANTIZATION_OPTIONS)
+    parts = (config, config.get_text_config())
+    return any(getattr(part, name, None) is not None for part in parts for name in QUANTIZATION_OPTIONS)
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -24,6 +24,11 @@ TOKENIZER_CLASSES = {
 
 QUANTIZATION_OPTIONS = ("quantization_config", "compression_config")
 """Options in a model's config that its weights were quantized with."""
+WHOLE_QUANTIZED = (
+    "its weights are quantized, and can't be trained, sent or saved as a whole: use the unquantized model, or train an "
+    "adapter on it that is not merged"
+)
+"""Problem of a run that does so with a quantized model, and the fix."""
 DEFAULT_WIDTH, MAX_WIDTH = 1024, 2**20
 
 
@@ -44,7 +49,7 @@ def converted_folder(file: str | Path) -> Path:
 
 def read_known_config(folder: str | Path) -> dict[str, Any] | None:
     """Read the ``config.json`` of a common language model in a local folder; return None for any other model."""
-    config = _read_json(Path(folder).expanduser() / "config.json")
+    config = read_json(Path(folder).expanduser() / "config.json")
     return config if str(config.get("model_type")) in TOKENIZER_CLASSES and "auto_map" not in config else None
 
 
@@ -75,12 +80,12 @@ def _text_config(path: str | Path) -> dict[str, Any]:
     """Return a model's config, with the options of its language model; an empty one if it can't be found."""
     if is_gguf(path):
         path = converted_folder(path)
-    config = _read_json(Path(path).expanduser() / "config.json")
+    config = read_json(Path(path).expanduser() / "config.json")
     if not config and not Path(path).exists():
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(str(path), "config.json") if str(path).count("/") == 1 else None
-        config = _read_json(Path(cached)) if isinstance(cached, str) else {}
+        config = read_json(Path(cached)) if isinstance(cached, str) else {}
     inner = config.get("text_config")
     return {**config, **(inner if isinstance(inner, dict) else {})}
 
@@ -92,7 +97,7 @@ def _first_number(config: dict[str, Any], *names: str) -> int | None:
 
 def known_tokenizer_class(folder: Path) -> str | None:
     """Return the name of the class that ``AutoTokenizer`` would choose; None if the files don't determine it."""
-    config, tokenizer_config = read_known_config(folder), _read_json(folder / "tokenizer_config.json")
+    config, tokenizer_config = read_known_config(folder), read_json(folder / "tokenizer_config.json")
     if config is None or "auto_map" in tokenizer_config:
         return None
     named = str(tokenizer_config.get("tokenizer_class"))
@@ -102,7 +107,7 @@ def known_tokenizer_class(folder: Path) -> str | None:
     return "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file; return an empty one if that fails, which code that needs the file reports."""
     try:
         content = json.loads(file.read_text())

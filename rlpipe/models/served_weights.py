@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlpipe.common.hub import model_snapshot
+from rlpipe.common.hub import local_model
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf_models import model_folder
@@ -66,9 +65,7 @@ class ServedWeights:
                 "files: set weights.serve=adapter"
             )
         self.dtype: torch.dtype = getattr(torch, model.dtype)
-        folder = Path(model_folder(model.path)).expanduser()
-        if not folder.is_dir():
-            folder = Path(model_snapshot(model.path, revision=model.revision))
+        folder = local_model(model_folder(model.path), "model.path", revision=model.revision)
         self._files, self._opened = open_files(folder), ExitStack()
         described = describe_model(str(folder), model)
         if is_quantized(described):

@@ -55,17 +55,17 @@ class ModelFiles:
 
 def open_files(folder: Path) -> ModelFiles:
     """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     with reading_files(f"{folder} can't be read as a model's files", COMPLETE, error=ModelError):
+        files: dict[str, list[str]] = {}
         if index.exists():
-            files: dict[str, list[str]] = {}
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 files.setdefault(file, []).append(name)
             if outside := [file for file in files if Path(file).name != file]:
                 raise ModelError(f"{index} names a file in another folder, {outside[0]}: {COMPLETE}")
-        elif (folder / SAFE_WEIGHTS_NAME).exists():
+        if single.exists() and not all((folder / file).exists() for file in files):  # an index that was left behind
             files = {SAFE_WEIGHTS_NAME: []}
-        else:
+        if not files:
             raise ModelError(f"{folder} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}")
         for file, names in files.items():
             with safe_open(folder / file, "pt") as tensors:

@@ -52,6 +52,7 @@ from rlpipe.run.prepare import (
     RewardLike,
     Run,
     check_adapter_targets,
+    check_base,
     check_context,
     check_evaluation,
     check_reward_columns,
@@ -111,6 +112,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
         print_summary({**ended, "files": {"policy": f"{config.output}/{run_files.POLICY}"}})
         return ended
     run = prepare_run(config, rewards)
+    check_base(run)
     with open_output(run, start) as start, recorded_outcome(run.output):
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)

@@ -30,8 +30,16 @@ from rlpipe.learner.checkpoint_files import (
     set_damaged_aside,
     set_newer_aside,
 )
+from rlpipe.learner.workload import REWARD_HEADS
 from rlpipe.models.gguf_models import model_folder
-from rlpipe.models.model_files import converted_folder, is_gguf, read_known_config, read_num_experts
+from rlpipe.models.model_files import (
+    WHOLE_QUANTIZED,
+    converted_folder,
+    is_gguf,
+    is_quantized_model,
+    read_known_config,
+    read_num_experts,
+)
 from rlpipe.replay.ledger.query import ledger_path
 from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable
 from rlpipe.rollout.engine import resolve_engine
@@ -268,6 +276,17 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
             if missing := missing_columns(function, reward.kwargs, columns):
                 existing = ", ".join(columns) or "none"
                 raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {existing}")
+
+
+def check_base(run: Run) -> None:
+    """Raise ``ConfigError`` if the model's files are quantized, and the run trains, sends or saves whole models."""
+    config = replace(run.config, model=run.model)
+    adapter = run.model.adapter
+    whole = adapter.kind == "none" or adapter.merge or config.algorithm.kind in REWARD_HEADS
+    if config.algorithm.kind == "rl":
+        whole = choose_serving(config, resolve_engine(config.rollout)).kind == "full"
+    if whole and is_quantized_model(run.model.path):
+        raise ConfigError(f"model.path={run.model.path}: {WHOLE_QUANTIZED}")
 
 
 def check_adapter_targets(run: Run) -> None:

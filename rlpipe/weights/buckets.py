@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
 """Features of adapters that engines can't apply on top of a base, but that a merge captures."""
-UNMERGEABLE = ("use_qalora", "layer_replication", "alora_invocation_tokens")
+UNMERGEABLE = ("use_qalora", "layer_replication", "alora_invocation_tokens", "kasa_config")
 """Features of adapters that neither a merge nor an engine's LoRA captures."""
 MAGNITUDE = "lora_magnitude_vector"
 """Part of the names of DoRA's norms, which the learner computes with in float32, and which keep that type."""

@@ -135,11 +135,12 @@ def test_what_is_tied_is_not_published_apart(tmp_path: Path) -> None:
         publish_policy(learner.policy, 1)
 
 
-def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens"]}])
+def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path, options: dict[str, Any]) -> None:
     """Check an adapter as other libraries train it; rlpipe's own adapters are on the text-only class."""
     base = make_family("qwen3.5-images", tmp_path / "base")
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj"], r=4))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj"], r=4, **options))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

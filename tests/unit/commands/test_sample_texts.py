@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpipe import cli
 from rlpipe.commands import sample_texts as module
 from rlpipe.commands.sample_texts import SamplingRequest, finished_in_order, render_prompts, sample_texts
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import DataError, EngineFailed, ModelError
 from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import Sample, build_group, failed_group
@@ -147,6 +148,21 @@ def test_policy_and_adapter_are_sampled_with_transformers(
 def test_missing_adapter_is_named(policy: Path) -> None:
     with pytest.raises(ModelError, match="/no/adapter"):
         list(sample_texts(["hi"], SamplingRequest(model=str(policy), adapter="/no/adapter")))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_models_own_code_runs_only_if_it_is_trusted(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    opened: list[bool] = []
+
+    def open_engine(name: str, model: ModelConfig, *_: Any, **__: Any) -> EchoEngine:
+        opened.append(model.trust_remote_code)
+        return EchoEngine()
+
+    monkeypatch.setattr(module, "open_engine", open_engine)
+    cli.main(["generate", "--model", str(policy), "--raw", "hi", *(["--trust-remote-code"] if trusted else [])])
+    assert opened == [trusted]
 
 
 def test_command_reads_standard_input(

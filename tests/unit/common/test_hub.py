@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import IncompleteSnapshotError
 
-from rlpipe.common.hub import model_snapshot
+from rlpipe.common import hub
+from rlpipe.common.hub import local_model, model_snapshot
+from rlpipe.errors import ModelError
 
 
 def test_only_the_files_of_the_model_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,19 @@ def test_a_partial_copy_in_the_cache_is_left_to_the_loaders(tmp_path: Path, monk
     assert model_snapshot("org/model", only_cached=True) == str(tmp_path)
     with pytest.raises(IncompleteSnapshotError):
         model_snapshot("org/model")
+
+
+@pytest.mark.parametrize(
+    ("is_online", "message"), [(True, "can't be fetched from the hub: OSError: 403"), (False, "hub can't be reached")]
+)
+def test_a_model_that_the_hub_does_not_give_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, is_online: bool, message: str
+) -> None:
+    def fetch(*_: Any, local_files_only: bool, **__: Any) -> str:
+        assert local_files_only != is_online
+        raise OSError("403: cannot access gated repo")
+
+    monkeypatch.setattr(hub, "hub_has", lambda *_, **__: is_online)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(ModelError, match=rf"^--base: org/model .*{message}.*; log in with"):
+        local_model("org/model", "--base")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from disk_cases import largest_file
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import KasaConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -21,8 +23,10 @@ from transformers import (
     set_seed,
 )
 
+from rlpipe.common import hub
 from rlpipe.errors import ModelError, RunError
 from rlpipe.learner import merging
+from rlpipe.learner.adapter_patches import empty_base, is_made_for
 from rlpipe.learner.merging import MergeRequest, merge, write_file
 from rlpipe.models.adapter import WEIGHTS_FILE
 from rlpipe.models.tiny_model import make_tiny_policy
@@ -34,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}},
     "modules to save": {"modules_to_save": ["norm"]},
+    "MiCA": {"init_lora_weights": "mica"},
 }
 
 
@@ -135,12 +140,12 @@ def test_the_revision_that_an_adapter_names_is_merged_into(
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     fetched: list[tuple[str, str | None]] = []
 
-    def fetch(name: str, *, revision: str | None = None) -> str:
+    def fetch(name: str, *, revision: str | None, only_cached: bool) -> str:
         fetched.append((name, revision))
         return str(base)
 
-    monkeypatch.setattr(merging, "find_source", lambda path, option, revision=None: path)
-    monkeypatch.setattr(merging, "model_snapshot", fetch)
+    monkeypatch.setattr(hub, "hub_has", lambda *_, **__: True)
+    monkeypatch.setattr(hub, "model_snapshot", fetch)
     list(merge(MergeRequest(adapter=str(adapter), output=tmp_path / "merged", base=wanted)))
     assert fetched == [expected]
 
@@ -208,6 +213,115 @@ def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: P
     assert not {path.name for path in merged.iterdir()} & {"pytorch_model.bin", "adapter_config.json", merging.PLAN}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_embeddings_beside_an_adapter_are_merged(tmp_path: Path, tied: bool) -> None:
+    base, adapter = make_biased(tmp_path, tied=tied), tmp_path / "adapter"
+    adapted = make_adapter(base, adapter, target_modules=["q_proj"])
+    for embeddings in (adapted.get_input_embeddings(), adapted.get_output_embeddings()):
+        embeddings.weight.data += 0.5
+    adapted.save_pretrained(adapter, save_embedding_layers=True)
+    assert {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"} & load_file(
+        adapter / WEIGHTS_FILE
+    ).keys()
+    merge_adapter(base, adapter, tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_embeddings_of_a_resized_base_name_the_size(tmp_path: Path) -> None:
+    base, adapter = make_biased(tmp_path), tmp_path / "adapter"
+    adapted = make_adapter(base, adapter, target_modules=["q_proj"])
+    adapted.resize_token_embeddings(44)
+    adapted.save_pretrained(adapter, save_embedding_layers=True)
+    with pytest.raises(
+        ModelError, match=r"shape \[44, 32\], and the base has \[40, 32\]: resize the base to 44 tokens"
+    ):
+        merge_adapter(base, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}])
+def test_the_class_that_an_adapter_is_made_for_is_told_by_loras_names_alone(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    make_adapter(make_biased(tmp_path), tmp_path / "adapter", **{"target_modules": ["q_proj"]} | options)
+    names = load_file(tmp_path / "adapter" / WEIGHTS_FILE).keys()
+    model = empty_base(tmp_path / "base")
+    assert is_made_for(model, names)
+    assert not is_made_for(model, [name.replace("model.layers", "model.language_model.layers") for name in names])
+
+
+def test_a_base_with_its_own_code_is_merged_if_it_is_trusted(tmp_path: Path) -> None:
+    base, adapter, merged = make_biased(tmp_path), tmp_path / "adapter", tmp_path / "merged"
+    adapted = make_adapter(base, adapter, target_modules=["q_proj"])
+    (base / "own.py").write_text(
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "class OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+        "class OwnModel(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((base / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (base / "config.json").write_text(
+        json.dumps(config | {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes})
+    )
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        merge_adapter(base, adapter, merged)
+    list(merge(MergeRequest(adapter=str(adapter), output=merged, base=str(base), trust_remote_code=True)))
+    state = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True).state_dict()
+    expected = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+def test_an_index_that_was_left_behind_is_ignored(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    adapted = make_adapter(base, tmp_path / "adapter")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    index = (base / "model.safetensors.index.json").read_text()
+    whole.save_pretrained(base)
+    (base / "model.safetensors.index.json").write_text(index)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert [path.name for path in (tmp_path / "merged").glob("*.safetensors*")] == ["model.safetensors"]
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_nothing_of_the_bases_tokenizer_changes_the_adapters(tmp_path: Path) -> None:
+    base, adapter, merged = make_base(tmp_path), tmp_path / "adapter", tmp_path / "merged"
+    make_adapter(base, adapter)
+    (base / "special_tokens_map.json").write_text('{"eos_token": "<of the base>"}')
+    (base / "chat_template.jinja").write_text("the base's")
+    (base / "additional_chat_templates").mkdir()
+    for content, kept in (
+        ({}, {"special_tokens_map.json", "chat_template.jinja", "additional_chat_templates"}),
+        ({"chat_template": "trained with"}, {"special_tokens_map.json"}),
+    ):
+        (adapter / "tokenizer_config.json").write_text(json.dumps(content))
+        merge_adapter(base, adapter, merged)
+        names = {"special_tokens_map.json", "chat_template.jinja", "additional_chat_templates"}
+        assert {path.name for path in merged.iterdir()} & names == kept
+        shutil.rmtree(merged)
+    (adapter / "tokenizer.json").write_text("{}")
+    merge_adapter(base, adapter, merged)
+    assert not {path.name for path in merged.iterdir()} & names
+    assert (merged / "tokenizer.json").read_text() == "{}"
+
+
+def test_weights_in_other_formats_and_histories_stay_behind(tmp_path: Path) -> None:
+    base, merged = make_base(tmp_path), tmp_path / "merged"
+    make_adapter(base, tmp_path / "adapter")
+    for name in (
+        ".git/objects/x",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "onnx/model.onnx_data",
+        "a.h5",
+    ):
+        (base / name).parent.mkdir(exist_ok=True, parents=True)
+        (base / name).touch()
+    merge_adapter(base, tmp_path / "adapter", merged)
+    assert [path.name for path in merged.rglob("*") if path.parent != merged] == ["params.json"]
+    assert not {path.name for path in merged.iterdir()} & {".git", "a.h5"}
+
+
 @pytest.mark.parametrize(
     ("options", "tied", "message"),
     [
@@ -216,6 +330,7 @@ def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: P
         ({"target_modules": ["embed_tokens"]}, True, "changes .*embed_tokens.weight, but the base ties"),
         ({"trainable_token_indices": [1, 2]}, False, "train without trainable_token_indices"),
         ({"layer_replication": [[0, 2], [1, 2]]}, False, "uses layer_replication"),
+        ({"kasa_config": KasaConfig()}, False, "uses kasa_config"),
     ],
 )
 def test_what_cannot_be_merged_exactly_is_refused(

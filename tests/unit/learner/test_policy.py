@@ -1,4 +1,7 @@
+import json
+import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -249,3 +252,19 @@ def test_models_that_pad_their_sequences_are_known_without_their_weights(
     for file in path.glob("*.safetensors"):
         file.unlink()
     assert pads_sequences(ModelConfig(path=str(path))) is pads
+
+
+@pytest.mark.parametrize(
+    ("kind", "merge", "is_refused"), [("none", None, True), ("lora", True, True), ("lora", None, False)]
+)
+def test_quantized_models_are_not_trained_or_merged_as_a_whole(
+    tiny: Path, tmp_path: Path, kind: str, merge: bool | None, is_refused: bool
+) -> None:
+    quantized = shutil.copytree(tiny, tmp_path / "quantized")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "dequantize": True}
+    (quantized / "config.json").write_text(json.dumps(config))
+    model = ModelConfig(path=str(quantized), dtype="float32", adapter=AdapterConfig(kind=kind, merge=merge))
+    expected = r"its weights are quantized, .* adapter on it that is not merged"
+    with pytest.raises(ModelError, match=expected) if is_refused else nullcontext():
+        load_policy(model, LearnerConfig(), CPU)

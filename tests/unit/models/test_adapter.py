@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 
+from rlpipe.common import hub
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.models.adapter import TrainingRecord, read_adapter, read_adapter_config, without_learner
@@ -61,6 +62,20 @@ def test_an_adapter_over_mended_weights_is_not_served_over_others(tmp_path: Path
     TrainingRecord(weight_scales={"lm_head.weight": 0.5}).write(tmp_path)
     with pytest.raises(ModelError, match="on rescaled weights: merge it first"):
         read_adapter_config(str(tmp_path))
+
+
+def test_the_record_of_an_adapter_from_the_hub_counts_and_a_cached_copy_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    TrainingRecord(base_precision="nf4").write(tmp_path)
+    monkeypatch.setattr(hub, "hub_has", lambda *_, **__: False)
+    monkeypatch.setattr(hub, "model_snapshot", lambda *_, **__: str(tmp_path))
+    adapter = read_adapter_config("org/adapter")
+    assert (adapter.kind, adapter.path) == ("qlora", "org/adapter")
+    (tmp_path / "rlpipe.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"rlpipe\.json"):
+        read_adapter("org/adapter")
 
 
 @pytest.mark.parametrize("given", [False, True])

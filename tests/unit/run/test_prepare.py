@@ -31,6 +31,7 @@ from rlpipe.run.precision import resolve_serving
 from rlpipe.run.prepare import (
     ResumePoint,
     check_adapter_targets,
+    check_base,
     check_context,
     check_reward_columns,
     ended_summary,
@@ -153,6 +154,31 @@ def test_adapted_experts_are_refused_where_engines_serve_the_adapter(
     expected = r"target_modules: all-linear includes the router and the 4 experts .* set model.adapter.merge=true, or"
     with pytest.raises(ConfigError, match=expected) if is_refused else nullcontext():
         check_adapter_targets(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (["model=full"], True),
+        (["model=full", "algorithm=sft"], True),
+        (["algorithm=reward_model"], True),
+        (["model.adapter.merge=true"], True),
+        (["model.adapter.merge=true", "algorithm=sft"], True),
+        (["algorithm=sft"], False),
+        ([], False),
+    ],
+)
+def test_quantized_models_are_refused_where_they_are_trained_as_a_whole(
+    options: list[str], overrides: list[str], is_refused: bool
+) -> None:
+    config = load_config([*options, *overrides, *([] if "algorithm=" in str(overrides) else [reward("bare")])])
+    run = prepare_run(config)
+    check_base(run)
+    file = Path(run.model.path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    expected = "its weights are quantized, and can't be trained"
+    with pytest.raises(ConfigError, match=expected) if is_refused else nullcontext():
+        check_base(run)
 
 
 @pytest.mark.parametrize(
