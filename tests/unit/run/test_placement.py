@@ -67,7 +67,12 @@ def demand(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Record the placement groups that are made; all must have been removed at the end."""
     made: list[Any] = []
     removed: list[Any] = []
-    monkeypatch.setattr(cluster, "placement_group", lambda bundles: made.append(bundles) or bundles)
+
+    def make(bundles: Any) -> Any:
+        made.append(bundles)
+        return bundles
+
+    monkeypatch.setattr(cluster, "placement_group", make)
     monkeypatch.setattr(cluster, "remove_placement_group", removed.append)
     monkeypatch.setattr(cluster, "FIT_POLL_S", 0.01)
     yield made
