@@ -173,7 +173,7 @@ def _completion(value: Any, column: str) -> Completion:
 def _require_content(completion: Completion, column: str) -> None:
     """Raise ``UnusableRow`` for a completion without text, calls or reasoning."""
     messages = _turns(("assistant", completion)) if isinstance(completion, str) else completion
-    if not any(content_text(turn["content"]).strip() or any(map(turn.get, INSTEAD)) for turn in messages):
+    if not any(content_text(turn["content"]).strip() or any(turn.get(key) for key in INSTEAD) for turn in messages):
         raise UnusableRow(f"the completion in column {column!r} is empty")
 
 

@@ -96,7 +96,7 @@ class ClassifierReward(RewardActor):
         return self.score_groups([group])[0]
 
     def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
-        answers = [
+        answers: list[tuple[RolloutGroup, Answer]] = [
             (group, text if rollout.episode is None else rollout.episode.messages)
             for group in groups
             for rollout, text in zip(group, self.texts(group), strict=True)
