@@ -58,8 +58,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, dict):
         entries = [[encode(key, keep), encode(entry, keep)] for key, entry in dict.items(value)]
-        if kind is defaultdict and value.default_factory in FACTORIES.values():
-            return {"defaultdict": [value.default_factory.__name__, entries]}
+        if isinstance(value, defaultdict) and kind is defaultdict and value.default_factory in FACTORIES.values():
+            return {"defaultdict": [value.default_factory.__name__, entries]}  # type: ignore[union-attr]
         return {"counter" if kind is Counter else "dict": entries}
     for name, base_type in SEQUENCES.items():
         if isinstance(value, base_type):  # type: ignore[arg-type]
