@@ -73,7 +73,7 @@ def check_before(arguments: argparse.Namespace) -> Iterator[Observation]:
         "devices": partial(machine_checks.check_devices, config),
         "memory": machine_checks.check_memory,
         "clock": partial(machine_checks.check_clock, output),
-        "limits": machine_checks.check_limits,
+        "limits": partial(machine_checks.check_limits, config),
         "network": partial(machine_checks.check_network, config),
     }
     is_ok = True

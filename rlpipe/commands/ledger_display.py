@@ -295,7 +295,7 @@ def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:
         yield f"\nprompt\n{printable(prompt)}"
         return
     for message in prompt:
-        yield f"\n{message.get('role')}\n{printable(content_text(message.get('content')))}"
+        yield printable(f"\n{message.get('role')}\n{content_text(message.get('content'))}")
 
 
 def _outcome(rollout: Rollout) -> str:

@@ -27,8 +27,9 @@ from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.outcome import FAILED, FINISHED, INTERRUPTED, RUNNING, RunOutcome, read_outcome
 
 AGAIN = "the same command continues from the newest checkpoint"
+EACH_FAILURE = "rlpipe inspect RUN --state DISCARDED shows each failure"
 FIXES = {
-    "RewardFailed": f"fix the reward; rlpipe inspect RUN --state DISCARDED shows each failure; then {AGAIN}",
+    "RewardFailed": f"fix the reward; {EACH_FAILURE}; then {AGAIN}",
     "EnvironmentFailed": f"fix the environment; rlpipe episode plays one episode; then {AGAIN}",
     "LearnerFailed": "if losses are not finite: a lower learner.optimizer.lr, or model.dtype=float32. If processes "
     "died: rlpipe plan shows the memory that they need",
@@ -47,8 +48,11 @@ OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "memory usage", "killed by the 
 MANY_FAILED = 0.2
 MAX_SUBJECTS = 5
 """Subjects of events that are shown."""
-STUCK = 10
-"""Medians of a step's time without a step after which a run that goes on seems to hang."""
+STUCK, STUCK_LONGEST, LEAST_STUCK_S = 10, 2, 300.0
+"""Medians of a step's time, longest steps and seconds, all without a step, after which a run seems to hang.
+
+Evaluations and checkpoints take longer than most steps.
+"""
 
 
 def diagnose(run: Path) -> Iterator[Observation]:
@@ -96,7 +100,7 @@ def _describe_running(steps: list[dict[str, Any]], done: str, *, began_at: float
     times = [row["time/step"] for row in steps if row.get("time/step") is not None]
     has_new_steps = bool(steps) and steps[-1]["time"] > began_at  # else the command has resumed a run, and starts
     since = time.time() - steps[-1]["time"] if has_new_steps else 0.0
-    if times and since > STUCK * median(times):
+    if times and since > max(STUCK * median(times), STUCK_LONGEST * max(times), LEAST_STUCK_S):
         yield warning(
             "ending",
             f"it runs, but {done} were done {duration(since)} ago, and a step takes {duration(median(times))}",
@@ -153,11 +157,19 @@ def _describe_ledger(run: Path) -> Iterator[Observation]:
         failed = ledger.failures()
         num_groups = ledger.rows("SELECT count(*) FROM groups WHERE state != 'ADMITTED'")[0][0]
     yield from _describe_events(events)
-    if num_groups and sum(number for _, number in failed) > MANY_FAILED * num_groups:
+    num_failed = sum(number for _, number in failed)
+    if num_groups and num_failed > MANY_FAILED * num_groups:
         reason, number = failed[0]
-        yield problem("groups", f"{number} of {num_groups} groups failed with: {reason}", FIXES["RewardFailed"])
+        text = f"{num_failed} of {num_groups} groups failed, {number} of them with: {reason}"
+        yield problem("groups", text, _fix_of_groups(reason))
     else:
-        yield ok("ledger", f"{num_groups} groups, {sum(number for _, number in failed)} of them failed")
+        yield ok("ledger", f"{num_groups} groups, {num_failed} of them failed")
+
+
+def _fix_of_groups(reason: str) -> str:
+    if "episodes failed" in reason:
+        return FIXES["EnvironmentFailed"]
+    return FIXES["RewardFailed"] if reason.startswith("reward ") else f"{EACH_FAILURE}; {AGAIN}"
 
 
 def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observation]:

@@ -211,8 +211,10 @@ def check_clock(folder: Path) -> Iterator[Observation]:
         yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
-def check_limits() -> Iterator[Observation]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def check_limits(config: Config | None) -> Iterator[Observation]:
+    """Check how many files may be open; a run's own Ray raises the limit as far as it may, a cluster has done so."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = limits[config is None or config.cluster.address is None]
     if files != resource.RLIM_INFINITY and files < MIN_FILES:
         yield warning("limits", f"only {files} files may be open, and Ray opens thousands", "ulimit -n 65536")
     else:

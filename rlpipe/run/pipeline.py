@@ -232,7 +232,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 report=reporter.trained,
                 show_message=reporter.message,
                 first_step=start.step,
-                events=StepLog(run.output / run_files.EVENTS, start.step),
+                # The health rules find again what they found in steps that are trained again; all else did happen.
+                events=StepLog(run.output / run_files.EVENTS, start.step, repeated="health"),
             )
             stopped: list[RunError] = []
 

@@ -32,14 +32,15 @@ FOLDERS_UP = 3
 class StepLog:
     """File of lines that carry a ``step``; opening it removes the lines of ``first_step`` and later.
 
+    With a ``repeated`` kind, only lines of that kind are removed.
     A write that fails, on a full disk for example, is undone and reported in a warning; later writes are still tried.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int, *, repeated: str | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _forget_steps(path, first_step)
+            _forget_steps(path, first_step, repeated)
 
     def append(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows)
@@ -53,21 +54,21 @@ class StepLog:
                 os.truncate(self._path, size)
 
 
-def _forget_steps(path: Path, first_step: int) -> None:
+def _forget_steps(path: Path, first_step: int, kind: str | None) -> None:
     """Drop the lines of ``first_step`` and later, and lines that were cut off in the middle."""
     with path.open("rb") as lines:  # several gigabytes, where all completions are kept
-        if all(_is_before(line, first_step) for line in lines):
+        if all(_is_kept(line, first_step, kind) for line in lines):
             return
         lines.seek(0)
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("wb") as target:
-            target.writelines(line for line in lines if _is_before(line, first_step))
+            target.writelines(line for line in lines if _is_kept(line, first_step, kind))
     temporary.replace(path)
 
 
-def _is_before(line: bytes, first_step: int) -> bool:
+def _is_kept(line: bytes, first_step: int, kind: str | None) -> bool:
     row = _parse(line) if line.endswith(b"\n") else None
-    return row is not None and row["step"] < first_step
+    return row is not None and (row["step"] < first_step or (kind is not None and row.get("kind") != kind))
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

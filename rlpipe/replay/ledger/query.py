@@ -84,10 +84,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 def reading(path: Path, *, check: bool = True) -> Iterator[Ledger]:
     """Yield the ledger in one state, whatever is written meanwhile; raise ``DataError`` if it can't be read.
 
+    No file appears beside the ledger of a run that has ended.
     Without ``check``, its values are not compared with the schema, which takes a second for 200,000 groups.
     """
     try:
-        with closing(Ledger(path, read_only=True)) as ledger, ledger.snapshot():
+        with closing(Ledger(path, read_only=True, at_rest=True)) as ledger, ledger.snapshot():
             if check:
                 check_values(ledger)
             yield ledger

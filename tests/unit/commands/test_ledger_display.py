@@ -200,7 +200,7 @@ def test_dropped_texts_are_shown_where_they_were_logged(
             "group_id": 0,
             "sample_index": index,
             "prompt_id": 0,
-            "prompt": [{"role": "user", "content": "what is 2+2?"}],
+            "prompt": [{"role": "user\x1b[1m", "content": "what is 2+2?"}],
             "completion": text,
             "rewards": {"right": reward},
             "reward": reward,
@@ -221,7 +221,7 @@ def test_dropped_texts_are_shown_where_they_were_logged(
     assert "(dropped)" in second
     text = "\n".join(printed([run, "--group", "0"], capsys))
     assert "its tokens were dropped (ledger.keep_steps); its texts are from completions.jsonl" in text
-    assert "user\nwhat is 2+2?" in text
+    assert "user\\x1b[1m\nwhat is 2+2?" in text
     assert "rollout 0: reward 1.000 (right 1.000); advantage none; 6 tokens; completed (stop)\n4\\x1b[31m" in text
     assert text.endswith("completed (stop)\nfive")
     tree = json.loads(printed([run, "--group", "0", "--json"], capsys)[0])

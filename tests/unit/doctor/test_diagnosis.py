@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ledger_cases import Run
 
 from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
-from rlpipe.common.run_files import EVENTS, OUTCOME
+from rlpipe.common.run_files import EVENTS, LEDGER, OUTCOME
 from rlpipe.errors import (
     EngineFailed,
     HeadLost,
@@ -30,7 +30,7 @@ from rlpipe.errors import (
     WaitTimeout,
     WeightsMismatch,
 )
-from rlpipe.replay.ledger.run_ledger import LedgerEvent
+from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.tracking.jsonl import StepLog
 from rlpipe.tracking.outcome import RunOutcome, read_outcome, recorded_outcome
 
@@ -132,6 +132,11 @@ def test_a_run_that_was_killed_is_distinguished_from_one_that_is_running(
         write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
         (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time() - 7000))))
         assert "6 steps were done" in diagnosis(run, capsys)["ending", "warning"]
+        slow = [{**row(step), "time": time.time() - 3600, "time/step": 2000.0 * (step == 4)} for step in range(1, 7)]
+        write_metrics(run, slow)
+        assert "still running" in diagnosis(run, capsys)["ending", "ok"], "another checkpoint may take as long"
+        write_metrics(run, [{**row(step), "time": time.time() - 60} for step in range(1, 7)])
+        assert "still running" in diagnosis(run, capsys)["ending", "ok"], "the first evaluation may take a minute"
         (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time()))))
         assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"], "it was resumed just now"
 
@@ -180,6 +185,30 @@ def test_what_else_went_wrong_is_said(name: str, run: Path, capsys: pytest.Captu
     end(run, RunError("something"))
     plant(run)
     assert re.search(says, diagnosis(run, capsys)[subject, status])
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("reward 'sums' failed: ValueError: '{}'", "fix the reward"),
+        ("3 of 4 episodes failed, the first with: KeyError: {}", "fix the environment"),
+        ("turn 2: too many images: {}", "rlpipe inspect RUN"),
+    ],
+)
+def test_all_groups_that_failed_are_counted(
+    reason: str, fix: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end(run, RunError("something"))
+    with closing(Ledger(run / LEDGER)) as ledger:
+        ids = [number for (number,) in ledger.rows("SELECT group_id FROM groups WHERE state != 'ADMITTED'")]
+        ledger.discard({number: reason.format(place) for place, number in enumerate(ids)})
+        failures = ledger.failures()
+    (text, most), total = failures[0], sum(number for _, number in failures)
+    assert total > most
+    files = sorted(run.iterdir())
+    said = diagnosis(run, capsys)["groups", "PROBLEM"]
+    assert f"{total} of {len(ids)} groups failed, {most} of them with: {text}; {fix}" in said
+    assert sorted(run.iterdir()) == files, "reading leaves no files"
 
 
 def test_recoveries_do_not_crowd_out_deaths(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

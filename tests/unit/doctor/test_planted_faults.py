@@ -17,7 +17,9 @@ import pytest
 
 from rlpipe.cli import main
 from rlpipe.common.atomic_io import held
+from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.doctor import machine_checks, reward_calls, run_checks
+from rlpipe.doctor.observations import Status
 from rlpipe.hardware.dtypes import gpu_types
 from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.plan.report import Report
@@ -337,6 +339,15 @@ def unset_clock(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> 
 
 def few_files(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     patch.setattr(machine_checks.resource, "getrlimit", lambda kind: (256, 256))
+
+
+@pytest.mark.parametrize(("address", "status"), [(None, Status.OK), ("auto", Status.WARNING)])
+def test_a_limit_of_files_that_ray_raises_is_enough(
+    address: str | None, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks.resource, "getrlimit", lambda kind: (1024, 65536))
+    config = Config(cluster=ClusterConfig(address=address))
+    assert [found.status for found in machine_checks.check_limits(config)] == [status]
 
 
 def used_memory(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:

@@ -128,6 +128,14 @@ def test_line_cut_off_by_a_crash_is_forgotten(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 3
 
 
+def test_a_resumed_run_keeps_what_happened_and_drops_what_its_rules_find_again(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for step, kind in ((4, "health"), (5, "death"), (6, "health"), (6, "checkpoint")):
+        StepLog(path, 0, repeated="none").append(step, [{"kind": kind}])
+    StepLog(path, 5, repeated="health")
+    assert [(row["step"], row["kind"]) for row in read_rows(path)] == [(4, "health"), (5, "death"), (6, "checkpoint")]
+
+
 def test_full_disk_warns_each_time_and_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path, 0)
