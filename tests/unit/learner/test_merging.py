@@ -140,7 +140,7 @@ def test_the_revision_that_an_adapter_names_is_merged_into(
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     fetched: list[tuple[str, str | None]] = []
 
-    def fetch(name: str, *, revision: str | None, only_cached: bool) -> str:
+    def fetch(name: str, *, revision: str | None) -> str:
         fetched.append((name, revision))
         return str(base)
 
