@@ -76,16 +76,28 @@ def model_snapshot(repository: str, *, revision: str | None = None, only_cached:
         return found.snapshot_path
 
 
+def cached_model(path: str, option: str, *, revision: str | None = None) -> str:
+    """Return the folder in the hub's cache with a model's or adapter's files, without asking the hub.
+
+    Raises ``ModelError``, naming the ``option``, if there is none.
+    """
+    try:
+        return model_snapshot(path, revision=revision, only_cached=True)
+    except OSError:
+        reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
+        raise ModelError(f"{option}={path}: {reason}") from None
+
+
 def local_model(path: str, option: str, *, revision: str | None = None) -> Path:
     """Return the folder of a model or an adapter: ``path``, or its copy in the hub's cache, which is fetched if needed.
 
-    Raises ``ModelError``, which begins with the ``option``, if there is none, or if the hub does not give it.
+    Raises ``ModelError``, naming the ``option``, if there is none, or if the hub does not give it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    is_online = hub_has(path, kind="model", option=option, error=ModelError, revision=revision)
-    problem = "can't be fetched from the hub" if is_online else "is no folder here, and the hub can't be reached"
+    if not hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
+        return Path(cached_model(path, option, revision=revision))
     fix = "log in with `hf auth login` if it is private or gated, or give a folder"
-    with reading_files(f"{option}: {path} {problem}", fix, error=ModelError):
-        return Path(model_snapshot(path, revision=revision, only_cached=not is_online))
+    with reading_files(f"{option}={path} can't be fetched from the hub", fix, error=ModelError):
+        return Path(model_snapshot(path, revision=revision))

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +259,9 @@ def merge(request: MergeRequest) -> Iterator[str]:
     named, revision = named_base(adapter, request.base)
     base = local_model(model_folder(named), "--base", revision=revision)
     config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
-    files, model = open_files(base), empty_base(base, trust_remote_code=request.trust_remote_code)
-    if not is_made_for(model, tensors) and is_made_for(named_model := empty_base(base, as_named=True), tensors):
+    files, make_empty = open_files(base), partial(empty_base, base, trust_remote_code=request.trust_remote_code)
+    model = make_empty()
+    if not is_made_for(model, tensors) and is_made_for(named_model := make_empty(as_named=True), tensors):
         model = named_model
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), StreamedModel(model, files, units)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpipe.algorithms.features import layer_indices
-from rlpipe.common.hub import hub_has, local_model, model_snapshot
+from rlpipe.common.hub import cached_model, hub_has, local_model
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, allows_flex_attention, reentrant_checkpointing
@@ -334,11 +334,7 @@ def find_source(path: str, option: str, *, revision: str | None = None) -> str:
         return str(folder)
     if hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
         return path
-    try:
-        return model_snapshot(path, revision=revision, only_cached=True)
-    except OSError:
-        reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
-        raise ModelError(f"{option}={path}: {reason}") from None
+    return cached_model(path, option, revision=revision)
 
 
 def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
@@ -372,7 +368,7 @@ def _add_adapter(
             settings, tensors = read_adapter(str(folder), name)
             if drifts is not None:
                 _check_base(read_record(folder), config, drifts)
-            if settings.init_lora_weights == FROZEN_B:
+            if getattr(settings, "init_lora_weights", None) == FROZEN_B:
                 raise ValueError(f"init_lora_weights={FROZEN_B} trains A alone, and rlpipe A and B")
             settings.inference_mode = False
             adapted = PeftModel(model, settings)

@@ -95,7 +95,7 @@ def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dic
     from peft.utils import WEIGHTS_NAME, load_peft_weights
 
     subject = subject or f"model.adapter.path={path}"
-    folder = local_model(path, subject)
+    folder = local_model(path, "model.adapter.path")
     read_record(folder)
     config = read_peft_config(str(folder), subject)
     if not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_NAME)):

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -54,11 +55,16 @@ MAX_COUNT, MAX_SIZE = 10_000, 2**28
 
 def describe_model(path: str, config: ModelConfig, name: str | None = None) -> PreTrainedConfig:
     """Load transformers' config of the model; raise ``ModelError``, which names the model, if it is broken."""
-    with reading_files(f"{name or f'model.path={config.path}'} can't be read", COMPLETE, error=ModelError):
+    name = name or f"model.path={config.path}"
+    with reading_files(f"{name} can't be read", COMPLETE, error=ModelError):
         values, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
         for size, value in _numbers(values):
             if value > (MAX_COUNT if COUNT.fullmatch(size) else MAX_SIZE if SIZE.fullmatch(size) else value):
                 raise ValueError(f"its config has {size}={value:.3g}")
+        is_known = values.get("model_type") in CONFIG_MAPPING or "AutoConfig" not in (values.get("auto_map") or {})
+        if not (is_known or config.trust_remote_code):
+            fix = "set model.trust_remote_code (--trust-remote-code) if you trust it"
+            raise ModelError(f"{name} has code of its own: {fix}")
         described: PreTrainedConfig = AutoConfig.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )

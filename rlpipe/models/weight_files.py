@@ -63,7 +63,8 @@ def open_files(folder: Path) -> ModelFiles:
                 files.setdefault(file, []).append(name)
             if outside := [file for file in files if Path(file).name != file]:
                 raise ModelError(f"{index} names a file in another folder, {outside[0]}: {COMPLETE}")
-        if single.exists() and not all((folder / file).exists() for file in files):  # an index that was left behind
+        is_stale = not all((folder / file).exists() for file in files)  # an index that was left behind
+        if single.exists() and (not files or is_stale):
             files = {SAFE_WEIGHTS_NAME: []}
         if not files:
             raise ModelError(f"{folder} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}")

@@ -38,16 +38,16 @@ def test_a_partial_copy_in_the_cache_is_left_to_the_loaders(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("is_online", "message"), [(True, "can't be fetched from the hub: OSError: 403"), (False, "hub can't be reached")]
+    ("is_online", "message"), [(True, "can't be fetched .*: OSError: 403"), (False, "its cache holds no copy")]
 )
 def test_a_model_that_the_hub_does_not_give_is_named_in_one_line(
     monkeypatch: pytest.MonkeyPatch, is_online: bool, message: str
 ) -> None:
-    def fetch(*_: Any, local_files_only: bool, **__: Any) -> str:
+    def fetch(*_: Any, local_files_only: bool = False, **__: Any) -> str:
         assert local_files_only != is_online
         raise OSError("403: cannot access gated repo")
 
     monkeypatch.setattr(hub, "hub_has", lambda *_, **__: is_online)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    with pytest.raises(ModelError, match=rf"^--base: org/model .*{message}.*; log in with"):
+    with pytest.raises(ModelError, match=rf"^--base=org/model.*{message}"):
         local_model("org/model", "--base")

@@ -140,7 +140,7 @@ def test_the_revision_that_an_adapter_names_is_merged_into(
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     fetched: list[tuple[str, str | None]] = []
 
-    def fetch(name: str, *, revision: str | None, only_cached: bool) -> str:
+    def fetch(name: str, *, revision: str | None) -> str:
         fetched.append((name, revision))
         return str(base)
 
@@ -262,7 +262,7 @@ def test_a_base_with_its_own_code_is_merged_if_it_is_trusted(tmp_path: Path) -> 
     (base / "config.json").write_text(
         json.dumps(config | {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes})
     )
-    with pytest.raises(ModelError, match="trust_remote_code"):
+    with pytest.raises(ModelError, match=r"code of its own: .*--trust-remote-code"):
         merge_adapter(base, adapter, merged)
     list(merge(MergeRequest(adapter=str(adapter), output=merged, base=str(base), trust_remote_code=True)))
     state = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True).state_dict()

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from rlpipe.common import hub
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.models.adapter import TrainingRecord, read_adapter, read_adapter_config, without_learner
+from rlpipe.models.adapter import RECORDED, TrainingRecord, read_adapter, read_adapter_config, without_learner
 
 
 def test_room_is_made_for_the_largest_rank(tmp_path: Path) -> None:
@@ -68,13 +68,15 @@ def test_the_record_of_an_adapter_from_the_hub_counts_and_a_cached_copy_is_enoug
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    weights = {"base_model.model.q_proj.lora_A.weight": torch.zeros(4, 8)}
+    save_file(weights, tmp_path / "adapter_model.safetensors", metadata=RECORDED)
     TrainingRecord(base_precision="nf4").write(tmp_path)
     monkeypatch.setattr(hub, "hub_has", lambda *_, **__: False)
     monkeypatch.setattr(hub, "model_snapshot", lambda *_, **__: str(tmp_path))
     adapter = read_adapter_config("org/adapter")
     assert (adapter.kind, adapter.path) == ("qlora", "org/adapter")
-    (tmp_path / "rlpipe.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"rlpipe\.json"):
+    (tmp_path / "rlpipe.json").unlink()
+    with pytest.raises(ModelError, match=r"rlpipe\.json can't be read"):
         read_adapter("org/adapter")
 
 

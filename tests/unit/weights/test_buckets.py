@@ -318,5 +318,5 @@ def test_a_peft_folder_becomes_version_0(tmp_path: Path) -> None:
     assert (manifest.version, manifest.kind) == (0, WeightsKind.LORA)
     config = model.peft_config["default"].to_dict()
     assert manifest.digest == lora_digest(pair_adapter(unpack(buckets[0])), lambda module: lora_scaling(config, module))
-    with pytest.raises(ModelError, match=r"^it: there is no folder .*nowhere"):
+    with pytest.raises(ModelError, match=r"^model.adapter.path: there is no folder .*nowhere"):
         read_adapter(str(tmp_path / "nowhere"), "it")
