@@ -333,7 +333,7 @@ def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, lay
     if hint in TEXTS:
         check_texts(value, name, layer)
     try:
-        value = [*value] if isinstance(value, tuple) else expand_home(value)
+        value = expand_home(value)
         OmegaConf.update(node, key, value, merge=True, force_add=True)
     except GrammarParseError as error:
         raise layer.error(f"{name}: can't read the interpolation: {first_line(error)}; {PLAIN_TEXT}") from error
@@ -346,7 +346,8 @@ def check_texts(value: Any, name: str, layer: Layer) -> None:
     """Raise an error for a number or boolean where a text is due, because its spelling is lost: no, 0123, 1e5."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, bool | int | float):
-            raise layer.error(f"{name}: takes a text, and {text!r:.200} is read as a {type(text).__name__}; quote it")
+            kind = "a boolean" if isinstance(text, bool) else "a number"
+            raise layer.error(f"{name}: takes a text, and {text!r:.200} is {kind}; write it in quotes")
 
 
 def native(value: Any) -> Any:

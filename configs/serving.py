@@ -78,7 +78,7 @@ def check_transport(config: Config) -> Iterator[str]:
         yield "weights.transport: nccl needs GPUs on both sides, or on none; set object_store, or num_gpus of both"
     if any(0 < num_gpus < 1 for num_gpus in (config.learner.num_gpus, config.rollout.num_gpus)):
         yield "weights.transport: NCCL refuses two processes on one GPU; set object_store, or num_gpus=1"
-    if config.rollout.num_gpus > 0 and config.weights.timeout_s > RENDEZVOUS_S:
+    if config.rollout.engine != "hf" and config.rollout.num_gpus > 0 and config.weights.timeout_s > RENDEZVOUS_S:
         yield (
             f"weights.timeout_s: before they send by NCCL, vLLM's processes wait for each other {RENDEZVOUS_S} s at "
             f"most; set {RENDEZVOUS_S} or less, or weights.transport=object_store"

@@ -52,13 +52,9 @@ def add_run_arguments(parser: OneLineParser, *, takes_runs: bool = False) -> Non
     )
 
 
-def add_trust_argument(parser: OneLineParser) -> None:
+def add_trust_argument(parser: OneLineParser, effect: str = "run the model's own code if the run did") -> None:
     """Add the flag without which a model's own code is not executed, even if a checkpoint's config wants it."""
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that comes with the model, as model.trust_remote_code does",
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{effect} (model.trust_remote_code)")
 
 
 LARGEST = 2**63

@@ -54,7 +54,7 @@ def add_generate(commands: Commands) -> None:
     parser.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="an image before each prompt; may be repeated"
     )
-    add_trust_argument(parser)
+    add_trust_argument(parser, "run the code that comes with the model")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, each on its own line")
     parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="default: read from standard input")
@@ -134,7 +134,7 @@ def add_merge(commands: Commands) -> None:
         metavar="FILE",
         help="file with texts to measure on, one per line; default: texts sampled from the policy, which is slower",
     )
-    add_trust_argument(parser)
+    add_trust_argument(parser, "run the code that comes with the model")
 
 
 def run_merge(arguments: argparse.Namespace) -> None:

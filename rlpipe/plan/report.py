@@ -81,7 +81,11 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
         yield unplanned_section(reason)
     elif config.algorithm.kind != "rl":
         case = LearnerEstimate(config=config, drafts=TraceCache(described, device), engines=None)
-        yield learner_section(plan_case(case), device)
+        try:
+            yield learner_section(plan_case(case), device)
+        except Untraceable as error:
+            yield unplanned_section(str(error))
+            return
         yield machine_section(plan_machine(case, None, [], device), device)
     else:
         yield from _make_rl_sections(config, requested, described, device)

@@ -101,7 +101,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[ResourceRequest]) -> bool:
                 f"Ray did not start on this machine ({error}); its logs are under /tmp/ray/session_latest/logs: "
                 "run again, or start it with `ray start --head` and set cluster.address=auto"
             ) from None
-    if starts:
+    if address is None:
         check_fit(needs, ray.cluster_resources())
     else:
         wait_fit(needs, cluster.schedule_timeout_s)

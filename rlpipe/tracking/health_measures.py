@@ -264,7 +264,7 @@ def _held_out(run: RunHistory, name: str) -> list[tuple[float, float, float | No
         if failed and not 0 < scored < math.inf:
             continue
         if failed and name == "eval/accuracy":  # failures count as wrong in it
-            mean *= prompts / scored
+            mean = min(mean * prompts / scored, 1.0)  # rounding would take some above it
         results.append((mean, scored, progress))
     return results
 

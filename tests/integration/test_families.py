@@ -142,7 +142,7 @@ def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path, optio
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj"], r=4, **options))
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(tmp_path / "adapter")
     list(merge(MergeRequest(adapter=str(tmp_path / "adapter"), output=tmp_path / "merged", base=str(base))))

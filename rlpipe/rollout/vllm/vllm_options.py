@@ -26,7 +26,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from vllm import EngineArgs, SamplingParams, envs  # noqa: E402
+from vllm import EngineArgs, SamplingParams  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
@@ -132,7 +132,6 @@ def _check_lengths(sampling: SamplingConfig) -> None:
     limits = {
         "allowed_token_ids": logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
         "logit_bias": logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
-        "bad_words": envs.VLLM_MAX_NUM_BAD_WORDS,
     }
     for name, limit in limits.items():
         if len(sampling.extra.get(name) or ()) > limit:

@@ -460,16 +460,16 @@ def test_a_section_is_not_null_but_may_be_empty_in_a_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("data: {name: no}", "data.name: takes a text, and False is read as a bool; quote it"),
-        ("model: {revision: 0123456}", "model.revision: takes a text, and 42798 is read as a int; quote it"),
-        ("rollout: {sampling: {stop: ['a', No]}}", "rollout.sampling.stop: takes a text, and False is read as"),
+        ("data: {name: no}", "data.name: takes a text, and False is a boolean; write it in quotes"),
+        ("model: {revision: 0123456}", "model.revision: takes a text, and 42798 is a number; write it in quotes"),
+        ("rollout: {sampling: {stop: ['a', No]}}", "rollout.sampling.stop: takes a text, and False is a boolean"),
     ],
 )
 def test_what_yaml_does_not_read_as_a_text_is_refused_where_one_is_due(
     tmp_path: Path, content: str, message: str
 ) -> None:
     assert message in error_of(*BASE, file=write(tmp_path / "run.yaml", content))
-    assert "1000.0 is read as a float; quote it" in error_of(*BASE, "rollout.sampling.stop=[1e3]")
+    assert "1000.0 is a number; write it in quotes" in error_of(*BASE, "rollout.sampling.stop=[1e3]")
 
 
 def test_values_of_numpy_are_taken_as_numbers() -> None:

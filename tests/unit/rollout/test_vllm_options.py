@@ -21,8 +21,6 @@ pytestmark = pytest.mark.vllm
         ({"logit_bias": dict.fromkeys(range(1025), -1.0)}, True),
         ({"logit_bias": dict.fromkeys(range(1024), -1.0)}, False),
         ({"allowed_token_ids": [*range(1025)]}, True),
-        ({"bad_words": [f"word{index}" for index in range(129)]}, True),
-        ({"bad_words": ["word"]}, False),
     ],
 )
 def test_lists_that_vllm_refuses_on_gpus_only_are_refused_at_the_start(

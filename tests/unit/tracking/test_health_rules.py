@@ -301,6 +301,11 @@ def test_a_reward_counts_where_no_answer_is_ever_correct() -> None:
     assert [finding.rule for _, finding in found] == ["held_out_falls"]
 
 
+def test_an_accuracy_of_all_that_could_be_scored_is_one_whatever_its_rounding() -> None:
+    rows = evaluated([0.3, 9 / 11, 9 / 11, 9 / 11, 9 / 11], "eval/accuracy")
+    assert not found_in(make_config(), in_evaluations(rows, num_prompts=11.0, num_failed=2.0))
+
+
 def test_equal_rewards_of_a_solved_task_or_of_single_rollouts_are_well() -> None:
     rows = [{"eval/accuracy": 0.99}, *run_with(ILLNESSES["equal_rewards"])]
     assert found_in(make_config(), rows) == []
