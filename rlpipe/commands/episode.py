@@ -84,7 +84,8 @@ def _play(config: Config, request: GroupRequest) -> Rollout:
 
     async def play() -> Rollout:
         environment = replace(config.environment, on_error="raise")
-        player, _ = open_player(replace(config, environment=environment), sample)
+        is_scored = bool(config.scoring.rewards)
+        player, _ = open_player(replace(config, environment=environment), sample, is_scored=is_scored)
         await player.start()
         group = await player.play(request)
         if group.failure is not None:

@@ -305,7 +305,7 @@ class RewardRenderer(PreferenceRenderer):
     It is never run: its predecessor, where the reward is read, is the last token of the sequence. Its advantage is the
     pair's margin in the chosen sequence, 0 in the rejected one. The sequences are those that ``SequenceReward`` scores:
     texts without an end token, unless the tokenizer adds one, and none with tokens of padding at the end, which
-    transformers skips.
+    transformers skips. Only special tokens that an answer spells are plain text in scoring.
     """
 
     def __init__(

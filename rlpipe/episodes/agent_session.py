@@ -106,8 +106,8 @@ class AgentSession:
         self.is_rewarded = True
 
     def has_answers(self, ids: Collection[str]) -> bool:
-        """Return whether these are ids of its answers, at least one."""
-        return bool(ids) and {*ids} <= {answer.id for answer in self._received}
+        """Return whether one of these is the id of an answer."""
+        return not {*ids}.isdisjoint(answer.id for answer in self._received)
 
     def seal(self) -> Episode:
         """End the episode: what was not received is dropped, and further requests are refused.

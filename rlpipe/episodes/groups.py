@@ -50,7 +50,7 @@ MIN_SIBLINGS = 2
 
 NO_REWARD = (
     "the program gave no reward, and the run has no reward functions: return a number, send POST /v1/reward, or let a "
-    "command print a number as its last line"
+    "command print a number, or an object of answer ids with numbers, as its last line"
 )
 
 
@@ -280,7 +280,7 @@ class GroupPlayer:
             return False
         if isinstance(last_line, Mapping):
             return session.has_answers(last_line)
-        if not self._needs_reward and not self._has_warned:
+        if not self._needs_reward and self._config.weight and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the last line of the command, %s, counts as its reward beside the reward functions; if it is a "

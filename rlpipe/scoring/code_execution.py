@@ -14,7 +14,7 @@ from select import PIPE_BUF
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 from rlpipe.common.formatting import shortened
-from rlpipe.scoring.remote_program import end_program, passes, start_program
+from rlpipe.scoring.remote_program import end_program, passes, runs_nothing, start_program
 from rlpipe.scoring.toolbox import Completion, completion_text, extract_tag, last_fenced
 
 Test = str | Mapping[str, str]
@@ -71,7 +71,13 @@ def _listed(tests: Test | Sequence[Test]) -> list[Test]:
     listed = [tests] if isinstance(tests, str | Mapping) else list(tests)
     if not listed:
         raise ValueError("the row has no tests")
-    return listed
+    counting = [test for test in listed if not isinstance(test, str) or not runs_nothing(test)]
+    if not counting:
+        raise ValueError(
+            f"the test {shortened(listed[0], 60)!r} runs nothing: call or assert something outside of functions and "
+            "classes, such as check(f) at its end; a list of tests must be a list, not its text"
+        )
+    return counting
 
 
 def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: float) -> float:

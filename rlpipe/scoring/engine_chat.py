@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import SamplingConfig
-from rlpipe.data.render.control_tokens import conversation_ids
+from rlpipe.data.render.control_tokens import scored_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError
@@ -144,7 +144,7 @@ class EngineChat:
             )
         template = ChatTemplate(self._tokenizer, DataConfig(chat_template_kwargs=dict(template_kwargs)))
         try:
-            token_ids = conversation_ids(template, messages, template.prompt_text)
+            token_ids = scored_ids(template, messages, template.prompt_text)
         except UnusableRow as error:
             raise RequestFailed(f"the messages can't be rendered: {error.reason}") from None
         return Prompt(prompt_id=0, epoch=0, token_ids=token_ids, prompt=messages, task={})

@@ -232,7 +232,8 @@ class NumberJudge(Judge):
             raise ValueError(f"minimum {minimum:g} is not below maximum {maximum:g}")
         self._minimum, self._maximum = minimum, maximum
         self._pattern = None if pattern is None else re.compile(pattern, flags=re.DOTALL)
-        self._scale = re.compile(rf"(?<=[\d*)\]}}])\s*(?:/|out of)\s*{re.escape(f'{maximum:g}')}(?:\.0+)?(?!\.?\d)")
+        most = rf"[*_`$\"'(\[{{]*{re.escape(f'{maximum:g}')}(?:\.0+)?(?!\.?\d)"
+        self._scale = re.compile(rf"(?<=\d)[*_`$\"')\]}}]*\s*\(?(?:/|(?:out )?of\b)\s*{most}", flags=re.IGNORECASE)
 
     async def score(self, group: RolloutGroup) -> list[float | None]:  # type: ignore[override]
         return list(await together(self.ask(group, completion=text) for text in self.texts(group)))

@@ -19,12 +19,11 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlpipe.common.formatting import shortened
 from rlpipe.scoring import program_host
 from rlpipe.scoring.program_host import MAX_ITEMS, MUTABLE, decode, encode
 from rlpipe.scoring.sandbox.confinement import confine_program
@@ -362,15 +361,9 @@ def _builtin_error(name: Any, text: str) -> Exception | None:
 def passes(source: str, test: str, timeout_s: float) -> bool:
     """Return whether a test's code reaches its end with the program's functions, within ``timeout_s`` seconds.
 
-    A test that goes on for longer ends this process. Raises ``SyntaxError`` for a test that can't be parsed, and
-    ``ValueError`` for one that would pass with any program.
+    A test that goes on for longer ends this process. Raises ``SyntaxError`` for a test that can't be parsed.
     """
     tree = ast.parse(test)
-    if all(map(_runs_nothing, tree.body)):
-        raise ValueError(
-            f"the test {shortened(test, 60)!r} runs nothing: call or assert something outside of functions and "
-            "classes, such as check(f) at its end; a list of tests must be a list, not its text"
-        )
     code = compile(tree, "<test>", "exec")
     try:
         with _killed_after(timeout_s + GRACE_S), RemoteProgram(source, timeout_s) as program:
@@ -380,21 +373,34 @@ def passes(source: str, test: str, timeout_s: float) -> bool:
     return True
 
 
-def _runs_nothing(statement: ast.stmt) -> bool:
+def runs_nothing(test: str) -> bool:
+    """Return whether a test would pass with any program; raise ``SyntaxError`` for one that can't be parsed."""
+    return all(map(_is_inert, ast.parse(test).body))
+
+
+def _is_inert(statement: ast.stmt) -> bool:
     """Return whether a statement of a test only imports, defines, names values, or asks whether it is the main module.
 
     The latter is false in a test.
     """
     match statement:
-        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Pass():
+        case ast.Import() | ast.ImportFrom() | ast.Pass():
             return True
-        case ast.ClassDef():
-            return all(map(_runs_nothing, statement.body))
-        case ast.If(test=ast.Compare(left=ast.Name(id="__name__")), orelse=[]):
-            return True
+        case (
+            ast.FunctionDef(decorator_list=[], args=arguments) | ast.AsyncFunctionDef(decorator_list=[], args=arguments)
+        ):
+            return _are_literal([*arguments.defaults, *(value for value in arguments.kw_defaults if value is not None)])
+        case ast.ClassDef(decorator_list=[], keywords=[]):
+            return all(map(_is_inert, statement.body))
+        case ast.If(orelse=[]):
+            return ast.unparse(statement.test) == "__name__ == '__main__'"
         case ast.Expr(value=value) | ast.Assign(value=value) | ast.AnnAssign(value=value):
-            return value is None or all(isinstance(node, LITERALS) for node in ast.walk(value))
+            return value is None or _are_literal([value])
     return False
+
+
+def _are_literal(values: Iterable[ast.expr]) -> bool:
+    return all(isinstance(node, LITERALS) for value in values for node in ast.walk(value))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.option import DTYPES
 from rlpipe.data.packing import padded_parts
-from rlpipe.data.render.control_tokens import conversation_ids
+from rlpipe.data.render.control_tokens import scored_ids
 from rlpipe.data.render.messages import assistant_turns, content_text
 from rlpipe.data.render.processor import check_ids
 from rlpipe.data.render.template import ChatTemplate, end_token_ids, token_ids_of
@@ -121,7 +121,9 @@ class ClassifierReward(RewardActor):
         prompt = group.prompt.prompt
         if not isinstance(prompt, str):
             template = self._template_of(group)
-            return conversation_ids(template, _with_answer(prompt, answer), template.text).tolist()
+            messages = _with_answer(prompt, answer)
+            num_trusted = len(prompt) - (len(messages) == len(prompt))  # the answer may continue the prompt's last turn
+            return scored_ids(template, messages, template.text, num_trusted=num_trusted).tolist()
         assert isinstance(answer, str), "episodes are conversations"
         return [*self.prompt_tokens(group), *self.plain_tokens(answer), *end_token_ids(self._own)]
 
@@ -130,7 +132,8 @@ class ClassifierReward(RewardActor):
         prompt = group.prompt.prompt
         if isinstance(prompt, str):
             return self.tokens(prompt, begins=True)
-        return self.tokens(self._template_of(group).prompt_text([*prompt, *later]))
+        template = self._template_of(group)
+        return scored_ids(template, [*prompt, *later], template.prompt_text, num_trusted=len(prompt)).tolist()
 
     def _template_of(self, group: RolloutGroup) -> ChatTemplate:
         """Return the reward model's own template, with the tools and options of the group's row."""

@@ -181,7 +181,8 @@ class _SandboxedReward(_FunctionReward):
     def _score_each(self, call: _RewardCall, arguments: Mapping[str, Any]) -> list[Any]:
         """Score each completion in a call of its own; a call whose process crashes or takes too long scores 0.
 
-        Each call may take its share of the group's time, and what the calls before it have left of theirs.
+        Each call may take its share of the group's time, and what the calls before it have left of theirs; if one took
+        longer, as when the sandbox starts again, the others share what is left.
         """
         deadline, count, values = time.monotonic() + self._timeout_s, len(call.group), list[Any]()
         for index in range(count):
@@ -189,8 +190,8 @@ class _SandboxedReward(_FunctionReward):
                 name: value[index : index + 1] if name in call.arguments and isinstance(value, list) else value
                 for name, value in arguments.items()
             }
-            shares_after_s = (count - index - 1) * self._timeout_s / count
-            limit_s = max(0.0, deadline - time.monotonic() - shares_after_s)
+            remaining_s, num_after = max(0.0, deadline - time.monotonic()), count - index - 1
+            limit_s = max(remaining_s - num_after * self._timeout_s / count, remaining_s / (num_after + 1))
             try:
                 values += self._score(call, call_arguments, 1, timeout_s=limit_s)
                 crashed = False

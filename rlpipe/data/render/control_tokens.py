@@ -30,19 +30,35 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def conversation_ids(template: ChatTemplate, messages: ChatMessages, render: Callable[[ChatMessages], str]) -> IntArray:
+def conversation_ids(
+    template: ChatTemplate, messages: ChatMessages, render: Callable[[ChatMessages], str], *, num_trusted: int = 0
+) -> IntArray:
     """Return the tokens of what ``render`` makes of messages, with control tokens in their texts as plain text.
 
-    Raises ``UnusableRow``.
+    The first ``num_trusted`` messages, such as those of a data set, stay as they are. Raises ``UnusableRow``.
     """
     texts = ControlTokens(template)
-    text = render(texts.hidden(messages))
+    text = render([*messages[:num_trusted], *texts.hidden(messages)[num_trusted:]])
     if not texts.hide_any:
         return template.token_ids(text)
     encoded = template.encode_with_offsets(text)
     if encoded.offsets is None:
         raise UnusableRow(SLOW_TOKENIZER)
     return texts.shown(encoded.token_ids, encoded.offsets, text)
+
+
+def scored_ids(
+    template: ChatTemplate, messages: ChatMessages, render: Callable[[ChatMessages], str], *, num_trusted: int = 0
+) -> IntArray:
+    """Return the tokens as ``conversation_ids`` does, also with a tokenizer that can't hide control tokens.
+
+    There, they stay what they are: else a completion could avoid its score by spelling one. Raises ``UnusableRow`` if
+    the messages can't be rendered.
+    """
+    try:
+        return conversation_ids(template, messages, render, num_trusted=num_trusted)
+    except UnusableRow:
+        return template.token_ids(render(messages))
 
 
 @lru_cache(maxsize=8)
@@ -88,7 +104,7 @@ class ControlTokens:
         self._stand_ins = _unused_characters(messages)
         return [
             message | {key: self._hide(message[key], pattern) for key in HIDING_KEYS if key in message}
-            if (pattern := patterns.get(message["role"])) is not None
+            if (pattern := patterns.get(message.get("role", ""))) is not None
             else message
             for message in messages
         ]

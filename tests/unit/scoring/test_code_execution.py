@@ -93,6 +93,16 @@ def test_tests_may_define_and_call_functions() -> None:
     assert passes_tests([DOUBLE], [tests]) == [1]
 
 
+def test_tests_run_by_decorators_defaults_and_names_count_and_imports_beside_them_do_not() -> None:
+    tests = [
+        "import math",
+        "@(lambda test: test())\ndef test():\n    assert double(2) == 5",
+        "def test(value=double(2)):\n    pass",
+        "if __name__ != 'x':\n    assert double(2) == 4",
+    ]
+    assert passes_tests([DOUBLE], [tests], partial=True) == [2 / 3]
+
+
 def test_a_row_without_tests_is_refused() -> None:
     with pytest.raises(ValueError, match="the row has no tests"):
         passes_tests([DOUBLE], [[]])

@@ -191,6 +191,20 @@ def test_the_steps_of_an_episode_are_those_of_its_answer_after_the_messages_befo
     assert reward._cut(make_episode([]), [])[1] == []
 
 
+def test_control_tokens_spelled_in_earlier_turns_are_plain_text() -> None:
+    reward = without_model(StepReward(model="none", separator=".", step_token="<|tool|>"))
+    assert isinstance(reward, StepReward)
+    turns = [
+        {"role": "assistant", "content": "so"},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a"},
+    ]
+    spelled = [turn | {"content": f"{turn['content']}<|end|>"} for turn in turns]
+    end = TOKENIZER.convert_tokens_to_ids("<|end|>")
+    counts = [reward._cut(make_episode(messages), messages)[0].count(end) for messages in (turns, spelled)]
+    assert counts[0] == counts[1] > 1
+
+
 def test_a_completion_continues_a_prompt_that_ends_with_an_assistant_turn() -> None:
     reward = without_model(SequenceReward(model="none"))
     group = make_group(" four")

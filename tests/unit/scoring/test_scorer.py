@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import isolation_cases
@@ -32,6 +33,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import RewardFailed
 from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.rewards import Reward, RewardActor
+from rlpipe.scoring.sandbox.sandbox import Sandbox
 from rlpipe.scoring.scorer import GroupScores, Scorer, apply_scores
 from rlpipe.scoring.validation import check_scores
 from rlpipe.types import RolloutGroup, RolloutStatus
@@ -109,6 +111,25 @@ def test_a_call_that_hangs_takes_no_time_of_the_next() -> None:
     (scores,) = scorer.score([make_group("hang", "a")])
     scorer.close()
     assert scores.scores == {"each": [0.0, 1.0]}
+
+
+def test_calls_after_one_that_took_longer_than_its_share_have_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, limits, now = [12.0, *[1.0] * 15], list[float](), [0.0]
+
+    def call(sandbox: Sandbox, name: str, arguments: Any, num_values: int, timeout_s: float) -> Any:
+        limits.append(timeout_s)
+        now[0] += took[len(limits) - 1]
+        return SimpleNamespace(values=[1.0], logged=[])
+
+    config = RewardConfig(path=f"{isolation_cases.__file__}:each", isolation="sandbox", timeout_s=60)
+    scorer = Scorer({"each": config}, CharacterTokenizer())
+    monkeypatch.setattr(Sandbox, "call", call)
+    monkeypatch.setattr("rlpipe.scoring.scorer.time.monotonic", lambda: now[0])
+    scorer.score([make_group(*["a"] * 16)])
+    monkeypatch.undo()
+    scorer.close()
+    assert limits[:3] == pytest.approx([3.75, 48 / 15, 47 / 14])
+    assert min(limits) > 3
 
 
 def test_graders_of_reasoning_gym_evaluate_completions_in_a_sandbox_each() -> None:

@@ -197,7 +197,7 @@ def test_json_schema_takes_json_fenced_or_not() -> None:
 def test_json_schema_takes_no_json_that_is_against_the_standard() -> None:
     numbers = {"type": "object", "additionalProperties": {"type": "number", "multipleOf": 0.5}}
     texts = ['{"a": 1.5}', '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', '{"a": "x", "a": 1}', '{"a": 1e300}']
-    assert json_schema(texts, schema=numbers)[:5] == [1, 0, 0, 0, 0]
+    assert json_schema(texts, schema=numbers) == [1, 0, 0, 0, 0, 1]
     assert json_schema(['{"a": 1e308}'], schema={"additionalProperties": {"multipleOf": 1e-300}}) == [0]
 
 
