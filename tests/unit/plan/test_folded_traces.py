@@ -50,11 +50,6 @@ GEMMA = Gemma3TextConfig(num_hidden_layers=6, layer_types=KINDS, sliding_window=
 DEEP = {"layer_types": KINDS, "sliding_window": 32, "num_hidden_layers": 6, "num_kv_shared_layers": 3} | SMALL
 PER_LAYER = {"vocab_size_per_layer_input": 997, "hidden_size_per_layer_input": 16}
 GEMMA_4 = Gemma4TextConfig(**DEEP, **PER_LAYER, global_head_dim=32)
-GEMMA_4_LARGE = Gemma4TextConfig(
-    **DEEP | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},
-    global_head_dim=32,
-    attention_k_eq_v=True,
-)
 GEMMA_3N = Gemma3nTextConfig(**DEEP, **PER_LAYER, laurel_rank=8, activation_sparsity_pattern=[0.95] * 3 + [0.0] * 3)
 
 
@@ -84,15 +79,14 @@ def test_layers_that_read_what_others_made_are_all_traced(described: PreTrainedC
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("described", "tolerance"), [(GEMMA, 0.06), (GEMMA_4_LARGE, 0.11)])
-def test_layers_of_two_kinds_are_each_folded(described: PreTrainedConfig, tolerance: float) -> None:
-    folded, whole = both_traces(described, "lora", torch.bfloat16)
+def test_layers_of_two_kinds_are_each_folded() -> None:
+    folded, whole = both_traces(GEMMA, "lora", torch.bfloat16)
     assert [stage.unit for stage in folded.stages] == [stage.unit for stage in whole.stages]
     for own, other in zip(folded.profiles(), whole.profiles(), strict=True):
         # Tensors that layers of both kinds share live until the last layer of a kind, which may differ.
         assert (own.forward_s, own.backward_s) == (other.forward_s, other.backward_s)
         assert (own.saved_bytes, own.input_bytes) == (other.saved_bytes, other.input_bytes)
-        assert own.backward_peak == pytest.approx(other.backward_peak, rel=tolerance)
+        assert own.backward_peak == pytest.approx(other.backward_peak, rel=0.06)
 
 
 @pytest.mark.slow
