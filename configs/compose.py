@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlpipe.configs.constraints import contradictions
-from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
+from rlpipe.configs.data_sources import find_missing_files, find_wrong_sources
 from rlpipe.configs.foreign.setting_names import foreign_name
 from rlpipe.configs.options import (
     default_tree,
@@ -37,11 +37,11 @@ from rlpipe.configs.options import (
     first_line,
     is_section,
     keep_references,
+    native,
     nearest_name,
     options,
     tree_to_yaml,
 )
-from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SUPERVISED_FACTOR
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.yaml_file import MAX_DEPTH, read_yaml
@@ -111,19 +111,6 @@ def raise_all(problems: Iterable[InputError]) -> None:
         raise errors[0]
     if messages:
         raise MultipleErrors(messages)
-
-
-def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
-    """Yield errors for entries of ``data.sources`` that are unknown, of the wrong type, or out of range."""
-    if not isinstance(data.sources, Mapping):  # an interpolation may name a section; ``find_out_of_range`` tells
-        return
-    try:
-        sources = mixed_sources(data)
-    except ConfigError as error:
-        yield error
-        return
-    for source in sources:
-        yield from find_out_of_range(source.data, f"{OPTION}.{source.name}.")
 
 
 def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
@@ -350,15 +337,6 @@ def check_texts(value: Any, name: str, layer: Layer) -> None:
             raise layer.error(f"{name}: takes a text, and {text!r:.200} is {kind}; write it in quotes")
 
 
-def native(value: Any) -> Any:
-    """Return a value with NumPy's scalars and arrays in it as plain ones."""
-    if isinstance(value, Mapping):
-        return {key: native(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [native(child) for child in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def expand_home(value: Any) -> Any:
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
@@ -509,9 +487,10 @@ def delete_entry(tree: DictConfig, key: str) -> None:
     node = OmegaConf.select(tree, parent) if parent else tree
     if not isinstance(node, DictConfig) or entry not in node:
         raise ConfigError(f"~{key}: there is no such entry to remove")
-    if is_section(section := OmegaConf.get_type(node)):
-        if element_section(type_hints(section)[entry]) is not None:
-            node[entry] = {}
-            return
+    section: Any = OmegaConf.get_type(node)
+    if not is_section(section):
+        del node[entry]
+    elif element_section(type_hints(section)[entry]) is not None:
+        node[entry] = {}
+    else:
         raise ConfigError(f"~{key}: an option can't be removed; set it instead")
-    del node[entry]

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpipe.configs.options import default_tree, describe_type, escaped_tree
+from rlpipe.configs.options import default_tree, describe_type, escaped_tree, find_out_of_range
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.option import NAME
@@ -196,6 +196,19 @@ def _typed(option: str, values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{option}.{key}: {shown} is not {describe_type(expected)}") from error
     container = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
     return {key: container[key] for key in values}  # type: ignore[call-overload,index]
+
+
+def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield errors for entries of ``data.sources`` that are unknown, of the wrong type, or out of range."""
+    if not isinstance(data.sources, Mapping):  # an interpolation may name a section; ``find_out_of_range`` tells
+        return
+    try:
+        sources = mixed_sources(data)
+    except ConfigError as error:
+        yield error
+        return
+    for source in sources:
+        yield from find_out_of_range(source.data, f"{OPTION}.{source.name}.")
 
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -297,6 +297,15 @@ def plain(value: Any) -> Any:
     return value.reference if isinstance(value, FromEnvironment) else value
 
 
+def native(value: Any) -> Any:
+    """Return a value with NumPy's scalars and arrays in it as plain ones."""
+    if isinstance(value, Mapping):
+        return {key: native(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [native(child) for child in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def to_yaml(config: Config) -> str:
     """Return the resolved config as YAML, which ``rlpipe train --config`` reads back."""
     return tree_to_yaml(asdict(config))

@@ -47,8 +47,8 @@ def lora_linear(
         raise ValueError(
             f"x of shape {[*x.shape]}, down {[*down.shape]}, up {[*up.shape]}: they must be [..., I], [r, I] and [O, r]"
         )
-    y: Tensor = _LoraLinear.apply(x.to(_product_dtype(x)), weight, down, up, bias, scale, unpack)
-    return y
+    y: Tensor = _LoraLinear.apply(x.to(_product_dtype(x)), weight, down, up, bias, scale, unpack)  # [T, O]
+    return y.view(*x.shape[:-1], y.shape[1])  # a view that the operator itself returned could not be changed in place
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -85,22 +85,22 @@ class _LoraLinear(torch.autograd.Function):
             up if need_x or need_down else None,
             low if need_up else None,
         )
-        ctx.scale, ctx.unpack = scale, unpack
+        ctx.shape, ctx.scale, ctx.unpack = x.shape, scale, unpack
         ctx.dtypes = (down.dtype, up.dtype, None if bias is None else bias.dtype)
-        return y.view(*x.shape[:-1], y.shape[1])
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, down, up, low = ctx.saved_tensors
         down_dtype, up_dtype, bias_dtype = ctx.dtypes
-        dtype, flat = grad.dtype, grad.reshape(-1, grad.shape[-1])  # [T, O]
+        dtype, flat = grad.dtype, grad  # [T, O]
         grad_x = grad_down = grad_up = grad_bias = None
         if up is not None:
             grad_low = _scaled_product(flat, up.to(dtype), ctx.scale)  # [T, r]
             if weight is not None:
                 grad_x = flat @ _unpacked(weight, ctx.unpack, dtype)  # [T, I]
-                grad_x = add_product(grad_x, grad_low, down.to(dtype)).view(*grad.shape[:-1], down.shape[1])
+                grad_x = add_product(grad_x, grad_low, down.to(dtype)).view(ctx.shape)
             if x is not None:
                 grad_down = _sum_of_tokens(grad_low, x.reshape(-1, x.shape[-1]), down_dtype)  # [r, I]
         if low is not None:

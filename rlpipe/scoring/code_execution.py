@@ -73,9 +73,10 @@ def _listed(tests: Test | Sequence[Test]) -> list[Test]:
         raise ValueError("the row has no tests")
     counting = [test for test in listed if not isinstance(test, str) or not runs_nothing(test)]
     if not counting:
+        shown = shortened(str(listed[0]), 60)
         raise ValueError(
-            f"the test {shortened(listed[0], 60)!r} runs nothing: call or assert something outside of functions and "
-            "classes, such as check(f) at its end; a list of tests must be a list, not its text"
+            f"the test {shown!r} runs nothing: call or assert something outside of functions and classes, "
+            "such as check(f) at its end; a list of tests must be a list, not its text"
         )
     return counting
 

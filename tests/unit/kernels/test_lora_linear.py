@@ -41,6 +41,18 @@ def test_result_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tu
     assert_near(actual, expected, TOLERANCES[dtype])
 
 
+def test_a_result_may_be_changed_in_place() -> None:
+    """Check what models such as Gemma 3n do with the result of a linear layer."""
+    weight = randn(6, 4, seed=0)
+    x, down, up = (randn(*shape, seed=1).requires_grad_() for shape in ((2, 5, 4), (3, 4), (6, 3)))
+    scaled = 3 * lora_linear(x, weight, down, up, scale=SCALE)
+    expected = torch.autograd.grad(scaled.square().sum(), (x, down, up))
+    y = lora_linear(x, weight, down, up, scale=SCALE)
+    y *= 3
+    for actual, want in zip(torch.autograd.grad(y.square().sum(), (x, down, up)), expected, strict=True):
+        torch.testing.assert_close(actual, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_adapter_that_is_wider_has_gradients_of_its_own_type(dtype: torch.dtype) -> None:
     inputs = make_lora_inputs((2, 40), dtype=dtype, adapter_dtype=torch.float32)
