@@ -681,7 +681,7 @@ NO_WARMUP = {"learner.schedule.name": "constant", "learner.schedule.warmup_steps
             f"{ON_AXOLOTL}rl: dpo\ndpo_loss_type: [robust]\ndpo_label_smoothing: 0.1\n",
             {"algorithm.preference.loss": "robust", "algorithm.preference.label_smoothing": 0.1},
         ),
-        (f"{ON_AXOLOTL}rl: dpo\ndpo_label_smoothing: 0.1\n", {"algorithm.preference.label_smoothing": 0.0}),
+        (f"{ON_AXOLOTL}rl: dpo\ndpo_label_smoothing: 0.1\n", {"algorithm.preference.label_smoothing": None}),
         (
             f"{ON_AXOLOTL}test_datasets: [{{path: kept.jsonl, type: chat_template}}]\n",
             {"data.held_out.path": "kept.jsonl"},
