@@ -71,7 +71,7 @@ def test_a_folded_trace_is_the_unfolded_one(adapter: str, dtype: torch.dtype | N
     assert folded.shared_bytes == whole.shared_bytes
 
 
-@pytest.mark.parametrize(("described", "adapter"), [(GEMMA_4, "lora"), (GEMMA_3N, "none")])
+@pytest.mark.parametrize(("described", "adapter"), [(GEMMA_4, "lora"), (GEMMA_3N, "none"), (GEMMA_3N, "lora")])
 def test_layers_that_read_what_others_made_are_all_traced(described: PreTrainedConfig, adapter: str) -> None:
     folded, whole = both_traces(described, adapter, torch.bfloat16)
     assert folded.profiles() == whole.profiles()
