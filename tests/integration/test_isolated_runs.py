@@ -7,11 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import isolation_cases
 import numpy as np
+import psutil
 import pytest
 import ray
 from run_cases import make_config
@@ -22,7 +24,7 @@ from rlpipe.run.prepare import Run, prepare_run
 from rlpipe.run.scoring_pools import ScorerPool
 from rlpipe.run.workers import pool_needs, start_pools
 from rlpipe.scoring.pools import resolve_pools
-from rlpipe.scoring.processes import PROC, list_processes
+from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.sandbox.seccomp import unsupported
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import Prompt, Rollout, RolloutGroup
@@ -177,7 +179,9 @@ def test_a_sandbox_holds_and_its_process_continues(start_pool: StartPool) -> Non
             ("start_children_and_hang", None): "took longer than 10 seconds (timeout_s) in its sandbox",
         }
         check(pool, cases)
-        assert not any(b"sleep\0003600" in (PROC / str(pid) / "cmdline").read_bytes() for pid in list_processes())
+        # Processes of other tests may end meanwhile, which psutil allows for.
+        commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        assert not any(("sleep", "3600") in pairwise(command) for command in commands)
         assert score(pool, [("reach_by_program", port)])[0].scores == {"behave": [0.0]}
         with pytest.raises(BlockingIOError):
             listener.accept()
