@@ -81,7 +81,7 @@ def test_a_run_whose_reward_fails_says_so_afterwards(
     assert main(["doctor", "--json", str(tmp_path / "run")]) == 0
     found = said(capsys)
     assert "after no step, RewardFailed: " in found["ending", "PROBLEM"]
-    assert "groups failed with: " in found["groups", "PROBLEM"]
+    assert " of them with: reward 'digits' failed: ValueError: never works" in found["groups", "PROBLEM"]
 
 
 @pytest.mark.slow

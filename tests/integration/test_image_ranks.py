@@ -38,7 +38,8 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 def make(model_folder: Path, strategy: str, num_ranks: int, adapter: str) -> Learner:
     options = CHUNKED if strategy == "chunked" else {"strategy": strategy}
-    model = ModelConfig(path=str(model_folder), dtype="float32", adapter=AdapterConfig(kind=adapter, r=4))
+    adapter_config = AdapterConfig(kind=adapter, r=4)
+    model = ModelConfig(path=str(model_folder), dtype="float32", images=True, adapter=adapter_config)
     # A large epsilon, because AdamW would turn rounding errors of zero gradients, as of key biases, into steps.
     learner = LearnerConfig(**options, num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, eps=1e-2))
     return make_learner(model_folder, adapter=adapter, learner=learner, model=model)
