@@ -223,8 +223,8 @@ WEIGHTS = (
 )
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.*")
 TOKENIZER = (*VOCABULARY, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt")
-CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates")
 """Tokenizer files, which the adapter's folder may hold as it was trained with them; they replace the base's."""
+CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 

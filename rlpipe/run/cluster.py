@@ -149,7 +149,13 @@ def wait_fit(needs: Sequence[ResourceRequest], timeout_s: float) -> None:
 
 
 def check_fit(needs: Sequence[ResourceRequest], available: Mapping[str, float]) -> None:
-    """Raise ``ConfigError`` if the cluster has too little of a resource, naming the processes that need it."""
+    """Raise ``ConfigError`` if the cluster has too little of a resource, as ``find_lack`` says."""
+    if (lack := find_lack(needs, available)) is not None:
+        raise ConfigError(lack)
+
+
+def find_lack(needs: Sequence[ResourceRequest], available: Mapping[str, float]) -> str | None:
+    """Return which resource the cluster has too little of, and the processes that need it; None if the needs fit."""
     total: Counter[str] = Counter()
     for need in needs:
         total.update(need.requested)
@@ -158,17 +164,8 @@ def check_fit(needs: Sequence[ResourceRequest], available: Mapping[str, float]) 
         if needed > amount + 1e-9:
             affected = [need for need in needs if need.all_resources.get(resource)]
             listed = ", ".join(f"{need.name} {need.all_resources[resource]:g}" for need in affected)
-            raise ConfigError(
-                f"the run needs {needed:g} {resource} ({listed}) but the cluster has {amount:g}: {affected[0].remedy}"
-            )
-
-
-def find_lack(needs: Sequence[ResourceRequest], available: Mapping[str, float]) -> str | None:
-    """Return what the cluster has too little of, as ``check_fit`` says it; None if the needs fit."""
-    try:
-        check_fit(needs, available)
-    except ConfigError as error:
-        return str(error)
+            needing = f"{needed:g} {resource} ({listed})"
+            return f"the run needs {needing} but the cluster has {amount:g}: {affected[0].remedy}"
     return None
 
 

@@ -27,14 +27,14 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.option import DTYPES
 from rlpipe.data.packing import padded_parts
 from rlpipe.data.render.control_tokens import scored_ids
-from rlpipe.data.render.messages import assistant_turns, content_text
+from rlpipe.data.render.messages import content_text
 from rlpipe.data.render.processor import check_ids
 from rlpipe.data.render.template import ChatTemplate, end_token_ids, token_ids_of
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.loading import COMPLETE, load_complete, own_dtype, torch_device
 from rlpipe.scoring.rewards import RewardActor
-from rlpipe.scoring.toolbox import completion_text
+from rlpipe.scoring.toolbox import completion_text, last_answer
 from rlpipe.types import ChatMessages, RolloutGroup
 
 Answer = str | ChatMessages
@@ -228,16 +228,10 @@ class StepReward(ClassifierReward):
 
     def _cut(self, group: RolloutGroup, answer: Answer) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt and the steps, and the indices of the tokens that end a step."""
-        text, earlier = completion_text(answer), [] if isinstance(answer, str) else _before_last_text(answer)
-        steps = [step for step in text.split(self._separator) if step.strip()]
+        earlier = [] if isinstance(answer, str) else answer[: last_answer(answer) or 0]
+        steps = [step for step in completion_text(answer).split(self._separator) if step.strip()]
         token_ids, ends = self.prompt_tokens(group, earlier), list[int]()
         for step in steps:
             token_ids += self.plain_tokens(step) + self.tokens(self._mark)
             ends.append(len(token_ids) - 1)
         return token_ids, ends
-
-
-def _before_last_text(messages: ChatMessages) -> ChatMessages:
-    """Return the messages before the assistant's last one that has text."""
-    answers = (index for index in assistant_turns(messages) if messages[index].get("content"))
-    return messages[: max(answers, default=0)]

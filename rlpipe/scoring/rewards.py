@@ -39,9 +39,9 @@ class Tokenizer(Protocol):
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
 
 
-def decode_completions(tokenizer: Tokenizer, group: RolloutGroup) -> list[str]:
-    """Return the completion texts of a group, one per rollout, without special tokens."""
-    return tokenizer.batch_decode([r.completion_ids.tolist() for r in group], skip_special_tokens=True)
+def decode_completions(tokenizer: Tokenizer, rollouts: Iterable[Rollout]) -> list[str]:
+    """Return the completion texts of a group, or of some rollouts, without special tokens."""
+    return tokenizer.batch_decode([r.completion_ids.tolist() for r in rollouts], skip_special_tokens=True)
 
 
 ENVIRONMENT_PATH = "rlpipe.scoring.rewards:environment"
@@ -91,10 +91,9 @@ class RewardActor(ABC):
 
         In an episode, the answer is the policy's last message that has text, or an empty text.
         """
-        texts = decode_completions(self.tokenizer, group)
+        texts = iter(decode_completions(self.tokenizer, (rollout for rollout in group if rollout.episode is None)))
         return [
-            text if rollout.episode is None else completion_text(rollout.episode.messages)
-            for rollout, text in zip(group, texts, strict=True)
+            next(texts) if rollout.episode is None else completion_text(rollout.episode.messages) for rollout in group
         ]
 
 

@@ -25,8 +25,15 @@ def completion_text(completion: Completion) -> str:
     """Return the text of a completion: the completion itself, or its last message by the assistant that has a text."""
     if isinstance(completion, str):
         return completion
-    replies = (message for message in reversed(completion) if message.get("role", "assistant") == "assistant")
-    return next((message["content"] for message in replies if message.get("content")), "")
+    index = last_answer(completion)
+    return "" if index is None else completion[index]["content"]
+
+
+def last_answer(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the index of the assistant's last message that has a text, or None."""
+    indices = reversed(range(len(messages)))
+    answers = (index for index in indices if messages[index].get("role", "assistant") == "assistant")
+    return next((index for index in answers if messages[index].get("content")), None)
 
 
 def extract_tag(text: str, tag: str) -> str | None:

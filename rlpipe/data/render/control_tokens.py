@@ -38,7 +38,7 @@ def conversation_ids(
     The first ``num_trusted`` messages, such as those of a data set, stay as they are. Raises ``UnusableRow``.
     """
     texts = ControlTokens(template)
-    text = render([*messages[:num_trusted], *texts.hidden(messages)[num_trusted:]])
+    text = render(texts.hidden(messages, num_trusted=num_trusted))
     if not texts.hide_any:
         return template.token_ids(text)
     encoded = template.encode_with_offsets(text)
@@ -95,19 +95,20 @@ class ControlTokens:
     def hide_any(self) -> bool:
         return bool(self._hidden)
 
-    def hidden(self, messages: ChatMessages) -> ChatMessages:
+    def hidden(self, messages: ChatMessages, *, num_trusted: int = 0) -> ChatMessages:
         """Return the messages with a private character in place of each control token in their texts.
 
-        Texts of the system have none.
+        Texts of the system have none, and the first ``num_trusted`` messages stay as they are.
         """
         patterns = {"user": self._controls, "tool": self._controls, "assistant": self._special}
         self._stand_ins = _unused_characters(messages)
-        return [
+        hidden = (
             message | {key: self._hide(message[key], pattern) for key in HIDING_KEYS if key in message}
             if (pattern := patterns.get(message.get("role", ""))) is not None
             else message
-            for message in messages
-        ]
+            for message in messages[num_trusted:]
+        )
+        return [*messages[:num_trusted], *hidden]
 
     def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
