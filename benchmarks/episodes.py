@@ -147,12 +147,14 @@ class Through:
         actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes", setup)
         ray.get(actor.start.remote())
         found: list[RolloutGroup] = []
+        groups: list[RolloutGroup] = []
         # The first are a warm-up, and start a process for each episode that is played at one time.
         for requests in (make_requests(config, CONCURRENCY // GROUP_SIZE), make_requests(config, num_groups)):
-            found, began = [], time.perf_counter()
+            found, groups, began = [], [], time.perf_counter()
             ray.get(actor.play.remote(requests, "engine"))
             while len(found) < len(requests):
-                _, groups = ray.get(actor.collect.remote(5.0, 64))
+                received = [group.group_id for group in groups]
+                _, groups = ray.get(actor.collect.remote(5.0, 64, received))
                 found += groups
             seconds = time.perf_counter() - began
         ray.kill(actor)

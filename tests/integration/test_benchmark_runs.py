@@ -14,6 +14,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
+    "episodes": ("--episodes", "64", "--repeats", "1"),
     "examples": ("sft", "--set", "algorithm.num_steps=2", "learner.schedule.warmup_steps=0"),
     "host_adam": ("--elements", "65536", "--steps", "3", "--sides", "torch"),
     "kernels": (
@@ -33,6 +34,7 @@ COMMANDS = {
     "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
 }
 KEYS = {
+    "episodes": {"episodes", "environment", "http", "gateway_ms", "schedule"},
     "examples": {"quiet", "examples"},
     "host_adam": {f"{key}_{dtype}" for key in ("torch", "deepspeed", "ratio") for dtype in ("float32", "bfloat16")},
     "kernels": {"device", "seconds", "linear_logprob", "selective_logprob", "lora_linear", "feature_rewards", "groups"},
@@ -67,7 +69,7 @@ BOUNDS = {"learner_memory": {"share": 0.4, "extra_buckets": 2.0}, "merge_memory"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.vllm] * (name == "lora_sync")) for name in KEYS]
+    "name", [pytest.param(name, marks=[pytest.mark.vllm] * (name in ("episodes", "lora_sync"))) for name in KEYS]
 )
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     result = run_benchmark(name, *COMMANDS[name], folder=tmp_path)

@@ -1,5 +1,6 @@
 """Tests that sequences run what they share once, wherever they part, and that nothing else changes."""
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import load_tiny, micro_batch_of
+from learner_cases import assert_close, load_tiny, make_learner, micro_batch_of
 
 from rlpipe.data.packing import PrefixIndex, common_length, pack_step
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
+from rlpipe.learner.step import Learner
 from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.types import EpisodeTrace, PlacedImage, Rollout
 
@@ -107,6 +109,36 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(tiny: Path) ->
     torch.testing.assert_close(shared, alone, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-5)
     assert expected.norm() > 0.1
+
+
+def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:
+    """Return the sums of all gradients that the parameters will get."""
+    parameters = learner.policy.trainable_parameters()
+    sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+
+    def add(gradient: torch.Tensor, total: torch.Tensor) -> None:
+        total += gradient
+
+    for name, parameter in parameters.items():
+        parameter.register_hook(partial(add, total=sums[name]))
+    return sums
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_step_trains_shared_prefixes_as_it_does_sequences_apart(tiny: Path, adapter: str) -> None:
+    """Compare a step of one micro batch with one of small micro batches, in which hardly any sequence has a sibling."""
+    branches, found = rewritten(12), []
+    for max_tokens in (10_000, max(len(branch.token_ids) for branch in branches)):
+        learner = make_learner(tiny, adapter=adapter)
+        gradients = gradients_of(learner)
+        (batch,) = pack_step(branches, step=0, num_ranks=1, max_tokens=max_tokens)
+        found.append((learner.train_step(batch), gradients))
+    (shared, gradients), (alone, expected) = found
+    assert shared["tokens/shared_ratio"] > 0.6
+    assert alone["tokens/shared_ratio"] < 0.1  # two short ones fit in one micro batch
+    assert shared["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+    assert_close(gradients, expected, 1e-5)
+    assert shared["grad_norm"] > 0.1
 
 
 def test_other_layouts_share_nothing() -> None:
