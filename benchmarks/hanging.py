@@ -1,7 +1,7 @@
 """Seconds that hanging tools, environments and agents cost their episodes beyond their limits.
 
-Each case plays episodes that hang once and episodes that do not, one after the other, with an engine whose turns take no
-time. Its figure is the largest time of a hanging episode less its limit; for tools, that of a call and the time of an
+Each case plays episodes that do not hang and then some that do, one after the other, with an engine whose turns take no
+time. Its figure is the largest time of a hanging episode less its limit: for tools, that of a call and the time of an
 episode that does not hang. Needs no Ray and no engine. Run: ``python -m benchmarks.hanging``.
 """
 

@@ -73,6 +73,17 @@ async def solve(row: Mapping[str, Any], episode: Any) -> float:
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 
 
+async def rewrite(row: Mapping[str, Any], episode: Any) -> float:
+    """Ask three times, twice with the last answer alone as the history, and return the share of digits."""
+    client = openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for turn in range(3):
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        text = answer.choices[0].message.content or ""
+        messages = [{"role": "user", "content": row["prompt"]}, {"role": "user", "content": f"{turn}: {len(text)}"}]
+    return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+
+
 async def talk(row: Mapping[str, Any], episode: Any) -> None:
     """Talk as ``solve`` does, without a reward."""
     await solve(row, episode)

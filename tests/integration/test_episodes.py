@@ -151,6 +151,7 @@ WAYS = {
         *("environment.max_turns=4", "rollout.max_model_len=200"),
     ],
     "agent": ["environment.path=null", f"environment.agent={FILE}:solve"],
+    "rewriting agent": ["environment.path=null", f"environment.agent={FILE}:rewrite"],
 }
 MANY = [
     "algorithm.groups_per_step=96",
@@ -168,9 +169,12 @@ def test_ten_thousand_tokens_are_scored_as_they_were_sampled(make: Make, tmp_pat
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
     assert_accounts_add_up(tmp_path, num_steps=1, groups_per_step=96)
     rollouts = [rollout for group in trained_groups(tmp_path) for rollout in group]
-    # As many groups are sampled by the last version, and compared.
-    assert sum(rollout.num_loss_tokens for rollout in rollouts) > 11_000
-    assert all(len(rollout.sequences) == 1 for rollout in rollouts)
+    compared = ledger_of(tmp_path).rows(
+        "SELECT sum(num_loss_tokens) FROM groups WHERE state = 'DISCARDED' AND step = 1"
+    )
+    assert compared[0][0] > 11_000, "tokens of the last version, whose log-probs are compared"
+    num_sequences = {len(rollout.sequences) for rollout in rollouts}
+    assert num_sequences == ({3} if way == "rewriting agent" else {1})
     if way == "tools":
         calls = [row["tools/look/calls"] for row in trained_steps(tmp_path)]
         assert min(calls) > 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,33 @@ def test_no_time_passes_between_the_death_of_an_engine_and_the_next_one() -> Non
         client.assign([1], "b")
         with pytest.raises(TimeoutError):  # the time of the next turn passes as ever
             await play(1, Deadline(LIMIT_S))
+
+    asyncio.run(run())
+
+
+def test_only_the_turn_that_was_open_is_sampled_again() -> None:
+    async def run() -> None:
+        engines = {"a": Engine(), "b": Engine()}
+        client = TurnClient("episodes-0", engines)  # type: ignore[arg-type]
+        client.assign([1, 2], "a")
+
+        async def play(group_id: int) -> list[Any]:
+            return [await client.sample(replace(request(group_id), seed=turn), Deadline(60)) for turn in range(2)]
+
+        playing = [asyncio.create_task(play(1)), asyncio.create_task(play(2))]
+        await asyncio.sleep(0.05)
+        engines["a"].answer()
+        engines["a"].asked.clear()
+        while len(engines["a"].asked) < 2:
+            await asyncio.sleep(0.01)
+        assert [own.seed for own in engines["a"].asked] == [1, 1]
+        engines["a"].is_dead = True
+        client.assign([1, 2], "b")
+        while len(engines["b"].asked) < 2:
+            await asyncio.sleep(0.01)
+        engines["b"].answer()
+        assert await asyncio.gather(*playing) == [["answer"] * 2] * 2
+        assert [own.seed for own in engines["b"].asked] == [1, 1]
 
     asyncio.run(run())
 

@@ -726,6 +726,18 @@ def test_bodies_that_are_no_requests_are_refused() -> None:
     assert play(Scene([]), program)[1] == [400] * 7
 
 
+def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.episodes.gateway.MAX_BODY_BYTES", 10_000)
+
+    async def program(scene: Scene) -> None:
+        made = scene.client().chat.completions.create
+        with pytest.raises(openai.APIStatusError, match="413"):
+            await made(model="any", messages=[{"role": "user", "content": "x" * 20_000}])
+        await made(model="any", messages=[{"role": "user", "content": "x" * 2_000}])
+
+    play(Scene(["yes"]), program)
+
+
 def test_an_address_that_another_process_has_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.episodes.gateway.ADDRESS_WAIT_S", 0.5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -491,6 +492,18 @@ def test_a_result_that_a_command_prints_is_no_reward(caplog: pytest.LogCaptureFi
     group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", ANSWER, "42"]}))
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [42.0, 42.0]
     assert caplog.text.count("the last line of the command, 42, counts as its reward beside the reward functions") == 1
+
+
+def test_a_command_gets_none_of_the_runs_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    code = f"import json, os; open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(dict(os.environ)))\n{ANSWER}"
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", code, "1"]}))
+    assert group.failure is None
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["PYTHONPATH"] == "somewhere"
+    assert "WANDB_API_KEY" not in seen
+    assert seen["HOME"] != os.environ["HOME"]
 
 
 def test_without_reward_functions_a_program_must_give_a_reward() -> None:

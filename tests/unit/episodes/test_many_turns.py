@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import openai
@@ -14,9 +15,11 @@ from episode_cases import ScriptedTurns
 from player_cases import TEMPLATES, agent_kind, player_of, request_of
 from template_cases import made_tokenizer
 
+import rlpipe
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import EndpointAccess
+from rlpipe.episodes.load_environment import EpisodeKind
 from rlpipe.episodes.session import Deadline
 from rlpipe.rollout.engine import Sample, build_rollout
 from rlpipe.rollout.multi_turn import SEED_STEP
@@ -95,13 +98,45 @@ class RandomTurns(ScriptedTurns):
         return f'<tool_call>{space}{{"name":{space}"look",{space}"arguments": {arguments}}}{space}</tool_call>'
 
 
-@pytest.mark.parametrize("num_groups", [1, pytest.param(50, marks=pytest.mark.slow)])
-def test_no_turn_is_tokenized_again(num_groups: int) -> None:
-    template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen2_5"]), DataConfig(source="jsonl"))
-    kind, num_turns, kinds = agent_kind(f"{__file__}:talk"), 0, Counter[str]()
+class Wander(rlpipe.Environment):
+    """Answer as the program above does, to calls and to texts."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        return "Look around."
+
+    @rlpipe.tool
+    def look(self, at: str, n: float) -> str:
+        """Look."""
+        return "a {'wall'} é"
+
+    def step(self, action: str) -> rlpipe.Step:
+        return rlpipe.Step("Где?\n\n 語🙂 <|im_end|>")
+
+
+KINDS = {
+    "agent": lambda: agent_kind(f"{__file__}:talk"),
+    "environment": lambda: EpisodeKind(make=Wander, tools=[], has_reward=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "num_groups"),
+    [
+        ("agent", "trl/qwen2_5", 1),
+        ("environment", "trl/qwen3", 1),
+        pytest.param("agent", "trl/qwen2_5", 50, marks=pytest.mark.slow),
+        pytest.param("agent", "trl/qwen3", 12, marks=pytest.mark.slow),
+        pytest.param("agent", "trl/gemma4", 12, marks=pytest.mark.slow),
+        pytest.param("environment", "trl/qwen2_5", 12, marks=pytest.mark.slow),
+    ],
+)
+def test_no_turn_is_tokenized_again(kind: str, name: str, num_groups: int) -> None:
+    template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DataConfig(source="jsonl"))
+    num_turns, kinds = 0, Counter[str]()
     for number in range(num_groups):
         turns = RandomTurns(template, number)
-        player, _ = player_of([], kind=kind, max_model_len=20_000, max_turns=NUM_TURNS, timeout_s=300.0, sample=turns)
+        options = {"max_model_len": 20_000, "max_turns": NUM_TURNS, "timeout_s": 300.0}
+        player, _ = player_of([], kind=KINDS[kind](), name=name, sample=turns, **options)
 
         async def play(player: Any = player) -> Any:
             await player.start()
