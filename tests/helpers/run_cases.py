@@ -14,6 +14,7 @@ from peft.utils import load_peft_weights
 
 import rlpipe
 from rlpipe.configs.schema.root_config import Config
+from rlpipe.doctor.diagnosis import diagnose
 
 REWARDS_FILE = Path(__file__).with_name("reward_cases.py")
 HOLDS_LOGP_TO = 1e-4
@@ -108,3 +109,9 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise AssertionError("no ports are free")
+
+
+def diagnosed(output: Path) -> str:
+    """Return what `rlpipe doctor RUN` says about how a run ended, and what to do about it."""
+    (end,) = [found for found in diagnose(output) if found.subject == "ending"]
+    return f"{end.status}: {end.text}; {end.fix}"

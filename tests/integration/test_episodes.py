@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import HOLDS_LOGP_TO, largest_difference, make_config, read_adapter, trained_steps
+from run_cases import HOLDS_LOGP_TO, diagnosed, largest_difference, make_config, read_adapter, trained_steps
 from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
@@ -136,12 +137,14 @@ def test_a_program_without_a_reward_needs_a_reward_function(make: Make, tmp_path
 def test_an_environment_that_fails_may_stop_the_run(make: Make, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailed, match="the board is gone"):
         rlpipe.train(make(tmp_path, "environment.on_error=raise", kind="Broken"))
+    assert re.search("EnvironmentFailed: .*the board is gone.*rlpipe episode plays one", diagnosed(tmp_path))
 
 
 @pytest.mark.slow
 def test_an_environment_that_always_fails_ends_the_run(make: Make, tmp_path: Path) -> None:
     with pytest.raises(rlpipe.RunError, match=r"groups in a row failed.*the board is gone"):
         rlpipe.train(make(tmp_path, kind="Broken"))
+    assert re.search("groups in a row failed.*the board is gone.*; fix the", diagnosed(tmp_path))
 
 
 WAYS = {

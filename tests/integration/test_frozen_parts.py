@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_cases import REWARDS_FILE, SIX_STEPS, make_config, read_adapter, supervised_options
+from run_cases import REWARDS_FILE, SIX_STEPS, diagnosed, make_config, read_adapter, supervised_options
 from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
@@ -62,6 +62,7 @@ def test_a_process_that_is_frozen_at_its_start_is_named(
     with signals(tmp_path, {0: kind}, signal.SIGSTOP) as frozen, pytest.raises(WaitTimeout, match=message):
         rlpipe.train(config)
     assert frozen == [kind]
+    assert re.search(f"PROBLEM: after no step, WaitTimeout: .*{message}.*; raise the named option", diagnosed(tmp_path))
     assert placement_groups() <= places, "the others have given their places back"
 
 
@@ -88,6 +89,7 @@ def test_a_frozen_dataset_actor_is_named(local_ray: None, tiny_policy: Path, tmp
     with hang as frozen, pytest.raises(WaitTimeout, match=message):
         rlpipe.train(rlpipe.load_config(options))
     assert frozen == ["dataset"]
+    assert re.search(f"WaitTimeout: .*{message}.*; raise the named option", diagnosed(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -99,6 +101,7 @@ def test_a_frozen_controller_of_ray_train_is_named_once_it_should_end(
     with signals(tmp_path, {2: "trainer"}, signal.SIGSTOP) as frozen, pytest.raises(WaitTimeout, match=message):
         rlpipe.train(config)
     assert frozen == ["trainer"]
+    assert re.search(f"WaitTimeout: .*{message}.*; raise the named option", diagnosed(tmp_path))
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
 
 
@@ -134,6 +137,7 @@ def test_a_frozen_process_is_named_within_the_timeout(
     with signals(tmp_path, {2: kind}, signal.SIGSTOP) as frozen, pytest.raises(error, match=message):
         rlpipe.train(config)
     assert frozen == [kind]
+    assert re.search(f"{error.__name__}: .*{message}.*; raise the named option", diagnosed(tmp_path))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from health_cases import metrics_read_by
-from run_cases import REWARDS_FILE, make_config, read_jsonl, supervised_options, trained_steps
+from run_cases import REWARDS_FILE, diagnosed, make_config, read_jsonl, supervised_options, trained_steps
 from signal_cases import ledger_of
 
 import rlpipe
@@ -27,6 +27,8 @@ def test_a_run_is_stopped_with_a_checkpoint_and_continues(
     stopping = make_config(tiny_policy, prompts_file, tmp_path, *RUN, "health.truncated.stop=0.3")
     with pytest.raises(Unhealthy, match=r"health\.truncated\.stop was reached"):
         rlpipe.train(stopping)
+    assert "Unhealthy: health.truncated.stop was reached" in diagnosed(tmp_path)
+    assert "read the rule in docs/health.md" in diagnosed(tmp_path)
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     assert checkpoint.name in ("step_000010", "step_000011", "step_000012")
     assert "of the completions are cut off at the limit" in capfd.readouterr().out
@@ -44,6 +46,7 @@ def test_a_supervised_run_is_stopped_too(local_ray: None, tiny_policy: Path, tmp
     options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", tmp_path / "run", "health.gradient_norm.stop=0")
     with pytest.raises(Unhealthy, match=r"health\.gradient_norm\.stop was reached"):
         rlpipe.train(rlpipe.load_config(options))
+    assert "Unhealthy: health.gradient_norm.stop was reached" in diagnosed(tmp_path / "run")
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < 60
     events = read_jsonl(tmp_path / "run" / "events.jsonl")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from host_cases import Host, Hosts, three_hosts, wait_until
-from run_cases import REWARDS_FILE, run_options, trained_steps
+from run_cases import REWARDS_FILE, diagnosed, run_options, trained_steps
 from signal_cases import assert_accounts_add_up, steps_done
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -123,6 +123,7 @@ def test_after_the_death_of_the_head_the_same_command_continues(
     print(json.dumps({"outage": "head", "seconds_until_the_error": round(time.monotonic() - began, 1)}))
     lines = terminal.read_text().splitlines()
     assert [line for line in lines if line.startswith("rlpipe: error: ")] == lines[-1:], "the error ends the output"
+    assert f"HeadLost: {lines[-1].removeprefix('rlpipe: error: ')}; start the cluster again" in diagnosed(output)
 
     hosts.end()
     hosts.start_ray(EVERYWHERE)

@@ -323,6 +323,7 @@ def test_full_finetuning_on_two_ranks_reaches_vllm(
         "learner.optimizer.lr=1e-3",
         f"weights={transport}",
         "weights.bucket_bytes=65536",
+        "learner.profile_steps=[2]",
     )
     summary = rlpipe.train(config)
 
@@ -332,6 +333,9 @@ def test_full_finetuning_on_two_ranks_reaches_vllm(
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
+    profiles = sorted(path.name for path in (tmp_path / "profiles").iterdir())
+    assert profiles == [f"step_000002_rank_{rank}.json.gz" for rank in range(2)]
+    assert all(step["memory/resident"] > 0 for step in trained_steps(tmp_path))
 
 
 def test_a_run_from_python_with_rows_and_a_reward_in_memory(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_cases import HOLDS_LOGP_TO, SIX_STEPS, make_config, read_adapter, read_jsonl, supervised_options, trained_steps
+from run_cases import (
+    HOLDS_LOGP_TO,
+    SIX_STEPS,
+    diagnosed,
+    make_config,
+    read_adapter,
+    read_jsonl,
+    supervised_options,
+    trained_steps,
+)
 from signal_cases import assert_accounts_add_up, ledger_of, signals, steps_done
 
 import rlpipe
@@ -140,6 +149,8 @@ def test_a_learner_that_always_dies_ends_the_run_with_the_cause(
     with signals(tmp_path, {1: "learner"}, signal.SIGKILL), pytest.raises(LearnerFailed) as caught:
         rlpipe.train(config)
     assert "died 1 time without a new step (learner.max_failures): rank 0: its process died" in str(caught.value)
+    assert f"PROBLEM: after 1 steps, LearnerFailed: {caught.value}; " in diagnosed(tmp_path)
+    assert "If processes died: rlpipe plan shows the memory that they need" in diagnosed(tmp_path)
 
 
 @pytest.mark.slow
@@ -151,6 +162,7 @@ def test_without_engines_the_run_checkpoints_and_stops(
     with signals(tmp_path, {3: "rollout"}, signal.SIGKILL), pytest.raises(EngineFailed) as caught:
         rlpipe.train(config)
     assert "no engine has served for cluster.max_outage_s=0.02 seconds: " in str(caught.value)
+    assert f"EngineFailed: {caught.value}; rlpipe plan shows the memory of an engine" in diagnosed(tmp_path)
     checkpoint = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert int(checkpoint.name.removeprefix("step_")) >= 3
     assert read_jsonl(tmp_path / "metrics.jsonl")

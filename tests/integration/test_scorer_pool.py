@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import REWARDS_FILE, make_config, read_jsonl, trained_steps
+from run_cases import REWARDS_FILE, diagnosed, make_config, read_jsonl, trained_steps
 
 import rlpipe
 from rlpipe.replay.ledger.query import find_ledger, reading
@@ -105,5 +106,6 @@ def test_a_reward_that_fails_for_every_group_stops_the_run(
         match=r"^\d+ groups in a row failed, the last one with: reward 'broken' .*ValueError: never",
     ):
         rlpipe.train(config)
+    assert re.search("RewardFailed: .*ValueError: never.*; fix the reward; .*--state DISCARDED", diagnosed(tmp_path))
     with reading(find_ledger(tmp_path)) as ledger:
         assert ledger.counts()[GroupState.DISCARDED] < 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from ray import serve
-from run_cases import REWARDS_FILE, make_config, run_options, trained_steps
+from run_cases import REWARDS_FILE, diagnosed, make_config, run_options, trained_steps
 from signal_cases import ledger_of
 
 import rlpipe
@@ -149,4 +150,5 @@ def test_replicas_that_cannot_start_end_the_run(
     config = make_config(tiny_policy, prompts_file, tmp_path / "run", served("ruin", "Ruined", replicas=1))
     with pytest.raises(rlpipe.RunError, match=r"the replicas of ruin can't start: .*no such model"):
         rlpipe.train(config)
+    assert re.search("the replicas of ruin can't start: .*no such model", diagnosed(tmp_path / "run"))
     assert not serve.status().applications

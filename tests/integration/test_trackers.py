@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import struct
 import time
 import urllib.request
 from contextlib import closing
@@ -47,6 +48,23 @@ def track_twice(output: Path, **services: Any) -> None:
         time.sleep(1.1)  # W&B names the folders of offline runs by the second
 
 
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """Return what the file of an offline run has of each logged step: records with a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("*.wandb")
+    data, at, found = path.read_bytes(), 7, []
+    while at < len(data):
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        assert kind == 1, "a record in several parts"
+        record = Record.FromString(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if record.WhichOneof("record_type") == "history":
+            values = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            found.append({name: json.loads(value) for name, value in values.items()})
+    return found
+
+
 def test_wandb_offline_needs_no_account_and_resumes_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +75,8 @@ def test_wandb_offline_needs_no_account_and_resumes_the_same_run(
     run_id = (tmp_path / "wandb_run_id.txt").read_text()
     assert len(folders) == 2
     assert all(folder.name.endswith(run_id) and list(folder.glob("*.wandb")) for folder in folders)
+    logged = [row for folder in sorted(folders) for row in wandb_history(folder) if "reward" in row]
+    assert [(row["step"], row["reward"], row["logged/acc@1 (%)"]) for row in logged] == [(1, 0.5, 0.25), (2, 1.0, 0.25)]
     (first, second) = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("wandb/**/*.table.json")))
     assert first["columns"] == second["columns"]
     assert first["columns"][:4] == ["step", "prompt", "completion", "reward"]

@@ -131,6 +131,20 @@ def test_own_environment(terminal: Terminal) -> None:
     assert "group 235  " in terminal.output
 
 
+def test_agents(terminal: Terminal) -> None:
+    """Run the commands of the page on agents, whose program and config are an example's, with a shorter run."""
+    (terminal.folder / "examples").symlink_to(ROOT / "examples")
+    played, trained = [block.text for block in blocks("../agents.md") if block.language in ("console", "bash")]
+    (command,) = [line.removeprefix("$ ") for line in played.splitlines() if line.startswith("$ ")]
+    terminal.run(command)
+    assert "row 0, sequence 0: end: done" in terminal.output
+    assert "⟦" in terminal.output
+    terminal.run(f"{trained.strip()} algorithm.num_steps=3 data.held_out.every_steps=3")
+    (output,) = (terminal.folder / "outputs").glob("*/metrics.jsonl")
+    steps = trained_steps(output.parent)
+    assert [step["episodes/branches"] for step in steps] == [1.0] * 3
+
+
 def mean_reward(steps: list[dict]) -> float:
     return sum(step["reward"] for step in steps) / len(steps)
 

@@ -81,7 +81,7 @@ DEATHS: dict[str, tuple[BaseException, str]] = {
         r"LearnerFailed: step 5: .*; if losses are not finite: a lower learner\.optimizer\.lr",
     ),
     "engines die": (
-        EngineFailed("engine rollout-0 died 4 times without a finished group"),
+        EngineFailed("engine rollout-0 died 4 times without finishing a group (cluster.max_engine_failures=3); ..."),
         r"EngineFailed: .*; rlpipe plan shows the memory of an engine",
     ),
     "a part hangs": (
@@ -89,7 +89,10 @@ DEATHS: dict[str, tuple[BaseException, str]] = {
         r"WaitTimeout: no step .*; raise the named option .*session_latest/logs",
     ),
     "the head is lost": (HeadLost("Ray's head has not answered for 45 s"), r"HeadLost: .*; start the cluster again"),
-    "weights differ": (WeightsMismatch("engine rollout-0 serves another digest"), r"WeightsMismatch: .*same versions"),
+    "weights differ": (
+        WeightsMismatch("engine rollout-0 does not serve weights version 3: its digest is a, the published one b"),
+        r"WeightsMismatch: .*same versions",
+    ),
     "a health rule": (Unhealthy("health.kl.stop was reached"), r"Unhealthy: health\.kl\.stop .*docs/health\.md"),
     "a full disk": (
         RunError("outputs/run can't be written: [Errno 28] No space left on device; the same command continues"),
