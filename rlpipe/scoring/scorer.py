@@ -18,6 +18,7 @@ from rlpipe.errors import RewardFailed
 from rlpipe.scoring.processes import MemoryLimit, ProcessSnapshot, lift_memory_limit
 from rlpipe.scoring.rewards import (
     HIDDEN_COLUMNS,
+    TASK_COLUMN,
     Reward,
     RewardActor,
     RewardFunction,
@@ -28,6 +29,7 @@ from rlpipe.scoring.rewards import (
     ignore_extra,
     load_reward,
     read_signature,
+    runs_code_of_models,
 )
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed
 from rlpipe.scoring.validation import check_scores, describe_exception, is_lack_of_memory
@@ -151,7 +153,10 @@ class _FunctionReward:
         return arguments
 
     def __call__(self, call: _RewardCall) -> Any:
-        return self._function(**self.arguments(call))
+        arguments = self.arguments(call)
+        if runs_code_of_models(self._function, arguments.get(TASK_COLUMN, ())):
+            raise ValueError("it runs code that the model wrote; set its isolation to sandbox")
+        return self._function(**arguments)
 
 
 class _SandboxedReward(_FunctionReward):
@@ -166,7 +171,7 @@ class _SandboxedReward(_FunctionReward):
 
     def __call__(self, call: _RewardCall) -> Any:
         arguments = self.arguments(call)
-        if self._scores_each:
+        if self._scores_each or runs_code_of_models(self._function, arguments.get(TASK_COLUMN, ())):
             return self._score_each(call, arguments)
         return self._score(call, arguments, len(call.group))
 

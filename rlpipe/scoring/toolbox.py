@@ -223,7 +223,6 @@ def reasoning_gym(
     return [_grade(*item) for item in zip(graders, texts, entry, strict=True)]
 
 
-reasoning_gym.scores_each = True  # type: ignore[attr-defined]
 reasoning_gym.sandboxed_tasks = EVALUATING_TASKS  # type: ignore[attr-defined]
 reasoning_gym.imports = ("reasoning_gym",)  # type: ignore[attr-defined]
 

@@ -142,6 +142,29 @@ def test_graders_of_reasoning_gym_evaluate_completions_in_a_sandbox_each() -> No
     assert scores.scores == {"gym": [0.0, 1.0]}
 
 
+def test_graders_that_evaluate_are_refused_outside_a_sandbox() -> None:
+    scorer = Scorer({"gym": RewardConfig(path="rlpipe.scoring.toolbox:reasoning_gym")}, CharacterTokenizer())
+    entry = create_dataset("countdown", size=1, seed=1)[0]
+    (scores,) = scorer.score([make_group("1", entry=entry, reasoning_gym_task="countdown")])
+    assert scores.failures["gym"].endswith("it runs code that the model wrote; set its isolation to sandbox")
+
+
+def test_graders_that_evaluate_nothing_grade_a_group_in_one_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RewardConfig(path="rlpipe.scoring.toolbox:reasoning_gym", isolation="sandbox", timeout_s=12)
+    scorer, counts, call = Scorer({"gym": config}, CharacterTokenizer()), list[int](), Sandbox.call
+
+    def counted(sandbox: Sandbox, name: str, arguments: Any, num_values: int, timeout_s: float | None) -> Any:
+        counts.append(num_values)
+        return call(sandbox, name, arguments, num_values, timeout_s)
+
+    monkeypatch.setattr(Sandbox, "call", counted)
+    entry = create_dataset("chain_sum", size=1, seed=1)[0]
+    (scores,) = scorer.score([make_group("x", entry["answer"], entry=entry, reasoning_gym_task="chain_sum")])
+    scorer.close()
+    assert counts == [2]
+    assert scores.scores["gym"][1] == 1.0
+
+
 def test_chat_prompts_give_chat_completions() -> None:
     def record(prompts: list[Any], completions: list[Any]) -> list[float]:
         assert prompts == [CHAT]
