@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -270,15 +270,32 @@ def json_schema(
     Raises ``ValueError`` if ``schema`` is not a JSON schema.
     """
     from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
+    from jsonschema.validators import extend, validator_for
 
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"schema is not a JSON schema: {error.message}") from None
-    validator = kind(schema)
+    validator = extend(kind, {"uniqueItems": _find_repeated})(schema)
     return [float(_is_valid(text, validator)) for text in _answers(completions, answer_tag)]
+
+
+def _find_repeated(validator: Any, is_unique: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """Yield an error if items repeat, in linear time; jsonschema compares all pairs of objects."""
+    from jsonschema import ValidationError
+
+    if is_unique and validator.is_type(instance, "array") and len(set(map(_json_key, instance))) < len(instance):
+        yield ValidationError("it has items that are not unique")
+
+
+def _json_key(value: Any) -> Any:
+    """Return a hashable value, equal for equal JSON: 1 is 1.0, but not true."""
+    if isinstance(value, dict):
+        return "object", frozenset((name, _json_key(entry)) for name, entry in value.items())
+    if isinstance(value, list):
+        return "array", *map(_json_key, value)
+    return ("boolean", value) if isinstance(value, bool) else value
 
 
 def _is_valid(text: str | None, validator: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 
 import pytest
@@ -199,6 +201,16 @@ def test_json_schema_takes_no_json_that_is_against_the_standard() -> None:
     texts = ['{"a": 1.5}', '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', '{"a": "x", "a": 1}', '{"a": 1e300}']
     assert json_schema(texts, schema=numbers) == [1, 0, 0, 0, 0, 1]
     assert json_schema(['{"a": 1e308}'], schema={"additionalProperties": {"multipleOf": 1e-300}}) == [0]
+
+
+def test_json_schema_finds_items_that_are_not_unique_in_linear_time() -> None:
+    unique = {"uniqueItems": True}
+    texts = ['[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', "[1, true, [1], [true], {}]", "[0, 1, 1]", '["1", 1]', "{}"]
+    assert json_schema(texts, schema=unique) == [0, 1, 0, 1, 1]
+    many = json.dumps([{"number": number} for number in range(10_000)])
+    started = time.process_time()
+    assert json_schema([many], schema={"$defs": {"rows": unique}, "$ref": "#/$defs/rows"}) == [1]
+    assert time.process_time() - started < 5
 
 
 def test_json_schema_refuses_a_schema_that_is_none() -> None:
