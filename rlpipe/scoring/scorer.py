@@ -168,6 +168,10 @@ class _SandboxedReward(_FunctionReward):
         super().__init__(function, config.kwargs, config.path)
         self._name, self._sandbox, self._timeout_s = name, sandbox, config.timeout_s
         self._scores_each = getattr(function, "scores_each", False)
+        by_default = getattr(inspect.signature(function).parameters.get("timeout_s"), "default", 0)
+        part_s = config.kwargs.get("timeout_s", by_default)
+        self._part_s: float = part_s if isinstance(part_s, int | float) else 0
+        """Seconds that the function itself allows for a part of a completion, such as a test."""
 
     def __call__(self, call: _RewardCall) -> Any:
         arguments = self.arguments(call)
@@ -190,6 +194,7 @@ class _SandboxedReward(_FunctionReward):
         longer, as when the sandbox starts again, the others share what is left.
         """
         deadline, count, values = time.monotonic() + self._timeout_s, len(call.group), list[Any]()
+        self._warn_of_small_shares(count)
         for index in range(count):
             call_arguments = {
                 name: value[index : index + 1] if name in call.arguments and isinstance(value, list) else value
@@ -207,6 +212,16 @@ class _SandboxedReward(_FunctionReward):
                 crashed = True
             call.log_metric(f"{self._name}/crashed", float(crashed))
         return values
+
+    def _warn_of_small_shares(self, count: int) -> None:
+        """Warn once if a completion's share of the time is smaller than what the function allows for a part of it."""
+        if self._timeout_s < count * self._part_s:
+            logger.warning(
+                "reward %r: each of %d completions has %.3g seconds, less than its kwargs.timeout_s=%g, and scores 0 "
+                "if it takes longer; set its timeout_s to %g or more",
+                *(self._name, count, self._timeout_s / count, self._part_s, count * self._part_s),
+            )
+            self._part_s = 0
 
 
 class _ActorReward:

@@ -132,6 +132,19 @@ def test_calls_after_one_that_took_longer_than_its_share_have_what_is_left(monke
     assert min(limits) > 3
 
 
+def test_shares_that_are_smaller_than_the_time_of_a_test_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    path = "rlpipe.scoring.code_execution:passes_tests"
+    scorer = Scorer({"tests": RewardConfig(path=path, isolation="sandbox", timeout_s=9)}, CharacterTokenizer())
+    group = make_group("x = 1", "x = 2", tests=["assert x == 1"])
+    (scores,) = scorer.score([group])
+    assert scores.scores == {"tests": [1.0, 0.0]}
+    scorer.score([group])
+    scorer.close()
+    (message,) = (message for message in caplog.messages if "timeout_s=" in message)
+    assert "each of 2 completions has 4.5 seconds, less than its kwargs.timeout_s=5," in message
+    assert message.endswith("set its timeout_s to 10 or more")
+
+
 def test_graders_of_reasoning_gym_evaluate_completions_in_a_sandbox_each() -> None:
     path = "rlpipe.scoring.toolbox:reasoning_gym"
     entry = create_dataset("countdown", size=1, seed=1)[0]
