@@ -156,7 +156,8 @@ def math_answer(
 
     A completion's answer is what math-verify finds in LaTeX, ``\\boxed`` first, or else the last expression; ``plain``
     leaves out LaTeX. Raises ``ValueError`` for a row whose answer math-verify can't read. Parsing a completion and
-    comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0.
+    comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0. Numbers of more than ``MAX_BITS``,
+    such as 9^{9^9}, are only equal if they are written in the same way.
     """
     golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in _require_answers(answer)}}
     texts = [completion_text(completion) for completion in completions]
@@ -186,7 +187,41 @@ def _equals(gold: list[Any], text: str, plain: bool, timeout_s: int) -> float:
     from math_verify import parse, verify
 
     parsed = parse(text, _extraction(plain), parsing_timeout=timeout_s)
+    if any(map(_is_huge, [*gold, *parsed])):
+        return float(any(one == other for one in gold for other in parsed))
     return float(verify(gold, parsed, timeout_seconds=timeout_s))
+
+
+MAX_BITS = 2**20
+"""Size of the largest number that is computed to compare answers, which takes well under a second."""
+
+
+def _is_huge(value: Any) -> bool:
+    """Return whether an expression of sympy holds powers or factorials of more than ``MAX_BITS``."""
+    try:
+        return not isinstance(value, str) and _num_bits(value) > MAX_BITS
+    except (OverflowError, RecursionError):
+        return True
+
+
+def _num_bits(node: Any) -> float:
+    """Return about how many bits the parts of an expression have together; raise ``OverflowError`` for far too many."""
+    from sympy import Pow, Rational, factorial
+
+    if isinstance(node, Rational):
+        return max((abs(int(node.p)) - 1).bit_length(), (int(node.q) - 1).bit_length())
+    parts = getattr(node, "args", ())  # a matrix that may change has none
+    bits: float = sum(map(_num_bits, parts)) if parts else 1
+    if isinstance(node, Pow):
+        return max(bits, _num_bits(node.base) * _magnitude(node.exp))
+    if isinstance(node, factorial):
+        return _magnitude(node.args[0]) * bits
+    return bits
+
+
+def _magnitude(node: Any) -> float:
+    """Return about the absolute value of an expression."""
+    return abs(float(node)) if node.is_Number else 2.0 ** _num_bits(node)
 
 
 EVALUATING_TASKS = (

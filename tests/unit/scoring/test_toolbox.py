@@ -165,6 +165,28 @@ def test_math_answers_are_compared_by_value(gold: str, completion: str, score: f
     assert math_answer(chat(completion), [gold]) == [score]
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "score"),
+    [
+        ("4", "9^{9^9}", 0),
+        ("4", "((5!)!)!", 0),
+        ("4", "9^{-9^9}", 0),
+        ("4", "100000000!", 0),
+        ("10^{10^{10}}", "10^{10^{10}}", 1),
+        ("10^{10^{10}}", "10^{10^{11}}", 0),
+        ("2^{2023}-1", "2 \\cdot 2^{2022} - 1", 1),
+        ("100!", "100 \\cdot 99!", 1),
+        ("1^{9^9}", "1", 1),
+    ],
+)
+def test_numbers_that_are_too_large_to_compute_are_compared_as_they_are_written(
+    gold: str, answer: str, score: float
+) -> None:
+    started = time.process_time()
+    assert math_answer([f"\\boxed{{{answer}}}"], [gold], timeout_s=60) == [score]
+    assert time.process_time() - started < 5
+
+
 def test_a_row_whose_answer_is_no_mathematics_is_refused() -> None:
     with pytest.raises(ValueError, match="'see above' is not a mathematical expression"):
         math_answer(["1"], ["see above"], plain=True)
