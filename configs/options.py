@@ -23,7 +23,7 @@ from rlpipe.configs.schema.option import CHARACTERS, MISSING, NAME, PROSE, Freez
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, did_you_mean
 
-VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
+VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)(?:\s*\})?")
 SECRET_NAME = re.compile(
     r"(?:key|token|secret|password|passwd|pwd|credentials?|(?:^|_)(?:pass|pat|auth))$", re.IGNORECASE
 )
@@ -200,13 +200,10 @@ FREE_ON_RESUME = (
     "scoring.num_cpus",
     "scoring.memory_gb",
     "scoring.on_rollouts_scored",
-    "scoring.rewards.*.timeout_s",
-    "scoring.rewards.*.num_processes",
-    "scoring.rewards.*.num_cpus",
-    "scoring.rewards.*.num_gpus",
-    "scoring.rewards.*.isolation",
-    "scoring.rewards.*.memory_gb",
-    "scoring.rewards.*.serve",
+    *(f"scoring.rewards.*.{name}" for name in ("timeout_s", "isolation", "memory_gb", "serve")),
+    *(f"scoring.rewards.*.{name}" for name in ("num_processes", "num_cpus", "num_gpus")),
+    *(f"environment.{name}" for name in ("host", "port", "timeout_s", "tool_timeout_s", "isolation", "memory_gb")),
+    *(f"environment.{name}" for name in ("num_processes", "num_cpus", "concurrency")),
     "learner.strategy",
     "learner.num_ranks",
     "learner.num_cpus",
@@ -408,16 +405,19 @@ def _marked(value: Any, written: Any, name: str, values: Mapping[str, str]) -> A
     elif isinstance(value, list):
         return [child(index, element) for index, element in enumerate(value)]
     elif isinstance(value, str) and isinstance(written, str) and "${" in written:
-        return _with_references(value, name, values)
+        return _with_references(value, written, name, values)
     return value
 
 
-def _with_references(value: str, name: str, values: Mapping[str, str]) -> str:
-    is_free = any(fnmatchcase(name, pattern) for pattern in _free_form())
-    text = reference = escaped(value)
-    for variable in sorted(values, key=lambda variable: -len(values[variable])):
-        if is_free or SECRET_NAME.search(variable):
-            reference = reference.replace(values[variable], f"${{oc.env:{variable}}}")
+def _with_references(value: str, written: str, name: str, values: Mapping[str, str]) -> str:
+    is_free, text = any(fnmatchcase(name, pattern) for pattern in _free_form()), escaped(value)
+    kept = {variable: part for variable, part in values.items() if is_free or SECRET_NAME.search(variable)}
+    if VARIABLE.sub(lambda found: values.get(found[1], ""), written) == value:
+        reference = VARIABLE.sub(lambda part: part[0] if part[1] in kept else escaped(values.get(part[1], "")), written)
+    else:  # through other references; there, a short value may also be any other part of the text
+        names = {part: variable for variable, part in kept.items() if len(part) > 3 or part == text}
+        parts = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        reference = re.sub(parts, lambda part: f"${{oc.env:{names[part[0]]}}}", text) if names else text
     return value if reference == text else FromEnvironment(value, reference)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 6
+FORMAT = 7
 """Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""

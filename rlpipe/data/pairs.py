@@ -27,7 +27,7 @@ from rlpipe.data.render.formats import (
 )
 from rlpipe.data.render.messages import INSTEAD, chat_messages, column_messages, content_text
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.render.template import end_token_ids, token_ids_of
+from rlpipe.data.render.template import end_token_ids, plain_token_ids, token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
 from rlpipe.data.row_renderer import PromptRenderer, RenderedRow, SequenceRenderer, present
 from rlpipe.types import ChatMessages, Prompt, Rollout
@@ -305,7 +305,8 @@ class RewardRenderer(PreferenceRenderer):
     It is never run: its predecessor, where the reward is read, is the last token of the sequence. Its advantage is the
     pair's margin in the chosen sequence, 0 in the rejected one. The sequences are those that ``SequenceReward`` scores:
     texts without an end token, unless the tokenizer adds one, and none with tokens of padding at the end, which
-    transformers skips. Only special tokens that an answer spells are plain text in scoring.
+    transformers skips. Special tokens that an answer spells are plain text, as in scoring. In rows that a policy learns
+    they stay what they are: only there can a data set teach it tokens that the chat template never writes.
     """
 
     def __init__(
@@ -340,9 +341,14 @@ class RewardRenderer(PreferenceRenderer):
         self._margin(row)
         texts = [rest[self._prompt_column], *(completion for completion, _ in completions)]
         is_plain = not self._is_chat and all(isinstance(text, str) for text in texts)
-        return _paired(self._as_scored(chosen, is_plain), self._as_scored(chosen.rejected, is_plain))
+        better, worse = ({**rest, self._column: completion} for completion, _ in completions)
+        return _paired(self._as_scored(chosen, better, is_plain), self._as_scored(chosen.rejected, worse, is_plain))
 
-    def _as_scored(self, rendered: RenderedRow, is_plain: bool) -> RenderedRow:
+    def _as_scored(self, rendered: RenderedRow, row: Row, is_plain: bool) -> RenderedRow:
+        token_ids = self._renderer.scored_ids(row)
+        if token_ids is not None:
+            encoded = replace(rendered.encoded, token_ids=token_ids)
+            rendered = replace(rendered, encoded=encoded, loss_mask=np.ones(len(token_ids), np.bool_))
         if is_plain:
             rendered = without_end(rendered, {self._padding, self._end})
             for token_id in self._added:
@@ -415,7 +421,7 @@ class StepRenderer:
         self._tokenizer, self._config, self._padding = tokenizer, config, padding_id(tokenizer)
         self._prompts = PromptRenderer(tokenizer, data)
         self._sequences = SequenceRenderer(tokenizer, replace(data, text_column=None), max_tokens=max_tokens)
-        self._end = self._tokens(config.mark)
+        self._end = token_ids_of(tokenizer, config.mark).tolist()
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raise ``DataError`` if a column is missing."""
@@ -437,7 +443,7 @@ class StepRenderer:
         steps, labels = self._steps(row)
         token_ids, ends = prompt.token_ids.tolist(), []
         for step in steps:
-            token_ids += self._tokens(step) + self._end
+            token_ids += plain_token_ids(self._tokenizer, step) + self._end
             ends.append(len(token_ids) - 1)
         loss_mask = np.zeros(len(token_ids), np.bool_)
         loss_mask[ends] = True
@@ -470,6 +476,3 @@ class StepRenderer:
                     f"of a step (algorithm.process_reward_model.{option})"
                 )
         return steps, [_truth_value(label, f"column {names[1]!r} has the label") for label in labels]
-
-    def _tokens(self, text: str) -> list[int]:
-        return token_ids_of(self._tokenizer, text).tolist()

@@ -43,7 +43,7 @@ FLUSH_S = 120.0
 SCHEMA = pa.schema({"key": pa.binary(KEY_BYTES), "logprobs": pa.list_(pa.float32())})
 WEIGHTS = ("*.json", "*.safetensors", "*.bin", "*.py")
 """Files of a folder that determine a model."""
-READ = ("revision", "dtype", "attention", "images", "trust_remote_code", "normalize_weight_scales")
+READ = ("revision", "dtype", "attention", "images", "processor_kwargs", "trust_remote_code", "normalize_weight_scales")
 """Options of ``model`` that log-probs of the base model depend on."""
 
 

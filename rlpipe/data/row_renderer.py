@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
@@ -15,11 +16,12 @@ import numpy as np
 from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.render.control_tokens import ControlTokens, scored_ids
 from rlpipe.data.render.formats import SupervisedForm
 from rlpipe.data.render.images import count_images, take_images
 from rlpipe.data.render.messages import TEMPLATE_OPTIONS, column_messages
 from rlpipe.data.render.processor import Encoded, ImageProcessor
-from rlpipe.data.render.template import ChatTemplate, token_ids_of
+from rlpipe.data.render.template import ChatTemplate, plain_token_ids, token_ids_of
 from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
 from rlpipe.errors import DataError
 from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, GroundTruth, IntArray, Prompt, Rollout, RolloutStatus
@@ -321,6 +323,28 @@ class SequenceRenderer:
         num_earlier = first + len(with_system) - len(messages) if first else 0
         template = self._template.for_row(row)
         return self._mask.tokens(with_system, images, first_message=num_earlier, template=template)
+
+    def scored_ids(self, row: Row) -> IntArray | None:
+        """Return the T tokens of a row as answers are scored: with special tokens of its completion as plain text.
+
+        None for a conversation whose completion spells none, which has the tokens of ``encode``.
+        """
+        row = self._form.normal(row)
+        if self._is_plain(row):
+            prompt, completion = present(row, self._data.prompt_column), present(row, self._completion_column)
+            ends = "|".join(re.escape(end) for end in (self._tokenizer.eos_token, self._tokenizer.pad_token) if end)
+            completion = re.sub(f"(?:{ends})+$", "", completion)  # which mark the end in some data sets
+            prompt_ids = token_ids_of(self._tokenizer, prompt, begins=True)
+            return np.array([*prompt_ids, *plain_token_ids(self._tokenizer, completion)], np.int32)
+        messages, _, first = self._conversation(row)
+        with_system = self._template.with_system_prompt(messages)
+        num_trusted = first + len(with_system) - len(messages)
+        texts = ControlTokens(self._template)
+        texts.hidden(with_system, num_trusted=num_trusted)
+        if not texts.hide_any:
+            return None
+        template = self._template.for_row(row)
+        return scored_ids(template, with_system, template.text, num_trusted=num_trusted)
 
     def _is_plain(self, row: Row) -> bool:
         """Return whether a pair of prompt and completion is rendered without the chat template."""

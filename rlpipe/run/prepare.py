@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from rlpipe.common.hub import absolute_source
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.data_sources import all_sources
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
-from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
@@ -45,7 +44,15 @@ from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.rollout.serving_choice import choose_serving
 from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
-from rlpipe.scoring.rewards import ENVIRONMENT_PATH, RewardActor, check_reward, load_reward, missing_columns
+from rlpipe.scoring.rewards import (
+    ENVIRONMENT_PATH,
+    TASK_COLUMN,
+    RewardActor,
+    check_reward,
+    load_reward,
+    missing_columns,
+    runs_code_of_models,
+)
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import Prompt
 
@@ -239,10 +246,7 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, config: Confi
             f"scoring.rewards.{name}.isolation: a sandbox is a fresh process for each call, in which the state of a "
             "RewardActor class would be lost; set process, or make it a function"
         )
-    if entry.isolation != "sandbox" and _runs_code_of_models(reward, config.data):
-        raise ConfigError(
-            f"scoring.rewards.{name}.isolation: {entry.path} runs code that the model wrote; set it to sandbox"
-        )
+    _check_isolation(name, entry, reward, [source.data.task for source in all_sources(config.data)])
     if entry.is_served:
         return entry
     needs_processes = isinstance(reward, type) or entry.num_gpus > 0
@@ -258,16 +262,19 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, config: Confi
     return entry
 
 
-def _runs_code_of_models(reward: RewardLike, data: DataConfig) -> bool:
-    """Return whether a reward runs what models write, perhaps only for some tasks of reasoning-gym."""
-    tasks = getattr(reward, "sandboxed_tasks", ())
-    return getattr(reward, "needs_sandbox", False) or (
-        bool(tasks) and any(source.data.task in tasks for source in all_sources(data))
-    )
+def _check_isolation(name: str, entry: RewardConfig, reward: RewardLike, tasks: Iterable[Any]) -> None:
+    """Raise ``ConfigError`` if a reward without a sandbox runs what models write for these tasks of reasoning-gym."""
+    if entry.isolation != "sandbox" and runs_code_of_models(reward, tasks):
+        raise ConfigError(
+            f"scoring.rewards.{name}.isolation: {entry.path} runs code that the model wrote; set it to sandbox"
+        )
 
 
 def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
-    """Raise ``DataError`` if a reward function needs a column that one of the prompts lacks."""
+    """Raise ``DataError`` if a reward function needs a column that one of the prompts lacks.
+
+    Raises ``ConfigError`` if one runs what models write for a prompt's task of reasoning-gym, without a sandbox.
+    """
     for name, reward in run.rewards.items():
         if reward.path == FEATURE_PATH:
             continue  # rows without ground truth are skipped
@@ -276,6 +283,7 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
             if missing := missing_columns(function, reward.kwargs, columns):
                 existing = ", ".join(columns) or "none"
                 raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {existing}")
+        _check_isolation(name, reward, function, [prompt.task.get(TASK_COLUMN) for prompt in prompts])
 
 
 def check_base(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from rlpipe.scoring.toolbox import Completion, completion_text, extract_tag, las
 
 Test = str | Mapping[str, str]
 """Python code that asserts, or a mapping of ``input`` and the expected ``output``."""
+ParsedTest = ast.Module | Mapping[str, str]
 MAX_OUTPUT_BYTES = 2**22
 """Longest output of a program."""
 SUSPICIOUS = re.compile(
@@ -53,7 +55,7 @@ def passes_tests(
         for program in programs:
             log_metric("programs/suspicious", float(program is not None and SUSPICIOUS.search(program) is not None))
     return [
-        _score(program, _listed(row_tests), partial, timeout_s)
+        _score(program, _parsed(row_tests), partial, timeout_s)
         for program, row_tests in zip(programs, tests, strict=True)
     ]
 
@@ -67,11 +69,12 @@ def _program(text: str, answer_tag: str | None) -> str | None:
     return None if answer is None else last_fenced(answer) or answer
 
 
-def _listed(tests: Test | Sequence[Test]) -> list[Test]:
+def _parsed(tests: Test | Sequence[Test]) -> list[ParsedTest]:
     listed = [tests] if isinstance(tests, str | Mapping) else list(tests)
     if not listed:
         raise ValueError("the row has no tests")
-    counting = [test for test in listed if not isinstance(test, str) or not runs_nothing(test)]
+    parsed = [ast.parse(test) if isinstance(test, str) else test for test in listed]
+    counting = [test for test in parsed if not isinstance(test, ast.Module) or not runs_nothing(test)]
     if not counting:
         shown = shortened(str(listed[0]), 60)
         raise ValueError(
@@ -81,7 +84,7 @@ def _listed(tests: Test | Sequence[Test]) -> list[Test]:
     return counting
 
 
-def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: float) -> float:
+def _score(program: str | None, tests: list[ParsedTest], partial: bool, timeout_s: float) -> float:
     if program is None:
         return 0.0
     num_passed = 0
@@ -93,8 +96,8 @@ def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: flo
     return num_passed / len(tests)
 
 
-def _passes(program: str, test: Test, timeout_s: float) -> bool:
-    if isinstance(test, str):
+def _passes(program: str, test: ParsedTest, timeout_s: float) -> bool:
+    if isinstance(test, ast.Module):
         return passes(program, test, timeout_s)
     for name in ("input", "output"):
         if not isinstance(test.get(name), str):

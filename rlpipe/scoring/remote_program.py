@@ -358,24 +358,23 @@ def _builtin_error(name: Any, text: str) -> Exception | None:
         return None
 
 
-def passes(source: str, test: str, timeout_s: float) -> bool:
+def passes(source: str, test: ast.Module, timeout_s: float) -> bool:
     """Return whether a test's code reaches its end with the program's functions, within ``timeout_s`` seconds.
 
-    A test that goes on for longer ends this process. Raises ``SyntaxError`` for a test that can't be parsed.
+    A test that goes on for longer ends this process. Raises ``SyntaxError`` for a test that can't be compiled.
     """
-    tree = ast.parse(test)
-    code = compile(tree, "<test>", "exec")
+    code = compile(test, "<test>", "exec")
     try:
         with _killed_after(timeout_s + GRACE_S), RemoteProgram(source, timeout_s) as program:
-            exec(code, {"__name__": "test", **_resolve_names(program, tree)})
+            exec(code, {"__name__": "test", **_resolve_names(program, test)})
     except (Exception, SystemExit):  # noqa: BLE001 - whatever a test raises, it did not pass
         return False
     return True
 
 
-def runs_nothing(test: str) -> bool:
-    """Return whether a test would pass with any program; raise ``SyntaxError`` for one that can't be parsed."""
-    return all(map(_is_inert, ast.parse(test).body))
+def runs_nothing(test: ast.Module) -> bool:
+    """Return whether a test would pass with any program."""
+    return all(map(_is_inert, test.body))
 
 
 def _is_inert(statement: ast.stmt) -> bool:

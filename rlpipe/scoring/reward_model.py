@@ -29,7 +29,7 @@ from rlpipe.data.packing import padded_parts
 from rlpipe.data.render.control_tokens import scored_ids
 from rlpipe.data.render.messages import content_text
 from rlpipe.data.render.processor import check_ids
-from rlpipe.data.render.template import ChatTemplate, end_token_ids, token_ids_of
+from rlpipe.data.render.template import ChatTemplate, end_token_ids, plain_token_ids, token_ids_of
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.loading import COMPLETE, load_complete, own_dtype, torch_device
@@ -111,11 +111,6 @@ class ClassifierReward(RewardActor):
     def tokens(self, text: str, *, begins: bool = False) -> list[int]:
         return token_ids_of(self._own, text, begins=begins).tolist()
 
-    def plain_tokens(self, text: str) -> list[int]:
-        """Return the tokens of what the policy wrote, in which special tokens are plain text."""
-        token_ids: list[int] = self._own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return token_ids
-
     def prompt_and_answer(self, group: RolloutGroup, answer: Answer) -> list[int]:
         """Return the tokens of the prompt followed by the answer."""
         prompt = group.prompt.prompt
@@ -125,7 +120,7 @@ class ClassifierReward(RewardActor):
             num_trusted = len(prompt) - (len(messages) == len(prompt))  # the answer may continue the prompt's last turn
             return scored_ids(template, messages, template.text, num_trusted=num_trusted).tolist()
         assert isinstance(answer, str), "episodes are conversations"
-        return [*self.prompt_tokens(group), *self.plain_tokens(answer), *end_token_ids(self._own)]
+        return [*self.prompt_tokens(group), *plain_token_ids(self._own, answer), *end_token_ids(self._own)]
 
     def prompt_tokens(self, group: RolloutGroup, later: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Return the tokens of the prompt and ``later`` messages, after which an answer begins."""
@@ -232,6 +227,6 @@ class StepReward(ClassifierReward):
         steps = [step for step in completion_text(answer).split(self._separator) if step.strip()]
         token_ids, ends = self.prompt_tokens(group, earlier), list[int]()
         for step in steps:
-            token_ids += self.plain_tokens(step) + self.tokens(self._mark)
+            token_ids += plain_token_ids(self._own, step) + self.tokens(self._mark)
             ends.append(len(token_ids) - 1)
         return token_ids, ends

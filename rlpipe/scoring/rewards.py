@@ -25,6 +25,8 @@ PROVIDED = COMPLETION_ARGUMENTS | {"prompts", "trainer_state", "log_extra", "log
 """Parameters that every call can fill; all others are data-set columns or the config's kwargs."""
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL does not pass to reward functions, because other arguments of the call carry them."""
+TASK_COLUMN = "reasoning_gym_task"
+"""Column with the name of a row's task of reasoning-gym."""
 ON_REQUEST = frozenset({"rollouts"})
 """Parameters that a function receives only if it names them; a bare ``**kwargs`` is not enough."""
 
@@ -201,6 +203,12 @@ def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable
         return []
     available = PROVIDED | set(kwargs) | (set(columns) - HIDDEN_COLUMNS)
     return sorted(read_signature(reward, repr(reward)).required - available)
+
+
+def runs_code_of_models(reward: Reward, tasks: Iterable[Any]) -> bool:
+    """Return whether a reward runs what models write, for rows of any of these tasks of reasoning-gym."""
+    sandboxed = getattr(reward, "sandboxed_tasks", ())
+    return getattr(reward, "needs_sandbox", False) or any(task in sandboxed for task in tasks)
 
 
 def _listed(names: Iterable[str]) -> str:

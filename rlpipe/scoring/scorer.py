@@ -18,6 +18,7 @@ from rlpipe.errors import RewardFailed
 from rlpipe.scoring.processes import MemoryLimit, ProcessSnapshot, lift_memory_limit
 from rlpipe.scoring.rewards import (
     HIDDEN_COLUMNS,
+    TASK_COLUMN,
     Reward,
     RewardActor,
     RewardFunction,
@@ -28,6 +29,7 @@ from rlpipe.scoring.rewards import (
     ignore_extra,
     load_reward,
     read_signature,
+    runs_code_of_models,
 )
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed
 from rlpipe.scoring.validation import check_scores, describe_exception, is_lack_of_memory
@@ -151,7 +153,10 @@ class _FunctionReward:
         return arguments
 
     def __call__(self, call: _RewardCall) -> Any:
-        return self._function(**self.arguments(call))
+        arguments = self.arguments(call)
+        if runs_code_of_models(self._function, arguments.get(TASK_COLUMN, ())):
+            raise ValueError("it runs code that the model wrote; set its isolation to sandbox")
+        return self._function(**arguments)
 
 
 class _SandboxedReward(_FunctionReward):
@@ -163,10 +168,14 @@ class _SandboxedReward(_FunctionReward):
         super().__init__(function, config.kwargs, config.path)
         self._name, self._sandbox, self._timeout_s = name, sandbox, config.timeout_s
         self._scores_each = getattr(function, "scores_each", False)
+        by_default = getattr(inspect.signature(function).parameters.get("timeout_s"), "default", 0)
+        part_s = config.kwargs.get("timeout_s", by_default)
+        self._part_s: float = part_s if isinstance(part_s, int | float) else 0
+        """Seconds that the function itself allows for a part of a completion, such as a test."""
 
     def __call__(self, call: _RewardCall) -> Any:
         arguments = self.arguments(call)
-        if self._scores_each:
+        if self._scores_each or runs_code_of_models(self._function, arguments.get(TASK_COLUMN, ())):
             return self._score_each(call, arguments)
         return self._score(call, arguments, len(call.group))
 
@@ -185,6 +194,7 @@ class _SandboxedReward(_FunctionReward):
         longer, as when the sandbox starts again, the others share what is left.
         """
         deadline, count, values = time.monotonic() + self._timeout_s, len(call.group), list[Any]()
+        self._warn_of_small_shares(count)
         for index in range(count):
             call_arguments = {
                 name: value[index : index + 1] if name in call.arguments and isinstance(value, list) else value
@@ -202,6 +212,16 @@ class _SandboxedReward(_FunctionReward):
                 crashed = True
             call.log_metric(f"{self._name}/crashed", float(crashed))
         return values
+
+    def _warn_of_small_shares(self, count: int) -> None:
+        """Warn once if a completion's share of the time is smaller than what the function allows for a part of it."""
+        if self._timeout_s < count * self._part_s:
+            logger.warning(
+                "reward %r: each of %d completions has %.3g seconds, less than its kwargs.timeout_s=%g, and scores 0 "
+                "if it takes longer; set its timeout_s to %g or more",
+                *(self._name, count, self._timeout_s / count, self._part_s, count * self._part_s),
+            )
+            self._part_s = 0
 
 
 class _ActorReward:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -156,7 +156,8 @@ def math_answer(
 
     A completion's answer is what math-verify finds in LaTeX, ``\\boxed`` first, or else the last expression; ``plain``
     leaves out LaTeX. Raises ``ValueError`` for a row whose answer math-verify can't read. Parsing a completion and
-    comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0.
+    comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0. Numbers of more than ``MAX_BITS``,
+    such as 9^{9^9}, are only equal if they are written in the same way.
     """
     golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in _require_answers(answer)}}
     texts = [completion_text(completion) for completion in completions]
@@ -186,7 +187,41 @@ def _equals(gold: list[Any], text: str, plain: bool, timeout_s: int) -> float:
     from math_verify import parse, verify
 
     parsed = parse(text, _extraction(plain), parsing_timeout=timeout_s)
+    if any(map(_is_huge, [*gold, *parsed])):
+        return float(any(one == other for one in gold for other in parsed))
     return float(verify(gold, parsed, timeout_seconds=timeout_s))
+
+
+MAX_BITS = 2**20
+"""Size of the largest number that is computed to compare answers, which takes well under a second."""
+
+
+def _is_huge(value: Any) -> bool:
+    """Return whether an expression of sympy holds powers or factorials of more than ``MAX_BITS``."""
+    try:
+        return not isinstance(value, str) and _num_bits(value) > MAX_BITS
+    except (OverflowError, RecursionError):
+        return True
+
+
+def _num_bits(node: Any) -> float:
+    """Return about how many bits the parts of an expression have together; raise ``OverflowError`` for far too many."""
+    from sympy import Pow, Rational, factorial
+
+    if isinstance(node, Rational):
+        return max((abs(int(node.p)) - 1).bit_length(), (int(node.q) - 1).bit_length())
+    parts = getattr(node, "args", ())  # a matrix that may change has none
+    bits: float = sum(map(_num_bits, parts)) if parts else 1
+    if isinstance(node, Pow):
+        return max(bits, _num_bits(node.base) * _magnitude(node.exp))
+    if isinstance(node, factorial):
+        return _magnitude(node.args[0]) * bits
+    return bits
+
+
+def _magnitude(node: Any) -> float:
+    """Return about the absolute value of an expression."""
+    return abs(float(node)) if node.is_Number else 2.0 ** _num_bits(node)
 
 
 EVALUATING_TASKS = (
@@ -223,7 +258,6 @@ def reasoning_gym(
     return [_grade(*item) for item in zip(graders, texts, entry, strict=True)]
 
 
-reasoning_gym.scores_each = True  # type: ignore[attr-defined]
 reasoning_gym.sandboxed_tasks = EVALUATING_TASKS  # type: ignore[attr-defined]
 reasoning_gym.imports = ("reasoning_gym",)  # type: ignore[attr-defined]
 
@@ -271,15 +305,32 @@ def json_schema(
     Raises ``ValueError`` if ``schema`` is not a JSON schema.
     """
     from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
+    from jsonschema.validators import extend, validator_for
 
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"schema is not a JSON schema: {error.message}") from None
-    validator = kind(schema)
+    validator = extend(kind, {"uniqueItems": _find_repeated})(schema)
     return [float(_is_valid(text, validator)) for text in _answers(completions, answer_tag)]
+
+
+def _find_repeated(validator: Any, is_unique: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """Yield an error if items repeat, in linear time; jsonschema compares all pairs of objects."""
+    from jsonschema import ValidationError
+
+    if is_unique and validator.is_type(instance, "array") and len(set(map(_json_key, instance))) < len(instance):
+        yield ValidationError("it has items that are not unique")
+
+
+def _json_key(value: Any) -> Any:
+    """Return a hashable value, equal for equal JSON: 1 is 1.0, but not true."""
+    if isinstance(value, dict):
+        return "object", frozenset((name, _json_key(entry)) for name, entry in value.items())
+    if isinstance(value, list):
+        return "array", *map(_json_key, value)
+    return ("boolean", value) if isinstance(value, bool) else value
 
 
 def _is_valid(text: str | None, validator: Any) -> bool:

@@ -50,6 +50,10 @@ def each(completions: list[str]) -> list[float]:
 each.scores_each = True  # type: ignore[attr-defined]
 
 
+def count_files(argument: Any, size: int) -> list[float]:
+    return [float(len(os.listdir(argument)))] * size
+
+
 def ring(number: int, frame: Any) -> None:
     raise TimeoutError("the alarm rang")
 

@@ -61,6 +61,16 @@ def token_ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool 
     return token_ids[: len(token_ids) - len(end_token_ids(tokenizer))] if begins else token_ids
 
 
+def plain_token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of what a model wrote, in which special tokens are plain text.
+
+    Raises ``UnusableRow`` if it has half a character.
+    """
+    _check_characters(text)
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return token_ids
+
+
 @lru_cache(maxsize=8)
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that the tokenizer adds to the end of a text."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from glob import escape, glob
 from typing import NoReturn
 
 from rlpipe.scoring.processes import set_limit
@@ -154,6 +155,15 @@ def _mount_private(scratch: str) -> None:
         if os.path.isdir(target):
             options = f"size={megabytes}m,nr_inodes={MAX_FILES},mode={mode}"
             _mount("tmpfs", target, "tmpfs", NO_SETUID | NO_DEVICES, options)
+    for folder in _ray_sockets():
+        with suppress(OSError):  # its cluster may end meanwhile
+            _mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, "size=4k,nr_inodes=1,mode=500")
+
+
+def _ray_sockets() -> set[str]:
+    """Return the folders of the sockets of this machine's Ray clusters, through which a call could command Ray."""
+    roots = [root for root in ("/tmp", os.environ.get("TMPDIR"), os.environ.get("RAY_TMPDIR")) if root]
+    return {os.path.realpath(path) for root in roots for path in glob(f"{escape(root)}/ray/session_*/sockets")}
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

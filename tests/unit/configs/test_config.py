@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -411,6 +412,16 @@ def test_the_learning_rate_fits_what_is_trained(choices: list[str], rate: float)
     config = load_config([*source, *choices], need_files=False)
     assert config.learner.optimizer.lr == config.learner.optimizer.peak_lr == rate
     assert to_tree(config)["learner"]["optimizer"]["lr"] == rate
+
+
+def test_how_episodes_are_run_may_change_on_resume_and_their_rules_may_not() -> None:
+    config = load_config(BASE)
+    run = replace(config.environment, timeout_s=5, tool_timeout_s=1, isolation="thread", num_processes=2, port=8000)
+    assert changed_options(to_tree(config), to_tree(replace(config, environment=run))) == []
+    rules = replace(config.environment, max_turns=3)
+    assert changed_options(to_tree(config), to_tree(replace(config, environment=rules))) == [
+        "environment.max_turns: 8 -> 3"
+    ]
 
 
 def test_the_docs_list_what_may_change_on_resume() -> None:

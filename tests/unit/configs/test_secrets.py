@@ -96,6 +96,18 @@ def test_a_stored_config_reads_the_environment_again(tmp_path: Path, monkeypatch
     assert changed_options(to_tree(config), to_tree(again)) == []
 
 
+def test_a_short_value_takes_the_place_of_no_other_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_KEY", "1")
+    monkeypatch.setenv("LETTER", "e")
+    url = "http://h-${oc.env:RANK_KEY}:8011/${oc.env:LETTER}/${oc.env:JUDGE_KEY}"
+    keys = "key: '${oc.env:RANK_KEY}', copy: 'a1-${.key}', same: '${.key}'"
+    kwargs_text = f"{{url: '{url}', {keys}}}"
+    text = f"scoring: {{rewards: {{judge: {{path: 'rewards:judge', kwargs: {kwargs_text}}}}}}}"
+    kwargs = to_tree(config_of(tmp_path, text))["scoring"]["rewards"]["judge"]["kwargs"]
+    assert kwargs["url"] == "http://h-${oc.env:RANK_KEY}:8011/${oc.env:LETTER}/${oc.env:JUDGE_KEY}"
+    assert (kwargs["copy"], kwargs["same"]) == ("a1-1", "${oc.env:RANK_KEY}")
+
+
 def test_a_text_from_the_environment_survives_pickle_and_hides_in_messages() -> None:
     text = pickle.loads(pickle.dumps(FromEnvironment(SECRET, REFERENCE)))
     assert (text, text.reference) == (SECRET, REFERENCE)

@@ -75,6 +75,20 @@ def test_texts_have_no_end_token() -> None:
     assert read == [len(tokens) - 1]
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_special_tokens_spelled_in_an_answer_are_plain_text_as_in_scoring(chat: bool) -> None:
+    spelled, end = "so<|end|><|tool|>", TOKENIZER.convert_tokens_to_ids("<|end|>")
+    chosen = pair_of({**PAIR, "chosen": spelled}, chat=chat)
+    tokens, read = run_and_read(chosen)
+    assert TOKENIZER.decode(tokens) == (
+        f"<|user|>2+2?<|end|><|assistant|>{spelled}<|end|>" if chat else f"2+2?{spelled}"
+    )
+    assert (tokens.count(end), tokens.count(TOKENIZER.convert_tokens_to_ids("<|tool|>"))) == (2 * chat, 0)
+    assert read == [len(tokens) - 1]
+    steps = steps_of({**STEPS, "completions": [spelled, "4"]}, chat=chat, step_token="<|system|>")
+    assert steps.token_ids.tolist().count(end) == chat
+
+
 @pytest.mark.parametrize("pad_token", [None, "<|end|>"])
 def test_an_end_token_that_is_padding_is_not_read(pad_token: str | None) -> None:
     tokenizer = make_tokenizer()

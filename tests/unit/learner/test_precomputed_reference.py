@@ -113,6 +113,7 @@ def test_the_folder_depends_on_what_log_probs_depend_on(tiny: Path, tmp_path: Pa
     others = [
         replace(model, dtype="bfloat16"),
         replace(model, attention="eager"),
+        replace(model, processor_kwargs={"size": {"shortest_edge": 256}}),
         replace(model, adapter=AdapterConfig(kind="qlora")),
         replace(model, adapter=AdapterConfig(path=str(adapter))),
         replace(model, path="org/policy"),

@@ -106,6 +106,17 @@ def test_graders_that_evaluate_completions_need_a_sandbox(options: list[str], ta
     assert "accuracy" in prepare_run(load_config([*options, *data, sandboxed])).rewards
 
 
+def test_graders_that_evaluate_completions_need_a_sandbox_for_rows_of_files_too(options: list[str]) -> None:
+    accuracy = "path: 'rlpipe.scoring.toolbox:reasoning_gym'"
+    row = {"prompt": "?", "answer": "2", "entry": {"answer": "2"}, "reasoning_gym_task": "countdown"}
+    path = next(option for option in options if option.startswith("data.path=")).removeprefix("data.path=")
+    Path(path).write_text(json.dumps(row) + "\n")
+    run = prepare_run(load_config([*options, f"+scoring.rewards.accuracy={{{accuracy}}}"]))
+    prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
+    with pytest.raises(ConfigError, match=r"rewards.accuracy.isolation: .* runs code .* set it to sandbox"):
+        check_reward_columns(run, [prompts.next()])
+
+
 def test_memory_of_one_reward_in_a_shared_process_is_refused(options: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"scoring.rewards.bare.memory_gb: its process is shared .* num_processes"):
         prepare_run(load_config([*options, reward("bare", memory_gb=1)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
@@ -101,6 +102,13 @@ def test_tests_run_by_decorators_defaults_and_names_count_and_imports_beside_the
         "if __name__ != 'x':\n    assert double(2) == 4",
     ]
     assert passes_tests([DOUBLE], [tests], partial=True) == [2 / 3]
+
+
+def test_each_test_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, parse = list[str](), ast.parse
+    monkeypatch.setattr(ast, "parse", lambda source, *more, **named: parsed.append(source) or parse(source))
+    assert passes_tests([DOUBLE], [ASSERTIONS]) == [1]
+    assert parsed == ASSERTIONS
 
 
 def test_a_row_without_tests_is_refused() -> None:

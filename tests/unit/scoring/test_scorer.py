@@ -132,6 +132,19 @@ def test_calls_after_one_that_took_longer_than_its_share_have_what_is_left(monke
     assert min(limits) > 3
 
 
+def test_shares_that_are_smaller_than_the_time_of_a_test_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    path = "rlpipe.scoring.code_execution:passes_tests"
+    scorer = Scorer({"tests": RewardConfig(path=path, isolation="sandbox", timeout_s=9)}, CharacterTokenizer())
+    group = make_group("x = 1", "x = 2", tests=["assert x == 1"])
+    (scores,) = scorer.score([group])
+    assert scores.scores == {"tests": [1.0, 0.0]}
+    scorer.score([group])
+    scorer.close()
+    (message,) = (message for message in caplog.messages if "timeout_s=" in message)
+    assert "each of 2 completions has 4.5 seconds, less than its kwargs.timeout_s=5," in message
+    assert message.endswith("set its timeout_s to 10 or more")
+
+
 def test_graders_of_reasoning_gym_evaluate_completions_in_a_sandbox_each() -> None:
     path = "rlpipe.scoring.toolbox:reasoning_gym"
     entry = create_dataset("countdown", size=1, seed=1)[0]
@@ -140,6 +153,29 @@ def test_graders_of_reasoning_gym_evaluate_completions_in_a_sandbox_each() -> No
     (scores,) = scorer.score([make_group("9**9**9**9", entry["answer"], **columns)])
     scorer.close()
     assert scores.scores == {"gym": [0.0, 1.0]}
+
+
+def test_graders_that_evaluate_are_refused_outside_a_sandbox() -> None:
+    scorer = Scorer({"gym": RewardConfig(path="rlpipe.scoring.toolbox:reasoning_gym")}, CharacterTokenizer())
+    entry = create_dataset("countdown", size=1, seed=1)[0]
+    (scores,) = scorer.score([make_group("1", entry=entry, reasoning_gym_task="countdown")])
+    assert scores.failures["gym"].endswith("it runs code that the model wrote; set its isolation to sandbox")
+
+
+def test_graders_that_evaluate_nothing_grade_a_group_in_one_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RewardConfig(path="rlpipe.scoring.toolbox:reasoning_gym", isolation="sandbox", timeout_s=12)
+    scorer, counts, call = Scorer({"gym": config}, CharacterTokenizer()), list[int](), Sandbox.call
+
+    def counted(sandbox: Sandbox, name: str, arguments: Any, num_values: int, timeout_s: float | None) -> Any:
+        counts.append(num_values)
+        return call(sandbox, name, arguments, num_values, timeout_s)
+
+    monkeypatch.setattr(Sandbox, "call", counted)
+    entry = create_dataset("chain_sum", size=1, seed=1)[0]
+    (scores,) = scorer.score([make_group("x", entry["answer"], entry=entry, reasoning_gym_task="chain_sum")])
+    scorer.close()
+    assert counts == [2]
+    assert scores.scores["gym"][1] == 1.0
 
 
 def test_chat_prompts_give_chat_completions() -> None:

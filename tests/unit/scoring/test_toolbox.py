@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 
 import pytest
@@ -163,6 +165,28 @@ def test_math_answers_are_compared_by_value(gold: str, completion: str, score: f
     assert math_answer(chat(completion), [gold]) == [score]
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "score"),
+    [
+        ("4", "9^{9^9}", 0),
+        ("4", "((5!)!)!", 0),
+        ("4", "9^{-9^9}", 0),
+        ("4", "100000000!", 0),
+        ("10^{10^{10}}", "10^{10^{10}}", 1),
+        ("10^{10^{10}}", "10^{10^{11}}", 0),
+        ("2^{2023}-1", "2 \\cdot 2^{2022} - 1", 1),
+        ("100!", "100 \\cdot 99!", 1),
+        ("1^{9^9}", "1", 1),
+    ],
+)
+def test_numbers_that_are_too_large_to_compute_are_compared_as_they_are_written(
+    gold: str, answer: str, score: float
+) -> None:
+    started = time.process_time()
+    assert math_answer([f"\\boxed{{{answer}}}"], [gold], timeout_s=60) == [score]
+    assert time.process_time() - started < 5
+
+
 def test_a_row_whose_answer_is_no_mathematics_is_refused() -> None:
     with pytest.raises(ValueError, match="'see above' is not a mathematical expression"):
         math_answer(["1"], ["see above"], plain=True)
@@ -199,6 +223,16 @@ def test_json_schema_takes_no_json_that_is_against_the_standard() -> None:
     texts = ['{"a": 1.5}', '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', '{"a": "x", "a": 1}', '{"a": 1e300}']
     assert json_schema(texts, schema=numbers) == [1, 0, 0, 0, 0, 1]
     assert json_schema(['{"a": 1e308}'], schema={"additionalProperties": {"multipleOf": 1e-300}}) == [0]
+
+
+def test_json_schema_finds_items_that_are_not_unique_in_linear_time() -> None:
+    unique = {"uniqueItems": True}
+    texts = ['[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', "[1, true, [1], [true], {}]", "[0, 1, 1]", '["1", 1]', "{}"]
+    assert json_schema(texts, schema=unique) == [0, 1, 0, 1, 1]
+    many = json.dumps([{"number": number} for number in range(10_000)])
+    started = time.process_time()
+    assert json_schema([many], schema={"$defs": {"rows": unique}, "$ref": "#/$defs/rows"}) == [1]
+    assert time.process_time() - started < 5
 
 
 def test_json_schema_refuses_a_schema_that_is_none() -> None:

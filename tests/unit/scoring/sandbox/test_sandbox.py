@@ -38,16 +38,22 @@ MARK = "RLPIPE_TEST_OF_SANDBOX"
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    os.environ[MARK] = str(os.getpid())  # of all processes that it starts
-    shared = Sandbox(
-        {
-            "behave": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=20, memory_gb=0.5),
-            "quick": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=0.5, memory_gb=0.5),
-            "waits": RewardConfig(path=f"{CASES}:waits", isolation="sandbox", timeout_s=20),
-        }
-    )
-    del os.environ[MARK]
+def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture(scope="module")
+def sandbox(ray_folder: Path) -> Iterator[Sandbox]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, str(os.getpid()))  # of all processes that it starts
+        patch.setenv("RAY_TMPDIR", str(ray_folder))
+        shared = Sandbox(
+            {
+                "behave": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=20, memory_gb=0.5),
+                "quick": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=0.5, memory_gb=0.5),
+                "waits": RewardConfig(path=f"{CASES}:waits", isolation="sandbox", timeout_s=20),
+            }
+        )
     yield shared
     shared.close()
 
@@ -165,6 +171,16 @@ def test_a_call_reads_nothing_of_other_processes(sandbox: Sandbox) -> None:
 @MOUNTS
 def test_a_call_sees_no_other_processes(sandbox: Sandbox) -> None:
     assert values(sandbox, "look_at_processes") == [0.0, 0.0]
+
+
+@MOUNTS
+def test_a_call_sees_no_sockets_of_ray(sandbox: Sandbox, ray_folder: Path) -> None:
+    sockets = ray_folder / "ray" / "session_1" / "sockets"
+    sockets.mkdir(parents=True)
+    (sockets / "raylet").touch()
+    (sockets.parent / "file").touch()
+    assert values(sandbox, "count_files", str(sockets)) == [0.0, 0.0]
+    assert values(sandbox, "count_files", str(sockets.parent)) == [2.0, 2.0]
 
 
 @MOUNTS
