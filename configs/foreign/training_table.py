@@ -330,7 +330,7 @@ TRAINING = (
     ),
     SettingRow(PROCESSES, "num_processes num_machines accelerate_config"),
     SettingRow(
-        Rule("learner", lambda values, value: f"write learner={SHARDING.get(value, 'fsdp2_gpu')}, {RANKS}"),
+        Rule("learner", lambda values, value: f"write learner={SHARDING.get(str(value), 'fsdp2_gpu')}, {RANKS}"),
         "distributed_type",
     ),
     SettingRow(named("model.dtype", ACCELERATE_TYPES, "it is off; model.dtype is auto here"), "mixed_precision"),

@@ -56,7 +56,7 @@ class ClassifierReward(RewardActor):
 
     auto_class: Any
     has_dtype = True
-    _label: int
+    _label = 0
 
     def __init__(
         self,
