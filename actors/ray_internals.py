@@ -23,6 +23,7 @@ import ray
 RAY_START_S = 120.0
 """Longest time until the processes of a local cluster have registered, in seconds."""
 RETRY_S = 0.2
+JOIN_TIME = "RAY_gcs_server_port_wait_time_s"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -111,6 +112,22 @@ def private_services() -> Iterator[None]:
         variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
         with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, variables):
             yield
+
+
+@contextmanager
+def brief_join() -> Iterator[None]:
+    """Have Ray try for 40 seconds to join a cluster within the block, instead of six minutes.
+
+    A time that the environment sets is kept.
+    """
+    if JOIN_TIME in os.environ:
+        yield
+        return
+    os.environ[JOIN_TIME] = "1"  # attempts, each of 40 seconds if nothing answers
+    try:
+        yield
+    finally:
+        del os.environ[JOIN_TIME]  # a local cluster has this time to start
 
 
 @contextmanager

@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from omegaconf._utils import get_yaml_loader
+
 from rlpipe.configs.foreign.foreign_run import SYSTEMS, ForeignRun, Setting, flatten, hide_secret, read_value
 from rlpipe.configs.foreign.shell_script import Script, ShellCommand
+from rlpipe.configs.yaml_file import load_yaml, read_text
 from rlpipe.errors import ConfigError
 
 TRL_METHODS = {
@@ -37,6 +40,8 @@ VERL_SFT = re.compile(r"(?:verl|recipe)\.[\w.]*sft_trainer\w*|(?:.*/)?\w*sft_tra
 TRL_MODULE = re.compile(r"trl\.(?:scripts|experimental)\.(?:\w+\.)?(\w+)")
 TRL_SCRIPT = re.compile(r"(?:.*/)?(\w+)\.py")
 NUM_PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)")
+CONFIG_FILE = re.compile(r"--config[_-]file")
+"""Argument of ``accelerate launch`` for a YAML file with the number of processes, the type and the strategy."""
 NUM_NODES = re.compile(r"--(?:nnodes|num[_-]nodes)")
 PLAIN_LAUNCH = ("python", "python3", "-m", "-u", "uv", "run", "--frozen", "--no-sync", "exec", "time", "nohup", "sudo")
 SILENT = ("set", "echo", "printf", "exit", "return", "true", ":", "shift", "cd", "tee", "read", "trap", "sleep")
@@ -81,7 +86,8 @@ def read_shell(text: str, path: Path) -> ForeignRun:
     exported = {assignment.partition("=")[0] for assignment in script.exported}
     unused = sorted(script.variables.unused & script.variables.values.keys() - exported)
     values = [*script.variables.replaced, *((name, " ".join(script.variables.values[name])) for name in unused)]
-    return as_run(chosen[1], [*notes, *((hide_secret(f"{name}={value}"), UNUSED) for name, value in values)])
+    notes += [(hide_secret(f"{name}={value}"), UNUSED) for name, value in values]
+    return as_run(chosen[1], notes, path.parent)
 
 
 def show(words: Sequence[str]) -> str:
@@ -89,10 +95,12 @@ def show(words: Sequence[str]) -> str:
     return " ".join(word if re.fullmatch(r"[\w./:=,@%+$-]+", word) else shlex.quote(word) for word in hidden)
 
 
-def as_run(found: Found, notes: Sequence[tuple[str, str]]) -> ForeignRun:
+def as_run(found: Found, notes: Sequence[tuple[str, str]], folder: Path) -> ForeignRun:
+    """Return the run of a command in a file in this ``folder``."""
     if any(word not in PLAIN_LAUNCH for word in found.launcher):
         notes = [(show(found.launcher), LAUNCHER), *notes]
-    settings = list(read_arguments(found.arguments, is_hydra=found.system == "verl"))
+    settings = [*read_arguments(found.arguments, is_hydra=found.system == "verl")]
+    settings += _launch_settings(found.launcher, folder)
     counts = [_count(found.launcher, pattern) for pattern in (NUM_PROCESSES, NUM_NODES)]
     return ForeignRun(
         system=found.system,
@@ -106,8 +114,20 @@ def as_run(found: Found, notes: Sequence[tuple[str, str]]) -> ForeignRun:
 
 def _count(launcher: Sequence[str], pattern: re.Pattern[str]) -> int:
     """Return the number that a launcher has after, or as, an argument; 0 if it has none."""
+    return next((int(value) for value in _values_of(launcher, pattern) if value.isdigit()), 0)
+
+
+def _values_of(launcher: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
     words = " ".join(launcher).replace("=", " ").split()
-    return next((int(number) for name, number in pairwise(words) if pattern.fullmatch(name) and number.isdigit()), 0)
+    return [value for name, value in pairwise(words) if pattern.fullmatch(name)]
+
+
+def _launch_settings(launcher: Sequence[str], folder: Path) -> Iterator[Setting]:
+    """Yield the settings of the file that a launcher names, if it exists in the ``folder``."""
+    for name in _values_of(launcher, CONFIG_FILE)[:1]:
+        if (path := folder / name).is_file():
+            tree = load_yaml(path, read_text(path), get_yaml_loader())
+            yield from flatten(tree) if isinstance(tree, Mapping) else ()
 
 
 def find_program(words: Sequence[str], depth: int = 0) -> Found | None:

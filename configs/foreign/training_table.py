@@ -52,6 +52,9 @@ GPUS = "set rollout.num_engines and learner.num_ranks, with rollout.num_gpus and
 COLOCATED = "engines and learner share a GPU if rollout.num_gpus and learner.num_gpus are fractions, such as 0.5"
 OWN_GPUS = "engines have GPUs of their own, as a server has: set rollout.num_engines and rollout.num_gpus"
 PROCESSES = "for several GPUs, set learner.num_ranks and learner=fsdp2_gpu or learner=zero3_gpu"
+OWN_PROCESSES = "how accelerate starts its processes; a run starts its own"
+SHARDING, RANKS = {"DEEPSPEED": "zero3_gpu"}, "and set learner.num_ranks, for several GPUs"
+ACCELERATE_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 EPOCHS = "epochs are not counted: set the number of steps"
 EXPORT = "rlpipe export writes a checkpoint for transformers"
 GREEDY = "held-out prompts have one answer of the likeliest tokens"
@@ -303,7 +306,7 @@ TRAINING = (
     # processes and their memory
     SettingRow(
         STRATEGY,
-        "deepspeed.* fsdp.* fsdp_config.* fsdp_version",
+        "deepspeed.* deepspeed_config.* fsdp.* fsdp_config.* fsdp_version",
         "model.strategy actor.strategy actor.fsdp_config.strategy model_engine engine optim",
         "zero_stage zpg overlap_comm deepcompile ring_attn_size ring_head_stride ds_tensor_parallel_size "
         "grad_accum_dtype ds.* fsdp.*",
@@ -326,6 +329,16 @@ TRAINING = (
         openrlhf="actor_num_nodes actor_num_gpus_per_node ref_num_* reward_num_* ref.*",
     ),
     SettingRow(PROCESSES, "num_processes num_machines accelerate_config"),
+    SettingRow(
+        Rule("learner", lambda values, value: f"write learner={SHARDING.get(str(value), 'fsdp2_gpu')}, {RANKS}"),
+        "distributed_type",
+    ),
+    SettingRow(named("model.dtype", ACCELERATE_TYPES, "it is off; model.dtype is auto here"), "mixed_precision"),
+    SettingRow(
+        OWN_PROCESSES,
+        "compute_environment debug use_cpu machine_rank main_process_ip main_process_port main_training_function "
+        "rdzv_backend same_network downcast_bf16 gpu_ids enable_cpu_affinity tpu_*",
+    ),
     SettingRow(engines_mode, "vllm_mode"),
     SettingRow(
         COLOCATED,

@@ -51,7 +51,7 @@ def read_python(text: str, path: Path) -> ForeignRun:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: not a Python file: {error}") from None
     script = PythonScript(module)
-    documented = list(_documented_runs(ast.get_docstring(module) or "", path.stem))
+    documented = list(_documented_runs(ast.get_docstring(module) or "", path))
     documented.sort(key=lambda run: (run.system != "trl", not run.settings))  # stable: the first command of TRL
     methods = script.trainers or [run.method for run in documented[:1]] or script.configs
     if not methods:
@@ -71,9 +71,9 @@ def _words(run: ForeignRun) -> str:
     return show([f"--{setting.name}={setting.value}" for setting in run.settings])
 
 
-def _documented_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
+def _documented_runs(docstring: str, path: Path) -> Iterator[ForeignRun]:
     """Yield the commands in a docstring, whose other lines are prose with quotes that need not match."""
-    lines = docstring.splitlines()
+    lines, stem = docstring.splitlines(), path.stem
     while lines:
         line = lines.pop(0).strip()
         if not re.search(rf"\btrl |trl\.|/\w+\.py\b|\b{re.escape(stem)}\.py\b", line) and not line.endswith("\\"):
@@ -90,10 +90,10 @@ def _documented_runs(docstring: str, stem: str) -> Iterator[ForeignRun]:
             script_name = None if trl_method(stem) else f"{stem}.py"
             program = find_program(["sft.py" if Path(word).name == script_name else word for word in command.words])
             if program is not None:
-                yield as_run(program, [])
+                yield as_run(program, [], path.parent)
             elif (names := [Path(word).name for word in command.words]).count(f"{stem}.py"):
                 launcher = command.words[: names.index(f"{stem}.py")]
-                yield as_run(Found(system="trl", method="sft", launcher=launcher, arguments=()), [])
+                yield as_run(Found(system="trl", method="sft", launcher=launcher, arguments=()), [], path.parent)
 
 
 class PythonScript:

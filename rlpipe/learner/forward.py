@@ -28,6 +28,8 @@ from rlpipe.models.loading import CLASSIFIER, num_embeddings
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 LOGITS_SCALING = "logits_scaling"
 """Divides the logits, but multiplies them in HyperCLOVA X."""
+STATES_NDIM = 3
+"""Dimensions of hidden states ``[S, L, H]``."""
 LOGIT_CAP = "final_logit_softcapping"
 LOGIT_CHANGES = ("logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
 """Config names of logit changes that ``LmHead`` does not implement; models that set one are refused."""
@@ -311,6 +313,8 @@ class LogprobModel(nn.Module):
         layers = find_layers(self.causal_model)
 
         def keep(index: int, states: Tensor) -> None:
+            if states.ndim > STATES_NDIM:  # parallel streams, of which Gemma 3n's layers compute one
+                states = states[self.causal_model.config.get_text_config().altup_active_idx]
             states_by_depth[index] = self._select_row_tokens(row, states)
 
         def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -359,9 +363,12 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def drop_unread(module: LogprobModel, deepest: int) -> None:
-    """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states."""
+    """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states.
+
+    Models with embeddings for each layer, which are stored together, keep all layers.
+    """
     module.causal_model.set_output_embeddings(nn.Identity())
-    layers = find_layers(module.causal_model)
-    if deepest < len(layers):
+    layers, text = find_layers(module.causal_model), module.causal_model.config.get_text_config()
+    if deepest < len(layers) and not getattr(text, "hidden_size_per_layer_input", None):
         del layers[max(deepest, 1) :]
-        module.causal_model.config.get_text_config().num_hidden_layers = len(layers)
+        text.num_hidden_layers = len(layers)

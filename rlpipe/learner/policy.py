@@ -32,7 +32,7 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding, SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import LM_HEAD, Workload, reads_logprobs
-from rlpipe.models.adapter import TrainingRecord, put_tensors, read_adapter, read_record
+from rlpipe.models.adapter import TrainingRecord, put_tensors, read_adapter, read_record, without_copies
 from rlpipe.models.gguf_models import model_folder
 from rlpipe.models.loading import (
     CLASSIFIER,
@@ -372,7 +372,7 @@ def _add_adapter(
                 raise ValueError(f"init_lora_weights={FROZEN_B} trains A alone, and rlpipe A and B")
             settings.inference_mode = False
             adapted = PeftModel(model, settings)
-            put_tensors(adapted, tensors, name)
+            put_tensors(adapted, without_copies(adapted, tensors, name), name)
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from statistics import fmean
 from typing import Any
 
@@ -131,8 +132,9 @@ class Learner:
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on the batch, with one update per mini batch, and return the step's metrics on all ranks.
 
-        An update whose loss or gradient is not finite on any rank is skipped on all ranks. Raises ``LearnerFailed``
-        after ``max_bad_steps`` steps in a row with such an update; it names the groups of the last step.
+        An update whose loss or gradient is not finite on any rank is skipped on all ranks, and has no part in the
+        metrics unless all of the step's are skipped. Raises ``LearnerFailed`` after ``max_bad_steps`` steps in a row
+        with such an update; it names the groups of the last step.
         """
         started = time.perf_counter()
         self._bad_groups.clear()
@@ -145,15 +147,12 @@ class Learner:
             credit_metrics = self._credit.assign(batch.rewards, updates)
         for inputs in (inputs for update in updates[1:] for inputs in update):  # the first has the initial weights
             self._objective.store_old_logprobs(inputs)
-        sums: MetricSums | None = None
-        norms = []
         entropy_weight = self.entropy_bonus.weight
-        for mini_batch, update in zip(batch.mini_batches, updates, strict=True):
-            norm, update_sums = self._update(mini_batch, update)
-            norms.append(norm)
-            sums = _merge(sums, update_sums)
-        self._end_step(batch.step, bad=not all(map(math.isfinite, norms)))
-        values = self._values(sums, num_updates=len(updates))
+        done = [self._update(*update) for update in zip(batch.mini_batches, updates, strict=True)]
+        applied = [(norm, sums) for norm, sums in done if math.isfinite(norm)]
+        self._end_step(batch.step, bad=len(applied) < len(done))
+        norms, sums = zip(*(applied or done), strict=True)
+        values = self._values(reduce(_merge, sums), num_updates=len(norms))
         if self._algorithm.loss.entropy_target is not None:
             values["entropy/coef"] = entropy_weight
         return {
@@ -309,8 +308,8 @@ class Learner:
         if sums is None:
             return {"loss": 0.0}
         operations = (Reduce.SUM, Reduce.MIN, Reduce.MAX)
-        reduce = self.policy.sharding.reduce
-        sums.load(*(reduce(tensor, operation) for tensor, operation in zip(sums.state(), operations, strict=True)))
+        over_ranks = self.policy.sharding.reduce
+        sums.load(*(over_ranks(tensor, operation) for tensor, operation in zip(sums.state(), operations, strict=True)))
         values = with_effective_ratio(sums.values())
         if SHARED in values:
             values["tokens/shared_ratio"] = values[SHARED] / (values[RUN] + values.pop(SHARED))

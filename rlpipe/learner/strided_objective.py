@@ -7,10 +7,12 @@ Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -44,6 +46,7 @@ class StridedInputs:
     predecessors: Tensor  # [g, C], into the row
     truth: Tensor  # [K], indices of the document tokens whose likelihood counts
     group_ids: IntArray  # of the documents, on the host
+    checksums: Sequence[int]  # of the documents' tokens, which chunks of one row differ by
     num_columns_of_update: int = 0
     """Columns of the update, on all ranks."""
 
@@ -91,6 +94,7 @@ def plan_strided(
         predecessors=to_device(plan.predecessors(), device),
         truth=to_device(np.flatnonzero(micro_batch.loss_mask), device),
         group_ids=micro_batch.group_ids,
+        checksums=[crc32(micro_batch.token_ids[start:end].tobytes()) for start, end in pairwise(starts)],
     )
 
 
@@ -206,8 +210,8 @@ def _invert(logits: Tensor, points: Tensor, top_p: float) -> Tensor:
 class Strided:
     """The objective of strided EBFT, which samples from the current weights, so that every update is on-policy.
 
-    ``reference`` is the feature network. Samples depend on ``seed``, the step and the row alone, not on the split into
-    ranks and micro batches.
+    ``reference`` is the feature network. Samples depend on ``seed``, the step, the row and its tokens alone, not on the
+    split into ranks and micro batches.
     """
 
     def __init__(
@@ -281,8 +285,8 @@ class Strided:
         """Return the uniform random numbers ``[g, C]`` that determine the tokens of all columns."""
         plan = inputs.plan
         by_document = [
-            np.random.default_rng([self._seed, self._step, row]).random((count, plan.num_steps))
-            for row, count in zip(inputs.group_ids, plan.columns_by_document(), strict=True)
+            np.random.default_rng([self._seed, self._step, row, checksum]).random((count, plan.num_steps))
+            for row, checksum, count in zip(inputs.group_ids, inputs.checksums, plan.columns_by_document(), strict=True)
             if count
         ]
         points = np.concatenate([*by_document, np.zeros((0, plan.num_steps))])  # [C, g]

@@ -142,6 +142,30 @@ def _check_types(config: LoraConfig) -> None:
         raise ValueError(f"it has target_modules={modules!r}")
 
 
+def without_copies(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str) -> dict[str, Tensor]:
+    """Return an adapter's tensors without copies of the base's own parameters, which PEFT may save beside it.
+
+    Raises ``ModelError`` for copies that differ from the base, unless the base is an empty model.
+    """
+    base = dict(adapted.named_parameters(remove_duplicate=False))
+    copies = {name: tensor for name, tensor in tensors.items() if name in base}
+    for name, copy in copies.items():
+        if not _is_same(copy, base[name]):
+            raise ModelError(
+                f"{subject} holds {name}, which differs from the base and would not be in the trained adapter: merge "
+                "it (rlpipe merge), and train a new adapter on the merged model"
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
+
+
+def _is_same(copy: Tensor, parameter: Tensor) -> bool:
+    """Return whether both have the same values in the less precise type of the two; placeholders equal everything."""
+    if copy.shape != parameter.shape:
+        return False
+    coarse = min(copy.dtype, parameter.dtype, key=lambda dtype: dtype.itemsize)
+    return not parameter.is_contiguous() or copy.to(coarse).equal(parameter.detach().to("cpu", coarse))
+
+
 def put_tensors(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str) -> None:
     """Give an adapter its tensors; raise ``ModelError`` for those that it lacks and those that the model lacks."""
     from peft import set_peft_model_state_dict

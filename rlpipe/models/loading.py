@@ -180,7 +180,7 @@ def _with_classifier(model: PreTrainedModel) -> PreTrainedModel:
 def load_complete(auto_class: Any, path: str, *, initialized: Collection[str] = (), **options: Any) -> PreTrainedModel:
     """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of initializing them.
 
-    Only those that ``initialized`` names may be missing.
+    Only those that ``initialized`` names, of a new reward head, may be missing.
     """
     model, info = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -188,6 +188,11 @@ def load_complete(auto_class: Any, path: str, *, initialized: Collection[str] = 
     refuse_missing(name, (info["missing_keys"] & parameters.keys()) - {*initialized})
     if info["mismatched_keys"]:
         parameter, in_files, in_model = min(info["mismatched_keys"])
+        if parameter in initialized:
+            raise ModelError(
+                f"{name} has a head of {in_files[0]} labels, and this kind of reward model has {in_model[0]}: give a "
+                f"model with {in_model[0]}, or one without a head, such as the chat model"
+            )
         shapes = f"shape {list(in_files)} in the files, and {list(in_model)} by the config"
         raise ModelError(f"{name}: {parameter} has {shapes}: {COMPLETE}")
     return model  # type: ignore[no-any-return]

@@ -275,6 +275,8 @@ class KvCache:
 
 LINEAR_KINDS = {"linear_attention", "mamba"}
 """Kinds of layers that keep a state of fixed size, if their config describes it."""
+STATE_KINDS = LINEAR_KINDS | {"hybrid"}
+"""Kinds of layers that keep such a state; hybrid ones keep keys and values as well."""
 MLP_KINDS = {"mlp", "moe"}
 """Kinds of layers without attention."""
 
@@ -298,7 +300,7 @@ def read_kv_cache(described: PreTrainedConfig, *, element_bytes: float, num_devi
     )
     return KvCache(
         layers=[replace(layer, count=count) for layer, count in counts.items()],
-        state_bytes=sum(kind in LINEAR_KINDS for kind in kinds) * state // num_devices,
+        state_bytes=sum(kind in STATE_KINDS for kind in kinds) * state // num_devices,
     )
 
 
@@ -341,12 +343,12 @@ def _state_bytes(text: Any, element_bytes: float) -> int:
         values = text.linear_num_value_heads * text.linear_value_head_dim
         state, convolved, kernel = values * text.linear_key_head_dim, 2 * keys + values, text.linear_conv_kernel_dim
     elif (size := _first(text, "ssm_state_size", "mamba_d_state")) is not None:
-        heads = _first(text, "mamba_num_heads", "mamba_n_heads")
-        if heads is None:  # Mamba 1, which convolves its inputs alone
+        head_size = _first(text, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
+        if head_size is None:  # Mamba 1, which convolves its inputs alone
             channels, groups = _first(text, "mamba_expand", "expand") * text.hidden_size, 0
         else:
-            channels = heads * _first(text, "mamba_head_dim", "mamba_d_head")
-            groups = _first(text, "n_groups", "mamba_n_groups")
+            channels = _first(text, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads") * head_size
+            groups = _first(text, "n_groups", "mamba_n_groups", "mamba_ngroups")
         state, convolved = channels * size, channels + 2 * groups * size
         kernel = _first(text, "conv_kernel", "mamba_d_conv")
     else:

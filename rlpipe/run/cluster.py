@@ -8,18 +8,32 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray import ObjectRef, PlacementGroupID
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorAlreadyExistsError,
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, own_node, own_sigterm_handler, private_services
+from rlpipe.actors.ray_internals import (
+    brief_join,
+    hide_lines,
+    hide_token_warning,
+    own_node,
+    own_sigterm_handler,
+    private_services,
+)
 from rlpipe.actors.remote import describe_failure, root_cause, wait_within
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
@@ -89,7 +103,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[ResourceRequest]) -> bool:
             # Otherwise Ray shows all GPUs to processes that requested none, and a run on CPUs would fill the first.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         try:
-            services = private_services() if address is None else nullcontext()
+            services = private_services() if address is None else brief_join()
             with preloading.used_by_ray(), services, own_sigterm_handler():
                 ray.init(address or "local", **options)
         except Exception as error:  # Ray raises a bare Exception if its processes do not start in time
@@ -258,7 +272,13 @@ def start_actor(
         options |= reservation.options(bundle or need.name)
     remote: Any = ray.remote
     remote_class: Any = remote(concurrency_groups=dict(concurrency_groups or {}))(actor_class)
-    actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)
+    try:
+        actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)
+    except ActorAlreadyExistsError:
+        raise ConfigError(
+            f"another run has an actor named {need.name} in Ray's namespace {ray.get_runtime_context().namespace}: "
+            "leave namespace out of ray.init, or give every program its own"
+        ) from None
     return actor
 
 

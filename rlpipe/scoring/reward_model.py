@@ -56,6 +56,7 @@ class ClassifierReward(RewardActor):
 
     auto_class: Any
     has_dtype = True
+    _label = 0
 
     def __init__(
         self,
@@ -89,6 +90,8 @@ class ClassifierReward(RewardActor):
                 self._own.pad_token = self._own.eos_token
             self._template = ChatTemplate(self._own, self._data)
             loaded = load_complete(self.auto_class, self.source, dtype=dtype, **self.options)
+        if not 0 <= self._label <= (last := int(loaded.config.num_labels or 0) - 1):
+            raise ModelError(f"label={self._label} of the reward model {self.source}: it has labels 0 to {last}")
         prepare_config(loaded.config, self._own.pad_token_id)
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
 

@@ -97,7 +97,8 @@ class _RewardCall:
 
     def log_metric(self, name: str, value: float) -> None:
         number = float(value)  # before the name is kept
-        self._logged[str(name)].append(number)
+        if math.isfinite(number):  # one other value would make the whole step's mean unknown
+            self._logged[str(name)].append(number)
 
     def fail(self, name: str, error: BaseException) -> None:
         self.result.scores.pop(name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,16 @@ def sampled(engine: Engine, model: ModelConfig) -> list[Rollout]:
     return rollouts
 
 
+def refuse_prompts(engine: Engine, model: ModelConfig) -> None:
+    """Have vLLM prepare the prompts' images for requests that never get into the engine."""
+    prompts = [replace(prompt, token_ids=prompt.token_ids[1:]) for prompt in render_prompts(model) if prompt.images]
+    requests = [
+        GroupRequest(group_id=index, prompt=prompt, group_size=1, max_tokens=6, temperature=1.0, seed=3)
+        for index, prompt in enumerate(prompts)
+    ]
+    assert all("or different ones" in str(group.failure) for group in sample(engine, requests))
+
+
 def assert_scored_alike(policy: Policy, rollouts: list[Rollout]) -> None:
     (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=4096)
     (micro_batch,) = batch.mini_batches[0].micro_batches
@@ -61,6 +72,7 @@ def test_vllm_samples_prompts_with_images_as_the_learner_scores_them(
     model = config(folder, kind)
     engine = open_vllm(model=model)
     policy = load_policy(model, LearnerConfig(), CPU)
+    refuse_prompts(engine, model)
     before = sampled(engine, model)
     assert sum(len(rollout.images) for rollout in before) == 2 * 4
     assert_scored_alike(policy, before)

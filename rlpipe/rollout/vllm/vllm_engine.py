@@ -215,9 +215,15 @@ class VllmEngine:
             try:
                 self._start(request, received_s)
             except ConfigError as error:
-                self._ready.append(failed_group(request, str(error)))
+                self._refuse(request, str(error))
             except (ValueError, VLLMValidationError) as error:
-                self._ready.append(failed_group(request, f"vllm refused the request: {describe_refusal(error)}"))
+                self._refuse(request, f"vllm refused the request: {describe_refusal(error)}")
+
+    def _refuse(self, request: GroupRequest, failure: str) -> None:
+        if request.prompt.folded_ids is not None:
+            # vLLM may have noted images as sent that its core lacks, and would fail on the next prompt that has them.
+            self._llm.reset_mm_cache()
+        self._ready.append(failed_group(request, failure))
 
     def _start(self, request: GroupRequest, received_s: float) -> None:
         if not request.use_adapter and self._kind is not WeightsKind.LORA:

@@ -26,12 +26,14 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm import EngineArgs, SamplingParams, envs  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
 
 from rlpipe.rollout.vllm.vllm_transfer import LOAD_FORMAT, backend  # noqa: E402
+
+OLDER_RUNNER = "; with VLLM_USE_V2_MODEL_RUNNER=0 in the environment, it takes any number"
 
 
 def engine_args(
@@ -120,13 +122,16 @@ def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
         SamplingParams(**args)
     except (TypeError, ValueError, VLLMValidationError) as error:
         raise ConfigError(f"vllm refused rollout.sampling: {describe_refusal(error)}") from error
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is not False:
         _check_lengths(sampling)
     return args
 
 
 def _check_lengths(sampling: SamplingConfig) -> None:
-    """Raise ``ConfigError`` if a list is longer than vLLM's sampler on GPUs takes, which an engine would die of."""
+    """Raise ``ConfigError`` if a list is longer than the sampler of vLLM's runner V2 takes; an engine would die of it.
+
+    Whether vLLM chooses its older runner, which has no limits, is only known for sure if the environment asks for it.
+    """
     from vllm.v1.worker.gpu.sample import logit_bias
 
     limits = {
@@ -135,11 +140,13 @@ def _check_lengths(sampling: SamplingConfig) -> None:
     }
     for name, limit in limits.items():
         if len(sampling.extra.get(name) or ()) > limit:
-            raise ConfigError(f"rollout.sampling.extra.{name} has more than {limit} entries, which vllm takes on GPUs")
+            raise ConfigError(
+                f"rollout.sampling.extra.{name} has more than {limit} entries, which vllm takes on GPUs{OLDER_RUNNER}"
+            )
     limit = logit_bias.MAX_NUM_STOP_TOKEN_IDS - 1  # the model's own end is one
     if sampling.extra.get("min_tokens") and len(sampling.stop_token_ids) > limit:
         raise ConfigError(
-            f"rollout.sampling.stop_token_ids has more than {limit} ids, which vllm takes with min_tokens"
+            f"rollout.sampling.stop_token_ids has more than {limit} ids, which vllm takes with min_tokens{OLDER_RUNNER}"
         )
 
 

@@ -937,6 +937,26 @@ def test_a_batch_of_one_process_is_called_so(launcher: str, arguments: str, grou
     assert any(re.search(ONE_PROCESS, reason) for _, reason in made.notes) == (groups is None)
 
 
+@pytest.mark.parametrize(("argument", "groups"), [("", 32), ("--num_processes 2", 16)])
+def test_the_file_of_accelerate_beside_a_command_is_read(argument: str, groups: int, tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "zero3.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n"
+        "mixed_precision: fp16\nnum_processes: 4\nown: 1\n"
+    )
+    command = f"accelerate launch --config_file=accelerate/zero3.yaml {argument} dpo.py --dataset_name d"
+    (tmp_path / "run.sh").write_text(f"{command} --model_name_or_path tiny\n")
+    (tmp_path / "dpo.py").write_text(f'"""{command} --model_name_or_path tiny"""\n')
+    for name in ("run.sh", "dpo.py"):
+        made = translate(read_foreign(tmp_path / name))
+        assert made.options["algorithm.groups_per_step"] == groups
+        assert made.options["model.dtype"] == "float16"
+        notes = dict(made.notes)
+        assert notes["distributed_type: DEEPSPEED"].startswith("write learner=zero3_gpu")
+        assert "deepspeed_config.zero_stage: 3" in notes
+        assert notes["own: 1"] == "no equivalent is known"
+
+
 @pytest.mark.parametrize("text", ["0.8,0.95", "'(0.8, 0.95)'", "[0.8, 0.95]"])
 def test_betas_written_as_text_are_read(text: str, tmp_path: Path) -> None:
     for line in (f"pretrain: tiny\ndataset: a.jsonl\nadam_betas: {text}\n", f"{ON_VERL}actor.optim.betas: {text}\n"):

@@ -9,14 +9,17 @@ import pytest
 import torch
 from family_cases import make_family
 from learner_cases import load_tiny, make_batches, make_learner, make_rollouts, micro_batch_of
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.forward import logit_scale
-from rlpipe.learner.policy import load_policy, pads_sequences
+from rlpipe.learner.policy import empty_policy, load_policy, pads_sequences
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
+from rlpipe.models.adapter import WEIGHTS_FILE
 from rlpipe.types import MicroBatch, Rollout
 
 CPU = torch.device("cpu")
@@ -173,6 +176,22 @@ def test_what_cannot_be_loaded_is_named_in_one_line_at_once(tiny: Path, options:
         load_policy(config, LearnerConfig(), CPU)
     assert "\n" not in str(raised.value)
     assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("target", ["q_proj", "embed_tokens"])
+def test_adapters_with_changed_copies_of_the_bases_embeddings_are_refused(
+    tiny: Path, tmp_path: Path, target: str
+) -> None:
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), LoraConfig(target_modules=[target]))
+    config = ModelConfig(path=str(tiny), dtype="bfloat16", adapter=AdapterConfig(path=str(tmp_path)))
+    adapted.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert any("embed_tokens" in name and "lora_" not in name for name in load_file(tmp_path / WEIGHTS_FILE))
+    load_policy(config, LearnerConfig(), CPU)  # copies of the same values are left out
+    adapted.get_input_embeddings().weight.data[3] += 0.5
+    adapted.save_pretrained(tmp_path, save_embedding_layers=True)
+    with pytest.raises(ModelError, match=r"weight, which differs from the base .*: merge it .rlpipe merge"):
+        load_policy(config, LearnerConfig(), CPU)
+    empty_policy(config)
 
 
 def test_models_that_change_their_logits_in_other_ways_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -263,3 +263,13 @@ def test_models_without_a_class_for_rewards_are_refused(tmp_path: Path, model_ty
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):
         load_head(tmp_path, 0)
+
+
+def test_a_head_of_another_number_of_labels_is_named(tiny: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=3).save_pretrained(tmp_path)
+    message = "has a head of 3 labels, and this kind of reward model has 1: give a model with 1, or one without a head"
+    with pytest.raises(ModelError, match=message):
+        load_head(tmp_path, 0)
+    TOKENIZER.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"label=3 of the reward model .*: it has labels 0 to 2"):
+        SequenceReward(model=str(tmp_path), label=3).setup()

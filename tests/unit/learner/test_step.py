@@ -215,6 +215,19 @@ def test_steps_that_are_not_finite_change_nothing_and_then_stop_the_run(tiny: Pa
         learner.train_step(bad)
 
 
+def test_skipped_updates_have_no_part_in_the_metrics_of_a_step(tiny: Path) -> None:
+    learner = make_learner(tiny, algorithm=AlgorithmConfig(num_minibatches=2))
+    batch = pack_step(make_rollouts(), step=0, num_ranks=1, max_tokens=200, num_minibatches=2)[0]
+    for micro_batch in batch.mini_batches[1].micro_batches:
+        micro_batch.advantages[:] = np.nan
+    metrics = learner.train_step(batch)
+    assert metrics["bad_steps"] == 1
+    batch.mini_batches.pop()
+    alone = make_learner(tiny, algorithm=AlgorithmConfig(num_minibatches=1)).train_step(batch)
+    for name in ("loss", "grad_norm", "entropy", "tokens/run"):
+        assert metrics[name] == pytest.approx(alone[name], rel=1e-4)
+
+
 def test_the_groups_of_a_bad_micro_batch_are_named(tiny: Path) -> None:
     learner = make_learner(tiny, learner=LearnerConfig(max_bad_steps=1))
     bad = make_batches(max_tokens=60)[0]

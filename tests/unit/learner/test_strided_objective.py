@@ -270,6 +270,16 @@ def test_a_copy_without_a_kl_penalty_ends_at_the_deepest_features(folder: Path) 
     assert metrics[0] == pytest.approx({name: metrics[1][name] for name in metrics[0]}, abs=1e-6)
 
 
+def test_chunks_of_one_row_are_sampled_with_random_numbers_of_their_own(folder: Path) -> None:
+    objective = make_objective(make_policy(folder, "none"), make_algorithm())
+    chunks = [make_document(5, np.arange(start, start + 14)) for start in (10, 23)]
+    (batch,) = pack_step(chunks, step=0, num_ranks=1, max_tokens=512)
+    (inputs,) = objective.prepare(batch.mini_batches[0])
+    first, second = objective._uniforms(inputs).chunk(2, dim=1)
+    assert not (first == second).any()
+    assert torch.equal(objective._uniforms(inputs)[:, : first.shape[1]], first)
+
+
 def test_rows_without_blocks_are_kept_apart_as_ever(folder: Path) -> None:
     mini_batch, losses = make_mini_batch(17, 9, 14), []
     for algorithm in (make_algorithm(), AlgorithmConfig(kind="sft")):

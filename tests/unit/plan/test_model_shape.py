@@ -9,6 +9,7 @@ import yaml
 from transformers import (
     BambaConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
     JambaConfig,
@@ -17,6 +18,8 @@ from transformers import (
     NemotronHConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
+    Zamba2Config,
+    ZambaConfig,
 )
 
 from rlpipe.configs.compose import list_groups, load_config
@@ -234,5 +237,12 @@ def test_mamba_keeps_a_state_of_one_size() -> None:
     bamba = read_kv_cache(BambaConfig(attn_layer_indices=[3]), element_bytes=2, num_devices=4)
     state = 128 * 64 * 256 * 4 + (128 * 64 + 2 * 256) * 3 * 2
     assert (bamba.state_bytes, bamba.token_bytes) == (31 * state // 4, attention // 4)
+    falcon = read_kv_cache(FalconH1Config(), element_bytes=2)  # attention and Mamba side by side in each layer
+    state = 1024 * 256 * 4 + (1024 + 2 * 256) * 3 * 2
+    assert (falcon.state_bytes, falcon.token_bytes) == (32 * state, 32 * attention)
+    zamba = read_kv_cache(Zamba2Config(), element_bytes=2)  # a shared transformer before every sixth Mamba layer
+    state = 8 * 640 * 64 * 4 + (8 * 640 + 2 * 64) * 3 * 2
+    assert (zamba.state_bytes, zamba.token_bytes) == (54 * state, 9 * 2 * 32 * 160 * 2)
+    assert read_kv_cache(ZambaConfig(), element_bytes=2).state_bytes == 76 * 2 * 3712 * (16 * 4 + 3 * 2)
     jamba = read_kv_cache(JambaConfig(), element_bytes=2)
     assert (jamba.state_bytes, jamba.token_bytes) == (28 * (8192 * 16 * 4 + 8192 * 3 * 2), 4 * attention)

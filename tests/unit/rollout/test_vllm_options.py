@@ -46,6 +46,8 @@ def test_stop_ids_are_limited_where_vllm_counts_them(monkeypatch: pytest.MonkeyP
     vllm_options.sampling_args(SamplingConfig(stop_token_ids=stop_token_ids))
     with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop_token_ids has more than 127 ids"):
         vllm_options.sampling_args(SamplingConfig(stop_token_ids=stop_token_ids, extra={"min_tokens": 1}))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    vllm_options.sampling_args(SamplingConfig(stop_token_ids=stop_token_ids, extra={"min_tokens": 1}))
 
 
 def test_kernels_that_copy_attention_sinks_get_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import AuthenticationError
+from ray.exceptions import ActorAlreadyExistsError, AuthenticationError
 
+from rlpipe.actors.ray_internals import JOIN_TIME
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError
 from rlpipe.run import cluster
-from rlpipe.run.cluster import ResourceRequest, check_fit, connect, shares_gpus, wait_fit
+from rlpipe.run.cluster import ResourceRequest, check_fit, connect, shares_gpus, start_actor, wait_fit
 from rlpipe.run.workers import memory_limit, pool_needs
 from rlpipe.scoring.pools import resolve_pools
 
@@ -60,6 +63,38 @@ def test_a_cluster_that_refuses_is_named_in_one_line(error: Exception, monkeypat
     ) as refused:
         connect(ClusterConfig(address="10.0.0.1:6379"), [])
     assert "\n" not in str(refused.value)
+
+
+def test_ray_tries_for_a_short_time_to_join_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def fail(address: str, **options: Any) -> None:
+        attempts.append(os.environ[JOIN_TIME])
+        raise ConnectionError("Failed to connect")
+
+    monkeypatch.setattr(cluster.ray, "init", fail)
+    for given in (None, "300"):
+        if given is not None:
+            monkeypatch.setenv(JOIN_TIME, given)
+        with pytest.raises(ConfigError, match="no Ray cluster answers there"):
+            connect(ClusterConfig(address="10.0.0.1:6379"), [])
+        assert os.environ.get(JOIN_TIME) == given
+    assert attempts == ["1", "300"]
+
+
+def test_an_actors_name_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken:
+        def options(self, **options: Any) -> Any:
+            return self
+
+        def remote(self, *args: Any) -> None:
+            raise ActorAlreadyExistsError("The name dataset is already taken.")
+
+    context = SimpleNamespace(namespace="shared")
+    monkeypatch.setattr(cluster.ray, "remote", lambda **options: lambda actor_class: Taken())
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
+    with pytest.raises(ConfigError, match=r"named dataset in Ray's namespace shared: leave namespace out of ray.init"):
+        start_actor(Taken, ResourceRequest(name="dataset"))
 
 
 @pytest.fixture

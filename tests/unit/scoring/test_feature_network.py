@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 from covering import one_in
-from family_cases import FAMILIES, make_family
+from family_cases import FAMILIES, HYBRID, SIZES, make_family, write_model
 from feature_cases import join_reference
 from learner_cases import make_model_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, Gemma4TextConfig, PreTrainedConfig, set_seed
 
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.learner.objectives import BaseModelReference
 from rlpipe.learner.policy import load_policy
 from rlpipe.models.loading import open_model
-from rlpipe.models.tiny_model import make_tiny_policy
+from rlpipe.models.tiny_model import make_tiny_policy, make_tokenizer
 from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence, open_feature_network
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def alone(
         token_ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
         states = model(input_ids=token_ids[None], output_hidden_states=True).hidden_states
     length = len(token_ids)
-    layers = [states[depth][0].double().numpy() for depth in depths]
+    layers = [states[depth].reshape(-1, length, states[depth].shape[-1])[0].double().numpy() for depth in depths]
     tokens = np.stack([join_reference([layer[place] for layer in layers], normalize) for place in range(length)])
     if pooling == "concat":
         return np.concatenate([tokens[int(length * share)] for share in (0.25, 0.5, 0.75)])
@@ -82,6 +82,28 @@ def test_so_they_are_for_the_families_that_people_train(tmp_path: Path, family: 
     reader = open_feature_network(make_model_config(tmp_path), config, CPU, max_tokens=30)
     for got, sequence in zip(reader.read(make_sequences()), make_sequences(), strict=True):
         np.testing.assert_allclose(got, alone(tmp_path, sequence, [1, 2], "last_token"), atol=1e-5)
+
+
+VOCABULARY = {"vocab_size": 300, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16}
+DEEP = {"layer_types": HYBRID * 2, "sliding_window": 5, "num_hidden_layers": 4, "num_kv_shared_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma4TextConfig(**SIZES | DEEP | VOCABULARY, global_head_dim=64),
+        Gemma3nTextConfig(**SIZES | DEEP | VOCABULARY, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4),
+    ],
+    ids=["gemma4", "gemma3n"],
+)
+def test_models_with_embeddings_for_each_layer_are_read_at_their_inner_layers(
+    tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    set_seed(0)
+    model = write_model(AutoModelForCausalLM.from_config(config), make_tokenizer(), tmp_path)
+    reader = open_feature_network(make_model_config(model), FeatureConfig(layers=[0.25, 0.5]), CPU, max_tokens=30)
+    for got, sequence in zip(reader.read(make_sequences()), make_sequences(), strict=True):
+        np.testing.assert_allclose(got, alone(model, sequence, [1, 2], "last_token"), atol=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 14, 28, 1000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -222,10 +223,12 @@ def test_a_metric_that_is_no_number_leaves_the_other_rewards_alone() -> None:
     assert not found.metrics
 
 
-def test_log_metric_is_averaged_and_log_extra_accepted() -> None:
+def test_finite_values_of_log_metric_are_averaged_and_log_extra_accepted() -> None:
     def noted(completions: list[str], log_metric: Callable, log_extra: Callable) -> list[float]:
         for text in completions:
             log_metric("length", len(text))
+            log_metric("length", math.nan)
+            log_metric("none", math.inf)
         log_extra("text", completions)
         return [0.0] * len(completions)
 
