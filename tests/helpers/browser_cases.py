@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -89,3 +89,47 @@ UNNAMED = f"""() => [...document.querySelectorAll("{CONTROLS}")].filter((element
   return !named && element.getBoundingClientRect().width > 0;
 }}).map((element) => element.outerHTML.slice(0, 120))"""
 """Program that returns the controls of a page without a name for a screen reader."""
+
+
+def click_through_group(page: Page) -> None:
+    """Open group 1 of a run with episodes and images from the table of groups, and use every control that it has."""
+    page.locator("tr[data-group='1']").click()
+    expect(page.locator("h2")).to_have_text("Group 1")
+    expect(page.locator(".rollout")).to_have_count(2)
+    assert page.locator(".images img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
+    first = page.locator(".rollout").first
+    expect(first.locator("details.turn")).to_have_count(2)
+    call = first.locator("details.call")
+    expect(call).to_contain_text("search")
+    expect(call.locator(".result")).to_contain_text("found it")
+    call.locator("summary").click()
+    expect(call.locator(".result")).to_be_hidden()
+    first.locator("summary", has_text="tokens").click()
+    tokens = first.locator(".tokens")
+    expect(tokens).to_have_text("It is 2 ☃, says group 1.")
+    tints = {
+        "log-prob": "unlikely",
+        "advantage": "negative",
+        "the learner's log-prob difference": "positive",  # of this sequence; those of the next one are negative
+        "loss mask": "trained",
+        "policy version": "series-0",
+    }
+    for how, kind in tints.items():
+        page.get_by_label("Colour tokens by").select_option(label=how)
+        first.locator("summary", has_text="tokens").click()
+        expect(tokens.locator(f".tint.{kind}").first).to_be_visible()
+    tokens.locator(".token").nth(2).hover()
+    expect(page.locator("#tooltip")).to_contain_text("the learner's log-prob")
+    expect(page.locator("#tooltip")).to_contain_text("(difference 0.01)")
+    tooltip = page.locator("#tooltip")
+    tokens.focus()
+    page.keyboard.press("End")
+    expect(tokens.locator(".token.chosen")).to_have_text(tokens.locator(".token").last.inner_text())
+    page.keyboard.press("Home")
+    expect(tooltip).to_contain_text(tokens.locator(".token").first.inner_text())
+    page.keyboard.press("ArrowRight")
+    expect(tokens.locator(".token.chosen")).to_have_attribute("data-at", "1")
+    page.keyboard.press("Escape")
+    expect(tooltip).to_be_hidden()
+    page.get_by_role("link", name="Next group").click()
+    expect(page.locator("h2")).to_have_text("Group 2")

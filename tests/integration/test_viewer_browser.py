@@ -9,10 +9,12 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from browser_cases import CONTRASTS, ROOT, UNNAMED, opened, served, show
+from browser_cases import CONTRASTS, ROOT, UNNAMED, click_through_group, opened, served, show
 from playwright.sync_api import Browser, Page, Route, expect
 from viewer_cases import ATTACK, ViewerRun, finished_run
 
@@ -248,46 +250,17 @@ def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: s
     with opened(browser, address) as page:
         wait_for_index(page)
         page.locator("input[name=step_max]").fill("0")
-        page.locator("tr[data-group='1']").click()
-        expect(page.locator("h2")).to_have_text("Group 1")
-        expect(page.locator(".rollout")).to_have_count(2)
-        assert page.locator(".images img").evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
-        first = page.locator(".rollout").first
-        expect(first.locator("details.turn")).to_have_count(2)
-        call = first.locator("details.call")
-        expect(call).to_contain_text("search")
-        expect(call.locator(".result")).to_contain_text("found it")
-        call.locator("summary").click()
-        expect(call.locator(".result")).to_be_hidden()
-        first.locator("summary", has_text="tokens").click()
-        tokens = first.locator(".tokens")
-        expect(tokens).to_have_text("It is 2 ☃, says group 1.")
-        tints = {
-            "log-prob": "unlikely",
-            "advantage": "negative",
-            "the learner's log-prob difference": "positive",  # of this sequence; those of the next one are negative
-            "loss mask": "trained",
-            "policy version": "series-0",
-        }
-        for how, kind in tints.items():
-            page.get_by_label("Colour tokens by").select_option(label=how)
-            first.locator("summary", has_text="tokens").click()
-            expect(tokens.locator(f".tint.{kind}").first).to_be_visible()
-        tokens.locator(".token").nth(2).hover()
-        expect(page.locator("#tooltip")).to_contain_text("the learner's log-prob")
-        expect(page.locator("#tooltip")).to_contain_text("(difference 0.01)")
-        tooltip = page.locator("#tooltip")
-        tokens.focus()
-        page.keyboard.press("End")
-        expect(tokens.locator(".token.chosen")).to_have_text(tokens.locator(".token").last.inner_text())
-        page.keyboard.press("Home")
-        expect(tooltip).to_contain_text(tokens.locator(".token").first.inner_text())
-        page.keyboard.press("ArrowRight")
-        expect(tokens.locator(".token.chosen")).to_have_attribute("data-at", "1")
-        page.keyboard.press("Escape")
-        expect(tooltip).to_be_hidden()
-        page.get_by_role("link", name="Next group").click()
-        expect(page.locator("h2")).to_have_text("Group 2")
+        click_through_group(page)
+
+
+@pytest.mark.parametrize(
+    "path", ["../config.yaml", "../../../../etc/passwd", "..%2fconfig.yaml", "static/../config.yaml", "//etc/passwd"]
+)
+def test_paths_outside_of_the_page_lead_nowhere(address: str, path: str) -> None:
+    place = urlsplit(address)
+    connection = HTTPConnection(place.netloc)  # which sends a path as it is, unlike a browser
+    connection.request("GET", place.path.rstrip("/") + "/" + path)
+    assert connection.getresponse().status in (401, 404)
 
 
 def test_the_first_and_the_last_group_lead_only_to_groups_that_are_there(browser: Browser, address: str) -> None:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from browser_cases import opened, served, show
+from browser_cases import click_through_group, opened, served, show
 from playwright.sync_api import Browser, expect
 from viewer_cases import ViewerRun, recorded_outcome_of
 
@@ -55,6 +55,11 @@ def write_failed_run(folder: Path) -> None:
 def write_empty_run(folder: Path) -> None:
     """Write what a run leaves whose driver is killed before the first step."""
     ViewerRun(folder).end()
+    write_killed(folder)
+
+
+def write_killed(folder: Path) -> None:
+    """Write the outcome of a run whose driver is gone and has not said how it ended."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(20)
     outcome = RunOutcome(state="running", host=socket.gethostname(), pid=ended.pid, began_at=time.time() - 60)
@@ -113,6 +118,23 @@ def test_a_run_that_was_killed_before_a_step_is_clicked_through(browser: Browser
         page.get_by_role("link", name="Compare").click()
         page.get_by_role("button", name="Compare").click()
         expect(page.locator("main")).to_contain_text("no training prompt that both sides have answered")
+
+
+@pytest.mark.parametrize("state", ["running", "killed"])
+def test_a_group_of_a_run_that_has_not_finished_is_clicked_through(
+    browser: Browser, tmp_path: Path, state: str
+) -> None:
+    folder = tmp_path / state
+    folder.mkdir()
+    with recorded_outcome_of(folder) if state == "running" else nullcontext():
+        run = ViewerRun(folder, num_steps=10, episodes=True, images=True).train(3)
+        if state == "killed":
+            run.end()
+            write_killed(folder)
+        with served([folder], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+            expect(page.locator(".card.run .pill")).to_have_text(state)
+            page.get_by_role("link", name="Groups").click()
+            click_through_group(page)
 
 
 def test_a_run_without_a_ledger_is_clicked_through(browser: Browser, address: str) -> None:
