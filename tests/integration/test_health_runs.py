@@ -104,6 +104,9 @@ A_TO_Z = [*range(17, 43)]
 """Tokens of the tiny policy at which completions end early, so that they can become longer."""
 OWN_HOSTS = ("rollout.resources={engine_host: 1}", "learner.resources={learner_host: 1}", "algorithm.num_steps=22")
 SLOW_LEARNER = (*OWN_HOSTS, "algorithm.num_epochs_per_step=30", "learner.optimizer.lr=1e-6")
+REINFORCE = ("algorithm.advantage.name=reinforce", "algorithm.num_steps=14")
+FAST = ("model=full", "learner.optimizer.lr=0.05", "algorithm.num_steps=20", "algorithm.groups_per_step=4")
+TOP_K = ("rollout.sampling.top_k=2", "algorithm.num_steps=12")
 ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     "equal_rewards": ("patient", ("algorithm.num_steps=11",)),
     "no_reward": ("nothing", ("algorithm.num_steps=21",)),
@@ -119,6 +122,15 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "learner_waits": ("slower_digits", (*OWN_HOSTS, "replay.max_staleness=1", "algorithm.groups_per_step=1")),
     "engines_wait": ("digits", (*SLOW_LEARNER, "replay.max_staleness=1")),
+    "gradient_norm": ("digits", ("scoring.rewards.digits.weight=1000", *REINFORCE)),
+    "skipped_updates": ("digits", ("scoring.rewards.digits.weight=1e38", "learner.max_bad_steps=50", *REINFORCE)),
+    "entropy_low": ("digits", FAST),
+    "clipping": ("digits", (*FAST, "algorithm.num_epochs_per_step=8")),
+    "kl": ("digits", (*FAST, "algorithm.loss.beta=1e-6")),
+    "logprob_difference": ("digits", TOP_K),
+    "importance_mean": ("digits", TOP_K),
+    "importance_min": ("digits", ("algorithm.num_steps=25", "rollout.sampling.top_k=2")),
+    "effective_samples": ("variety", (*FAST, "replay=async", "replay.max_staleness=4", "algorithm.num_steps=30")),
     "staleness": (
         "digits",
         (*SLOW_LEARNER, "algorithm.num_epochs_per_step=60", "algorithm.num_steps=26", "replay.max_staleness=2"),
