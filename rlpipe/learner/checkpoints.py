@@ -250,8 +250,9 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
     if policy.module.classifier is not None:  # which reads the last token that is not padding
+        padding = padding_id(load_tokenizer(policy.config))
         for part in (config, config.get("text_config", {})):
-            part["pad_token_id"] = padding_id(load_tokenizer(policy.config))
+            part["pad_token_id"] = padding
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
