@@ -15,11 +15,14 @@ NOISE = 0.2
 
 
 @pytest.mark.timeout(1200)
-def test_random_deaths_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["answers", "environment"])
+def test_random_deaths_lose_nothing(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", "2", "--seed", "1", "--output", str(tmp_path)]
+    command += ["--episodes", kind] * (kind != "answers")
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert sum(result["kills"].values()) >= 3
     assert (result["groups_lost"], result["groups_repeated"], result["audit"]) == (0, 0, [])
+    assert result["processes_left"] == 0
     assert result["accuracy"] == pytest.approx(result["accuracy_undisturbed"], abs=NOISE)

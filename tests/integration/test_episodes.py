@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def undisturbed_episodes(
 ) -> Path:
     """Return the output folder of a run that nothing disturbed."""
     output = tmp_path_factory.mktemp("episodes")
-    options = [*episode_options("Talk"), SLOW]
+    options = [*episode_options("Talk"), SLOW, "environment.num_processes=2"]
     summary = rlpipe.train(make_config(tiny_policy, prompts_file, output, *options))
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
     return output
@@ -62,6 +62,10 @@ def trained_groups(output: Path) -> list[RolloutGroup]:
     ledger = ledger_of(output)
     rows = ledger.rows("SELECT group_id FROM groups WHERE state = 'TRAINED' ORDER BY group_id")
     return list(ledger.load(row[0] for row in rows))
+
+
+def by_step(groups: Sequence[RolloutGroup]) -> list[Sequence[RolloutGroup]]:
+    return [groups[start : start + GROUPS_PER_STEP] for start in range(0, len(groups), GROUPS_PER_STEP)]
 
 
 def test_every_turn_is_trained_and_kept(undisturbed_episodes: Path) -> None:
@@ -81,6 +85,13 @@ def test_every_turn_is_trained_and_kept(undisturbed_episodes: Path) -> None:
     rows = trained_steps(undisturbed_episodes)
     assert all(row["episodes/turns"] == NUM_TURNS and row["episodes/branches"] == 1 for row in rows)
     assert any(row["reward"] > 0 for row in rows)
+    for row, own in zip(rows, by_step(groups), strict=True):
+        rollouts = [rollout for group in own for rollout in group]
+        assert row["tokens/sampled"] == pytest.approx(np.mean([rollout.loss_mask.sum() for rollout in rollouts]))
+        versions = [rollout.policy_versions[rollout.loss_mask] for rollout in rollouts]
+        assert row["staleness/spread"] == pytest.approx(np.mean([np.ptp(each) for each in versions]))
+        assert row["time/engine_wait"] > 0
+        assert row["time/environment"] > NUM_TURNS * 0.1
 
 
 @pytest.mark.slow
