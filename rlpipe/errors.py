@@ -87,7 +87,7 @@ class RewardFailed(RunError):
 
 
 class EnvironmentFailed(RunError):
-    """An environment failed whose ``on_error`` is ``raise``, or the processes that play episodes died in a row."""
+    """An environment failed: one with ``on_error: raise``, its processes, or a step's worth of groups in a row."""
 
 
 class LearnerFailed(RunError):

@@ -44,7 +44,7 @@ from rlpipe.actors.weights import NotLoaded, ServedVersion
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
-from rlpipe.errors import EngineFailed, RewardFailed, RunError
+from rlpipe.errors import EngineFailed, EnvironmentFailed, RewardFailed, RunError
 from rlpipe.replay.buffer import Admission, GroupTicket, Rerolls
 from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.replay.step_queue import StepReport
@@ -312,7 +312,8 @@ class Controller:
             call: Any = self._replay.generated.remote(groups, training)
             outcome = await self._ask(call, f"store {len(training)} generated groups")
             if (problem := self._failures.sampled(outcome)) is not None:
-                await self.stop(EngineFailed(problem))
+                failed = EnvironmentFailed if self._config.environment.is_used else EngineFailed
+                await self.stop(failed(problem))
             await self._replace_discarded(outcome)
 
     async def _stored(self, requests: Sequence[GroupRequest]) -> list[RolloutGroup]:

@@ -304,6 +304,15 @@ def off_importance(run: RunHistory) -> float | None:
     return None if mean is None else abs(mean - 1)
 
 
+def similarity_of_copies(config: Config) -> float:
+    """Return the similarity of features from which on samples of a prompt are nearly the same.
+
+    Copies have a similarity of 1, and of 1/n if the features of n samples are whitened over the samples.
+    """
+    is_whitened = config.algorithm.ebft.features.whitening == "sample"
+    return 0.8 / config.algorithm.group_size if is_whitened else 0.99
+
+
 def failed_groups(run: RunHistory) -> float | None:
     failed = run.increase("groups/failed")
     return None if failed is None else failed / (failed + RECENT * run.config.algorithm.groups_per_step)

@@ -269,7 +269,7 @@ RULES = (
     HealthRule(
         name="ebft_diversity",
         measure=typical("ebft/diversity"),
-        warn=1.0,
+        warn=measures.similarity_of_copies,
         message="samples of a prompt are nearly the same (their features' similarity is {value:.2g})",
         causes="a policy that has collapsed onto one answer",
         fix="a higher algorithm.ebft.features.diversity_coef, or a higher sampling temperature: "

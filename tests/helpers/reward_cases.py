@@ -95,6 +95,17 @@ def variety(completions: list[Any], **columns: Any) -> list[float]:
     return [len(set(text)) / max(len(text), 1) for text in texts]
 
 
+def as_asked(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Return the share of digits, and of other characters for rows whose answer is not a number."""
+    shares = zip(digits(completions), answer, strict=True)
+    return [share if expected.isdecimal() else 1 - share for share, expected in shares]
+
+
+def huge(completions: list[Any], **columns: Any) -> list[float]:
+    """Return numbers whose gradients have no norm in float32."""
+    return [1e30 * share for share in digits(completions)]
+
+
 def length(completions: list[Any], **columns: Any) -> list[float]:
     return [len(text_of(completion)) / 32 for completion in completions]
 

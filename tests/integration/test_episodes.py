@@ -153,9 +153,9 @@ def test_an_environment_that_fails_may_stop_the_run(make: Make, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_environment_that_always_fails_ends_the_run(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(rlpipe.RunError, match=r"groups in a row failed.*the board is gone"):
+    with pytest.raises(EnvironmentFailed, match=r"groups in a row failed.*the board is gone"):
         rlpipe.train(make(tmp_path, kind="Broken"))
-    assert re.search("groups in a row failed.*the board is gone.*; fix the", diagnosed(tmp_path))
+    assert re.search("groups in a row failed.*the board is gone.*; fix the environment", diagnosed(tmp_path))
 
 
 WAYS = {

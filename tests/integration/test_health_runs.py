@@ -106,6 +106,7 @@ OWN_HOSTS = ("rollout.resources={engine_host: 1}", "learner.resources={learner_h
 SLOW_LEARNER = (*OWN_HOSTS, "algorithm.num_epochs_per_step=30", "learner.optimizer.lr=1e-6")
 REINFORCE = ("algorithm.advantage.name=reinforce", "algorithm.num_steps=14")
 FAST = ("model=full", "learner.optimizer.lr=0.05", "algorithm.num_steps=20", "algorithm.groups_per_step=4")
+OLD = (*FAST, "replay=async", "replay.max_staleness=4", "algorithm.num_steps=30")
 TOP_K = ("rollout.sampling.top_k=2", "algorithm.num_steps=12")
 ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     "equal_rewards": ("patient", ("algorithm.num_steps=11",)),
@@ -123,14 +124,21 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     "learner_waits": ("slower_digits", (*OWN_HOSTS, "replay.max_staleness=1", "algorithm.groups_per_step=1")),
     "engines_wait": ("digits", (*SLOW_LEARNER, "replay.max_staleness=1")),
     "gradient_norm": ("digits", ("scoring.rewards.digits.weight=1000", *REINFORCE)),
-    "skipped_updates": ("digits", ("scoring.rewards.digits.weight=1e38", "learner.max_bad_steps=50", *REINFORCE)),
-    "entropy_low": ("digits", FAST),
-    "clipping": ("digits", (*FAST, "algorithm.num_epochs_per_step=8")),
+    "skipped_updates": ("huge", ("learner.max_bad_steps=50", *REINFORCE)),
+    "entropy_low": ("first_of_group", ("rollout.sampling.temperature=0.01", "algorithm.num_steps=8")),
+    "entropy_high": (
+        "first_of_group",
+        (
+            *("rollout.sampling.temperature=0.1", "algorithm.loss.entropy_coef=1", "algorithm.num_steps=40"),
+            *("model=full", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=40"),
+        ),
+    ),
+    "clipping": ("first_of_group", (*FAST, "algorithm.num_epochs_per_step=8")),
     "kl": ("digits", (*FAST, "algorithm.loss.beta=1e-6")),
     "logprob_difference": ("digits", TOP_K),
     "importance_mean": ("digits", TOP_K),
-    "importance_min": ("digits", ("algorithm.num_steps=25", "rollout.sampling.top_k=2")),
-    "effective_samples": ("variety", (*FAST, "replay=async", "replay.max_staleness=4", "algorithm.num_steps=30")),
+    "importance_min": ("variety", OLD),
+    "effective_samples": ("variety", OLD),
     "staleness": (
         "digits",
         (*SLOW_LEARNER, "algorithm.num_epochs_per_step=60", "algorithm.num_steps=26", "replay.max_staleness=2"),
@@ -187,3 +195,36 @@ def test_rows_that_are_learned_by_heart_are_warned_of(local_ray: None, tiny_poli
     write_rows(rows, ({"prompt": f"{n}+1=", "completion": str(rng.randrange(1000, 9999))} for n in range(40)))
     rlpipe.train(rlpipe.load_config(options))
     assert "overfitting" in rules_that_warned(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_held_out_prompts_that_get_worse_are_warned_of(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", ({"prompt": f"{n}+1=", "answer": "words"} for n in range(20)))
+    options = (
+        *(f"scoring.rewards.digits.path={REWARDS_FILE}:as_asked", f"data.held_out.path={held_out}"),
+        *("data.held_out.every_steps=5", "algorithm.num_steps=40", "algorithm.groups_per_step=4"),
+        *("model=full", "learner.optimizer.lr=0.01"),
+    )
+    rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path / "run", *options))
+    assert "held_out_falls" in rules_that_warned(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    {
+        "ebft_alignment": ("rollout.sampling.temperature=0.01", "algorithm.num_steps=21"),
+        "ebft_diversity": ("rollout.sampling.temperature=0.01", "algorithm.num_steps=11"),
+    }.items(),
+)
+def test_ill_features_are_warned_of(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, rule: str, options: tuple[str, ...]
+) -> None:
+    ebft = ("algorithm=ebft", "algorithm.ebft.truth_column=answer", "algorithm.ebft.features.num_cpus=0.1")
+    unscored = "scoring.rewards.digits.weight=0"
+    rlpipe.train(
+        make_config(tiny_policy, prompts_file, tmp_path, *ebft, unscored, "algorithm.groups_per_step=2", *options)
+    )
+    assert rule in rules_that_warned(tmp_path)
