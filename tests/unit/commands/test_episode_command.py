@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_cases import run_options
@@ -27,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("episode")
     prompts = ["1+1=", "2+2=", "3" * 99]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
     return make_tiny_policy(folder / "policy", **sizes), folder / "rows.jsonl"
 
 
