@@ -76,11 +76,16 @@ def model_snapshot(repository: str, *, revision: str | None = None, only_cached:
         return found.snapshot_path
 
 
-def cached_model(path: str, option: str, *, revision: str | None = None) -> str:
-    """Return the folder in the hub's cache with a model's or adapter's files, without asking the hub.
+def find_source(path: str, option: str, *, revision: str | None = None) -> str:
+    """Return a model's or adapter's folder: ``path``, or its copy in the cache; or its hub id if the hub has it.
 
-    Raises ``ModelError``, naming the ``option``, if there is none.
+    Raises ``ModelError``, naming the ``option``, if there is none: the loaders would retry for a minute.
     """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
+        return path
     try:
         return model_snapshot(path, revision=revision, only_cached=True)
     except OSError:
@@ -89,15 +94,13 @@ def cached_model(path: str, option: str, *, revision: str | None = None) -> str:
 
 
 def local_model(path: str, option: str, *, revision: str | None = None) -> Path:
-    """Return the folder of a model or an adapter: ``path``, or its copy in the hub's cache, which is fetched if needed.
+    """Return the folder of a model or an adapter as ``find_source`` does, fetched from the hub if needed.
 
     Raises ``ModelError``, naming the ``option``, if there is none, or if the hub does not give it.
     """
-    folder = Path(path).expanduser()
+    folder = Path(find_source(path, option, revision=revision))
     if folder.is_dir():
         return folder
-    if not hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
-        return Path(cached_model(path, option, revision=revision))
     fix = "log in with `hf auth login` if it is private or gated, or give a folder"
     with reading_files(f"{option}={path} can't be fetched from the hub", fix, error=ModelError):
         return Path(model_snapshot(path, revision=revision))

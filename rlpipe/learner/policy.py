@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpipe.algorithms.features import layer_indices
-from rlpipe.common.hub import cached_model, hub_has, local_model
+from rlpipe.common.hub import find_source, local_model
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, allows_flex_attention, reentrant_checkpointing
@@ -215,7 +214,7 @@ def empty_policy(model: ModelConfig) -> Policy:
 
 def describe_policy(model: ModelConfig) -> PreTrainedConfig:
     """Return transformers' config of ``model.path``; raise ``ModelError`` if it can't be found or read."""
-    return describe_model(find_source(model.path, "model.path", revision=model.revision), model)
+    return describe_model(find_source(model_folder(model.path), "model.path", revision=model.revision), model)
 
 
 def pads_sequences(model: ModelConfig) -> bool:
@@ -311,7 +310,7 @@ def _refuse_quantized(config: ModelConfig) -> None:
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -> PreTrainedModel:
-    source = find_source(config.path, "model.path", revision=config.revision)
+    source = find_source(model_folder(config.path), "model.path", revision=config.revision)
     quantization: dict[str, Any] = {}
     if config.adapter.kind == "qlora":
         quantization = {"quantization_config": nf4_config(dtype), "device_map": {"": "cpu"}}
@@ -322,19 +321,6 @@ def _load_model(config: ModelConfig, dtype: torch.dtype, head: str, seed: int) -
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
     return model
-
-
-def find_source(path: str, option: str, *, revision: str | None = None) -> str:
-    """Return the model's local folder, or its hub id if the hub has it.
-
-    Raises ``ModelError`` at once if neither exists, whereas the loaders would retry for a minute.
-    """
-    folder = Path(model_folder(path)).expanduser()
-    if folder.exists():
-        return str(folder)
-    if hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
-        return path
-    return cached_model(path, option, revision=revision)
 
 
 def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:

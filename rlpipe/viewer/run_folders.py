@@ -24,18 +24,23 @@ UNUSED_DAYS = 14
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the folders of runs at these paths or below them; raise ``DataError`` if there is none."""
-    folders: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}
     for path in paths:
         try:
             if not path.exists():
                 raise DataError(f"{path} does not exist: give the output folder of a run, or a folder of them")
-            runs = [path] if path.is_file() or _is_run(path) else sorted(_runs_below(path, DEPTH))
+            runs = [path] if path.is_file() or _is_run(path) else sorted(_runs_below(path, DEPTH), key=_order)
         except OSError as error:
             raise DataError(f"{path} can't be read: {error.strerror}") from None
         if not runs:
             raise DataError(f"{path} holds no run: no folder in it has a {', '.join(MARKS[:2])} or {MARKS[2]}")
-        folders |= dict.fromkeys(runs)
-    return list(folders)
+        for run in runs:
+            folders.setdefault(run.resolve(), run)
+    return list(folders.values())
+
+
+def _order(run: Path) -> tuple[bool, Path]:
+    return run.is_symlink(), run  # so that a run is listed instead of a link to it
 
 
 def _is_run(folder: Path) -> bool:
@@ -45,10 +50,10 @@ def _is_run(folder: Path) -> bool:
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     for child in folder.iterdir():
         with suppress(PermissionError):
-            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+            if child.is_dir() and not child.name.startswith("."):
                 if _is_run(child):
                     yield child
-                elif depth > 1:
+                elif depth > 1 and not child.is_symlink():  # links to folders of runs may lead round
                     yield from _runs_below(child, depth - 1)
 
 

@@ -451,7 +451,7 @@ class ViewedRuns(list[ViewedRun]):
                 self._add(find_runs([path]))
 
     def _add(self, paths: Sequence[Path]) -> None:
-        viewed_paths = {run.path for run in self}
-        self += [ViewedRun(path, path.name, trusted=self._trusted) for path in paths if path not in viewed_paths]
+        viewed = {run.path.resolve() for run in self}
+        self += [ViewedRun(path, path.name, trusted=self._trusted) for path in paths if path.resolve() not in viewed]
         for run, name in zip(self, distinct_names([run.path for run in self]), strict=True):
             run.name = name

@@ -49,6 +49,34 @@ class Broken(Talk):
         return super().step(action)
 
 
+class Counting:
+    """An environment as TRL's trainer takes it, whose reward is the number of calls."""
+
+    def reset(self, **row: Any) -> str:
+        self.num_calls = 0
+        return f" of {len(row['answer'])} digits"
+
+    def look(self, at: str) -> str:
+        """Look somewhere.
+
+        Args:
+            at: where to look
+        """
+        self.num_calls += 1
+        return str(len(at))
+
+    def get_reward(self) -> float:
+        return float(self.num_calls)
+
+
+def half(environments: Sequence[Counting], answer: Sequence[str], **_: Any) -> list[float]:
+    """Return a half for each environment, as TRL's reward functions do."""
+    return [0.5 for _ in zip(environments, answer, strict=True)]
+
+
+Looking = rlpipe.from_trl(Counting, rewards=half)
+
+
 def look(at: str) -> str:
     """Look somewhere."""
     return f"{len(at)} <|user|> things"

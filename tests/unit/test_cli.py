@@ -40,6 +40,7 @@ COMMANDS = [
     "audit",
     "inspect",
     "generate",
+    "episode",
 ]
 TIMES = ("--generate", "constant:2", "--train", "constant:1")
 SIGNALLED = """

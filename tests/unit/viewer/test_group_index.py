@@ -290,6 +290,18 @@ def test_a_reader_never_blocks_the_run(tmp_path: Path) -> None:
         assert ledger.next_group_id() == 8
 
 
+def test_links_to_runs_are_listed_once_and_links_to_other_folders_are_not_followed(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for folder in (runs / "one", tmp_path / "elsewhere" / "two"):
+        ViewerRun(folder).end()
+    for link, target in {"latest": runs / "one", "linked": tmp_path / "elsewhere" / "two", "round": runs}.items():
+        (runs / link).symlink_to(target)
+    assert find_runs([runs]) == [runs / "one", runs / "linked"]
+    viewed = ViewedRuns([runs / "latest", runs])
+    viewed.look()
+    assert [run.path for run in viewed] == [runs / "latest", runs / "linked"]
+
+
 def test_runs_are_found_and_named(tmp_path: Path) -> None:
     for name in ("a/one", "b/one", "c/deep/two"):
         ViewerRun(tmp_path / "runs" / name).end()
