@@ -3,8 +3,9 @@
 A run is written as it would be after ``--groups`` groups of ``--group-size`` rollouts, all of whose records and tokens
 are kept. A fresh process serves it without an index, and a headless Chromium opens it: ``first_view_s`` is from the
 request to the drawn curves, ``first_groups_s`` the same for the table. Once the index is complete, ``filter_s`` is the
-slowest filter's median, from the key that is pressed to the redrawn table. Run: ``python -m benchmarks.viewer``. With
-1,000,000 rollouts or more, the exit code is 1 if the first view takes over a second, or a filter over 0.3 s.
+slowest filter's median, from the key that is pressed, or the choice, to the redrawn table. Run: ``python -m
+benchmarks.viewer``. With 1,000,000 rollouts or more, the exit code is 1 if the first view takes over a second, or a
+filter over 0.3 s.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ FILTERS: dict[str, dict[str, str]] = {
     "function": {"function": "format", "function_min": "0.9"},
     "length": {"length_min": "230"},
     "version": {"version_min": "100", "version_max": "110"},
+    "step": {"step_min": "1000", "step_max": "1099"},
+    "staleness": {"staleness_min": "1", "staleness_max": "1"},
+    "state": {"state": "DISCARDED"},
     "outcome": {"status": "truncated"},
     "reason": {"reason": "no reward variance"},
     "common word": {"text": "apple"},
@@ -85,13 +89,14 @@ TIMED = """async ([values]) => {
   form.querySelectorAll("input").forEach((input) => { input.value = ""; });
   form.querySelectorAll("select").forEach((select) => { select.selectedIndex = 0; });
   for (const [name, value] of Object.entries(values)) form.elements[name].value = value;
+  const changed = form.elements[Object.keys(values).at(-1)];
   return new Promise((done) => {
     const start = performance.now();
     new MutationObserver((_, observer) => {
       observer.disconnect();
       requestAnimationFrame(() => done((performance.now() - start) / 1000));
     }).observe(table, { attributeFilter: ["data-asked"] });
-    form.dispatchEvent(new Event("input", { bubbles: true }));
+    changed.dispatchEvent(new Event("input", { bubbles: true }));
   });
 }"""
 """Program that sets filters as if they were typed, and returns the seconds until the table is drawn again."""
@@ -213,10 +218,11 @@ def measure(page: Page, address: str, repeats: int) -> dict[str, Any]:
         page.evaluate("sort => { location.hash = `#/groups?sort=${encodeURIComponent(sort)}`; }", sort)
         page.wait_for_selector("main[data-view=groups]")
         page.wait_for_timeout(1000)
-        for name, values in FILTERS.items():
-            taken = [page.evaluate(TIMED, [values]) for _ in range(repeats)]
-            seconds[f"{name}, by {sort}"] = median(taken)
-            print(f"{name}, by {sort}: {1000 * median(taken):.0f} ms", flush=True)
+        # In turns, because the server keeps what the last text was found in.
+        rounds = [{name: page.evaluate(TIMED, [values]) for name, values in FILTERS.items()} for _ in range(repeats)]
+        for name in FILTERS:
+            seconds[f"{name}, by {sort}"] = taken = median(one[name] for one in rounds)
+            print(f"{name}, by {sort}: {1000 * taken:.0f} ms", flush=True)
     return {
         "first_view_s": first_view,
         "first_groups_s": first_groups,

@@ -75,11 +75,12 @@ def serve(runs: ViewedRuns, port: int) -> None:
         ) from None
     token = secrets.token_urlsafe(24)
     sys.setswitchinterval(0.0005)  # answers should not wait for the thread that indexes a large run
-    refresher = Refresher(runs)
+    app = make_app(runs, token)
+    refresher = Refresher(runs, lambda: app.is_asked)
     refresher.start()
     print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)
     config = uvicorn.Config(
-        make_app(runs, token), log_level="warning", lifespan="off", ws="none", server_header=False, proxy_headers=False
+        app, log_level="warning", lifespan="off", ws="none", server_header=False, proxy_headers=False
     )
     try:
         uvicorn.Server(config).run(sockets=[listener])

@@ -87,7 +87,13 @@ def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleTy
     except RlpipeError:
         raise
     except (Exception, SystemExit) as cause:
-        raise error(f"{subject} can't be imported: {describe_error(cause)}") from cause
+        raise error(f"{subject} can't be imported: {describe_error(cause)}; {_import_fix(cause, path)}") from cause
+
+
+def _import_fix(cause: BaseException, path: str) -> str:
+    if isinstance(cause, ModuleNotFoundError):
+        return "install the package that has it, or start in the folder that does"
+    return f"{'python' if path.endswith('.py') else 'python -m'} {path} shows where"
 
 
 def _make_working_directory_importable(*, last: bool) -> None:

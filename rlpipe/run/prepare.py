@@ -282,7 +282,10 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
         for columns in (prompt.task.keys() for prompt in prompts):
             if missing := missing_columns(function, reward.kwargs, columns):
                 existing = ", ".join(columns) or "none"
-                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {existing}")
+                raise DataError(
+                    f"reward {name!r} needs the column {', '.join(missing)}; existing columns: {existing}; rename the"
+                    f" parameter or the column, or set scoring.rewards.{name}.kwargs.{missing[0]}"
+                )
         _check_isolation(name, reward, function, [prompt.task.get(TASK_COLUMN) for prompt in prompts])
 
 

@@ -18,8 +18,9 @@ from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import image_kind
 from rlpipe.viewer.group_index import STATUS_BITS
 from rlpipe.viewer.group_query import GroupQuery
+from rlpipe.viewer.static_files import join_modules, static_files
 from rlpipe.viewer.viewed_run import ViewedRun
-from rlpipe.viewer.web_app import static_files, to_json
+from rlpipe.viewer.web_app import to_json
 
 MAX_BYTES = 6 * 2**20
 """Size of all groups' completions and images, after which further ones are left out."""
@@ -31,8 +32,6 @@ NUM_READ, NUM_EXTREME_READ = 24, 8
 """Groups of a run with their completions, likewise."""
 NUM_COMPARED = 12
 """Prompts of each kind whose answers can be compared."""
-MODULE_IMPORT = re.compile(r'^import (\{[^;]*?\}) from "\./(\w+\.js)";\n', re.MULTILINE)
-MODULE_EXPORT = re.compile(r"^export (?:async function|function|class|const) (\w+)", re.MULTILINE)
 
 
 def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]:
@@ -159,25 +158,3 @@ def make_page(content: dict[str, Any]) -> str:
 
 def _digest(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-
-
-def join_modules(files: dict[str, str], first: str) -> str:
-    """Return a module and all that it imports as one: each a function that returns its exports, after what it needs."""
-    joined: dict[str, str] = {}
-
-    def add(name: str) -> None:
-        for _, needed in MODULE_IMPORT.findall(files[name]):
-            if needed not in joined:
-                add(needed)
-        body = MODULE_IMPORT.sub(lambda match: f"const {match[1]} = {_module(match[2])};\n", files[name])
-        names = ", ".join(MODULE_EXPORT.findall(body))
-        body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
-        is_first = name == first
-        joined[name] = body if is_first else f"const {_module(name)} = (() => {{\n{body}\nreturn {{ {names} }};\n}})();"
-
-    add(first)
-    return "\n".join(joined.values())
-
-
-def _module(name: str) -> str:
-    return f"module_{name.removesuffix('.js')}"

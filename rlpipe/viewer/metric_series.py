@@ -14,6 +14,7 @@ from typing import Any
 from rlpipe.tracking.jsonl import rows_after
 
 BATCH = 500
+NUMBERS = (int, float)
 LARGEST_STEP, LARGEST = 2**62, 1e308
 """Numbers beyond which a line was not written by a run, and has no place in an array."""
 MAX_POINTS = 3000
@@ -75,8 +76,10 @@ class MetricSeries:
             self._ends.steps.append(step)
             self._ends.values.append(time)
         for name, value in row.items():
-            if name != "step" and isinstance(value, int | float) and not LARGEST < abs(value) < math.inf:
-                series = self._series.setdefault(name, _Series())
+            if name != "step" and isinstance(value, NUMBERS) and not LARGEST < abs(value) < math.inf:
+                series = self._series.get(name)
+                if series is None:
+                    series = self._series[name] = _Series()
                 series.steps.append(step)
                 series.values.append(value)
         self.last_step = max(self.last_step, step)

@@ -9,7 +9,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,6 +23,7 @@ from rlpipe.errors import InputError
 from rlpipe.viewer.comparison import Side, groups_of_prompt, shared_prompts
 from rlpipe.viewer.group_detail import MAX_TOKENS, image_kind
 from rlpipe.viewer.group_query import BOUNDS, FUNCTION, PAGE, GroupQuery
+from rlpipe.viewer.static_files import KINDS, served_files
 from rlpipe.viewer.viewed_run import NotInRun, ViewedRun, ViewedRuns
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -33,8 +33,12 @@ LOOK_S = 5.0
 """Seconds from one look for new runs to the next."""
 INDEX_S = 1.0
 """Seconds of indexing one run's groups, after which the other runs are read again."""
+ASKING_S = 0.3
+"""Seconds after an answer in which a page may ask for more, and nothing is indexed."""
+LONGEST_WAIT_S = 2.0
+"""Seconds for which pages that ask all the time hold up the index."""
+PAUSE_S = 0.05
 MAX_PAGE = 500
-KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -54,11 +58,25 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
+        self._num_asked, self._answered_at = 0, 0.0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a page waits for an answer, or may be about to ask for more."""
+        return self._num_asked > 0 or time.monotonic() - self._answered_at < ASKING_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        self._num_asked += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._num_asked -= 1
+            self._answered_at = time.monotonic()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refuse(scope)
         if refusal is not None:
             await refusal(scope, receive, _with_headers(send))
@@ -107,18 +125,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def static_files() -> dict[str, bytes]:
-    """Return the content of the page's files by their paths; nothing else of the machine is ever sent as a file."""
-    root = Path(__file__).with_name("static")
-    files = (path for path in root.rglob("*") if path.is_file() and path.name.rpartition(".")[2] in KINDS)
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
-
-
 class Pages:
     """The answers of the page's requests, for a list of runs."""
 
     def __init__(self, runs: Sequence[ViewedRun]) -> None:
-        self._runs, self._static = runs, static_files()
+        self._runs, self._static = runs, served_files()
 
     def answers(self) -> dict[str, Callable[[QueryParams], Any]]:
         """Return the functions that answer, by the names that follow ``api/``."""
@@ -174,7 +185,7 @@ class Pages:
         left, right = self._sides(query)
         return {"left": groups_of_prompt(left, key), "right": groups_of_prompt(right, key)}
 
-    def file(self, request: Request) -> Response:
+    async def file(self, request: Request) -> Response:  # which needs no thread, unlike an answer
         path = request.path_params["path"] or "index.html"
         content = self._static.get(path)
         if content is None:
@@ -242,7 +253,7 @@ def make_query(query: QueryParams) -> GroupQuery:
     )
 
 
-def make_app(runs: Sequence[ViewedRun], token: str) -> ASGIApp:
+def make_app(runs: Sequence[ViewedRun], token: str) -> Guard:
     """Return the application, whose addresses begin with ``/TOKEN/``."""
     pages = Pages(runs)
 
@@ -260,17 +271,23 @@ def make_app(runs: Sequence[ViewedRun], token: str) -> ASGIApp:
 
 
 class Refresher(threading.Thread):
-    """Thread that reads what is new in the runs' files, and finds new runs."""
+    """Thread that reads what is new in the runs' files, and finds new runs.
 
-    def __init__(self, runs: ViewedRuns) -> None:
+    While ``is_asked``, no groups are indexed, which would slow down the answers.
+    """
+
+    def __init__(self, runs: ViewedRuns, is_asked: Callable[[], bool] = lambda: False) -> None:
         super().__init__(daemon=True, name="refresher")
-        self._runs, self._ended = runs, threading.Event()
+        self._runs, self._ended, self._is_asked = runs, threading.Event(), is_asked
+        self._idle_at = 0.0
+        """When no page was asking, last."""
 
     def run(self) -> None:
         self._read(ViewedRun.read_metrics)
+        self._idle_at = time.monotonic()
         is_complete, looked_at = True, 0.0
         # At first, the page is drawn before anything is indexed.
-        while not self._ended.wait(REFRESH_S if is_complete or not looked_at else 0):
+        while not self._ended.wait(REFRESH_S if is_complete or not looked_at else PAUSE_S if self._gives_way() else 0):
             if time.monotonic() - looked_at > LOOK_S:
                 self._runs.look()
                 looked_at = time.monotonic()
@@ -279,8 +296,17 @@ class Refresher(threading.Thread):
 
     def _refresh(self, run: ViewedRun) -> bool:
         """Read a run's files and index its groups for a moment, so that the other runs' curves go on."""
+        if self._gives_way():
+            return False
         deadline = time.monotonic() + INDEX_S
-        return run.refresh(lambda: self._ended.is_set() or time.monotonic() > deadline)
+        return run.refresh(lambda: self._ended.is_set() or time.monotonic() > deadline or self._gives_way())
+
+    def _gives_way(self) -> bool:
+        """Return whether the index waits for answers to a page."""
+        now = time.monotonic()
+        if not self._is_asked():
+            self._idle_at = now
+        return 0 < now - self._idle_at < LONGEST_WAIT_S
 
     def _read(self, read: Callable[[ViewedRun], bool | None], *, is_all: bool = True) -> bool:
         """Read all runs, or if not ``is_all`` only a part of each; return whether nothing is left."""

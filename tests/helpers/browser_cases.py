@@ -15,15 +15,17 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
+NEEDED = "RLPIPE_NEED_BROWSER"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Open the system's Chromium; skip the test if there is none."""
+    """Open the system's Chromium; without one, skip the test, or fail if ``RLPIPE_NEED_BROWSER`` is set."""
     program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if program is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+        report = pytest.fail if os.environ.get(NEEDED) else pytest.skip
+        report(f"no browser: none of {', '.join(BROWSERS)} is installed; `make browser` installs one, as root")
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=arguments)

@@ -75,6 +75,8 @@ class ViewerRun:
     """Whether prompts have a tool call, what it returned, and a reasoning before their last message."""
     episodes: bool = False
     images: bool = False
+    two_versions: bool = False
+    """Whether the next version samples the second half of each completion, of whose start two tokens aren't sampled."""
     reward_of: dict[int, float] = field(default_factory=dict)
     """Rewards of the first completions of groups, by id; of the others it is 1 in every third group, else 0."""
     step: int = 0
@@ -207,6 +209,11 @@ class ViewerRun:
         answer = np.array(TOKENIZER.encode(text).ids, np.int32)
         ids = np.concatenate([prompt.token_ids, answer])
         mask = np.arange(len(ids)) >= len(prompt.token_ids)
+        versions = np.full(len(ids), self.step, np.int32)
+        if self.two_versions:
+            start = len(prompt.token_ids)
+            mask[start + 3 : start + 5] = False  # the word "is"
+            versions[start + len(answer) // 2 :] += 1
         is_cut = group_id % 4 == 1 and index == 1
         return Rollout(
             group_id=group_id,
@@ -216,7 +223,7 @@ class ViewerRun:
             token_ids=ids,
             loss_mask=mask,
             logprobs=np.where(mask, -np.arange(len(ids)) % 7, 0).astype(np.float32),
-            policy_versions=np.where(mask, self.step, NO_VERSION).astype(np.int32),
+            policy_versions=np.where(mask, versions, NO_VERSION).astype(np.int32),
             status=RolloutStatus.TRUNCATED if is_cut else RolloutStatus.COMPLETED,
             finish_reason="length" if is_cut else "stop",
             images=prompt.images,
@@ -260,6 +267,8 @@ class ViewerRun:
             "rewards/short/mean": -0.25,
             "loss": 0.5 / (1 + self.step),
             "entropy": 2.0 - 0.1 * self.step,
+            "kl": 0.001 * self.step,
+            **({"eval/accuracy": 0.5, "eval/reward": 0.5} if self.step % 4 == 0 else {}),
             "completions/mean_length": 20.0 + self.step,
             "staleness/mean": 0.0,
             "tokens_per_second": 100.0,

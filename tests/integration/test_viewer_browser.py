@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from browser_cases import CONTRASTS, ROOT, UNNAMED, click_through_group, opened, served, show
+from browser_cases import CONTRASTS, NEEDED, ROOT, UNNAMED, click_through_group, open_browser, opened, served, show
 from playwright.sync_api import Browser, Page, Route, expect
 from viewer_cases import ATTACK, ViewerRun, finished_run
 
@@ -38,6 +38,14 @@ def address(folder: Path) -> Iterator[str]:
         yield found
 
 
+def test_a_browser_that_is_needed_and_missing_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    for value, outcome in (("", pytest.skip.Exception), ("1", pytest.fail.Exception)):
+        monkeypatch.setenv(NEEDED, value)
+        with pytest.raises(outcome, match="make browser"), open_browser():
+            pass
+
+
 def wait_for_index(page: Page) -> None:
     show(page, "groups")
     page.wait_for_selector(".indexing", state="hidden")
@@ -50,6 +58,9 @@ def test_the_overview_is_zoomed_smoothed_searched_and_themed(browser: Browser, a
         expect(reward.locator(".legend")).to_contain_text("second")
         for title in ("Entropy", "Completion length", "Staleness", "Tokens per second", "Time by phase (s)"):
             expect(page.locator(f".chart[data-title='{title}']")).to_be_visible()
+        for title, value in (("KL", "0.039"), ("Held-out accuracy", "0.5")):
+            expect(page.locator(f".chart[data-title='{title}'] canvas")).to_be_visible()
+            expect(page.locator(f".chart[data-title='{title}'] .legend")).to_contain_text(value)
         box = reward.locator(".u-over").bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + 90)
@@ -251,6 +262,26 @@ def test_one_group_shows_tokens_episodes_and_images(browser: Browser, address: s
         wait_for_index(page)
         page.locator("input[name=step_max]").fill("0")
         click_through_group(page)
+
+
+def test_version_changes_and_tokens_that_are_not_trained_are_marked(browser: Browser, tmp_path: Path) -> None:
+    finished_run(tmp_path / "run", num_steps=2, two_versions=True)
+    with served([tmp_path / "run"], cache=tmp_path / "cache") as address, opened(browser, address) as page:
+        show(page, "group?id=1")
+        first = page.locator(".rollout").first
+        expect(first).to_contain_text("11 of version 0, 13 of version 1")
+        page.get_by_label("Colour tokens by").select_option(label="policy version")
+        legend = page.locator(".toolbar .key")
+        expect(legend).to_have_text(["a version 0", "a version 1"])
+        tints = [first.locator(f".token.tint.series-{place}") for place in (0, 1)]
+        assert "".join(tints[0].all_inner_texts()).endswith("☃, ")
+        assert "".join(tints[1].all_inner_texts()) == "says group 1."
+        page.get_by_label("Colour tokens by").select_option(label="loss mask")
+        expect(first.locator(".token.unmasked")).to_have_text(["i", "s"])
+        expect(first.locator(".token.tint.trained").first).to_be_visible()
+        first.locator(".token.unmasked").first.hover()
+        expect(page.locator("#tooltip")).to_contain_text("not drawn by the policy, not trained")
+        assert page.evaluate(CONTRASTS) == []
 
 
 @pytest.mark.parametrize(
@@ -645,9 +676,32 @@ def test_the_installed_wheel_serves_the_page(browser: Browser, address: str, fol
     (wheel,) = tmp_path.glob("rlpipe-*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     started = time.monotonic()
+    exported = tmp_path / "run.html"
     with served([folder / "second"], cache=folder / "cache", code=tmp_path / "installed") as found:
         assert time.monotonic() - started < 60
         with opened(browser, found, offline=False) as page:
             expect(page.locator(".chart[data-title='Reward']")).to_be_visible()
+            look_at_all_views(page)
             files = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
             assert any(name.endswith("vendor/uPlot.iife.min.js") for name in files)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, "-m", "rlpipe", "view", str(folder / "second"), "--export", str(exported)]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+    with opened(browser, exported.as_uri(), offline=True) as page:
+        look_at_all_views(page)
+
+
+def look_at_all_views(page: Page) -> None:
+    """Open every view of the run ``second``, and check that it has what it is for."""
+    shown = {
+        "overview": ".chart[data-title='Reward'] canvas",
+        "groups": "table.groups tbody tr[data-group]",
+        "group?id=1": ".rollout .token",
+        "events": "table.events tbody tr",
+        "parts": "main table tbody tr",
+        "compare": ".side[data-side=right] .rollout",
+    }
+    assert shown.keys() == {*VIEWS}
+    for view, element in shown.items():
+        show(page, view)
+        expect(page.locator(element).first).to_be_visible()

@@ -1,6 +1,7 @@
 // Numbers and times as text.
 
 export const NONE = "–";
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });  // far faster than toLocaleString, which makes one each time
 
 export function number(value) {
   if (value === null || value === undefined) return NONE;
@@ -11,7 +12,7 @@ export function number(value) {
 }
 
 export function count(value) {
-  return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
+  return value === null || value === undefined ? NONE : WHOLE.format(Math.round(value));
 }
 
 export function moment(seconds) {

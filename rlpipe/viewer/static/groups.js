@@ -5,7 +5,7 @@ import { count, number, NONE, STATE_KINDS } from "./format.js";
 import { forget, keep, recall } from "./storage.js";
 
 const RANGES = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["version", "Version"], ["staleness", "Staleness"]];
-const PAUSE_MS = 100;
+const PAUSE_MS = 50;  // after a key, for further ones
 const MAX_COUNTED = 100000;
 const LEFT = "rlpipe-groups-left";  // the address and the page that a group was opened from
 const CHOICES_EVERY = 5;  // refreshes, in a run of many groups, whose states and reasons take long to count
@@ -59,6 +59,7 @@ export async function groupsView(body, context) {
   const places = context.cameFrom === "group" ? placesOfReturn() : [];
   let page = null;
   let asked = 0;
+  let answered = null;  // the answer to the last question that was sent
   let turning = false;
   let refreshes = 0;
   const table = make("table", { class: "groups" });
@@ -71,7 +72,7 @@ export async function groupsView(body, context) {
 
   function filters() {
     let timer = 0;
-    const changed = () => { clearTimeout(timer); timer = setTimeout(apply, PAUSE_MS); };
+    const changed = ({ target }) => { clearTimeout(timer); timer = setTimeout(apply, target.matches("select") ? 0 : PAUSE_MS); };
     const bound = (name) => make("input", { name, inputmode: "decimal", size: 5, value: query[name] ?? "", "aria-label": name.replace("_min", " at least").replace("_max", " at most"), placeholder: name.endsWith("min") ? "min" : "max" });
     const range = (name, title) => make("fieldset", {}, make("legend", {}, title), bound(`${name}_min`), bound(`${name}_max`));
     const any = (values) => [["", "any"], ...values.map((value) => [value, value.length > 60 ? `${value.slice(0, 60)}…` : value])];
@@ -115,8 +116,11 @@ export async function groupsView(body, context) {
 
   async function load() {
     const own = ++asked;
+    await answered?.catch(() => {});  // a server that is slower than a hand gets only the last of many questions
+    if (own !== asked) return;
     try {
-      const found = await context.ask("groups", { ...query, after: places[places.length - 1] });
+      answered = context.ask("groups", { ...query, after: places[places.length - 1] });
+      const found = await answered;
       if (own !== asked) return;
       page = found;
       turning = false;

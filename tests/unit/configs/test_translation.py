@@ -28,7 +28,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.translation import translate, translate_setting, write
 
 FOLDER = Path(__file__).with_name("foreign") / "examples"
-RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.rglob("*.*"))}
+RUNS = {f"{path.parent.name}/{path.name}": path for path in sorted(FOLDER.glob("*/*.*"))}
 CALLS = ("Config", "Trainer", "load_dataset", "from_pretrained")
 EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "axolotl/sft_lora.yml": {

@@ -194,8 +194,12 @@ def no_reward_file(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) 
     (folder / "rewards.py").unlink()
 
 
-def broken_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+def no_package(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
     (folder / "rewards.py").write_text("import a_package_that_is_not_there\n")
+
+
+def broken_reward(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
+    (folder / "rewards.py").write_text("1 / 0\n")
 
 
 def missing_column(patch: pytest.MonkeyPatch, folder: Path, options: list[str]) -> None:
@@ -391,8 +395,14 @@ FAULTS: list[tuple[Plant, str, str, str]] = [
     (no_model, "config", "PROBLEM", r"model\.path: there is no folder .*nowhere"),
     (short_context, "model", "PROBLEM", r"more than the \d+ positions .*set less"),
     (no_reward_file, "config", "PROBLEM", r"scoring\.rewards\.right\.path: there is no file"),
-    (broken_reward, "rewards", "PROBLEM", r"a_package_that_is_not_there"),
-    (missing_column, "data", "PROBLEM", r"needs the column solution"),
+    (no_package, "rewards", "PROBLEM", r"a_package_that_is_not_there'; install the package .* or start in the folder"),
+    (broken_reward, "rewards", "PROBLEM", r"ZeroDivisionError: .*; python \S+/rewards\.py shows where"),
+    (
+        missing_column,
+        "data",
+        "PROBLEM",
+        r"needs the column solution; .*: .*answer; rename .* or set scoring\.rewards\.right\.kwargs\.solution",
+    ),
     (failing_reward, "reward calls", "PROBLEM", r"divides failed .* 4 of .* 4 rows: Zero.*rewards\.py:\d+\).*None"),
     (reward_that_reads_a_word, "reward calls", "warning", r"first_word failed on empty answers to 4 of .* 4 rows"),
     (ledger_of_another_user, "output", "PROBLEM", r"ledger\.folder=.*file is not a folder; choose another"),

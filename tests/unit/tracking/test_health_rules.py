@@ -424,3 +424,12 @@ def test_the_page_has_the_limit_of_each_rule(rule: HealthRule) -> None:
 
 def test_the_page_has_every_rule_and_no_other() -> None:
     assert _documented().keys() == BY_NAME.keys()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_page_has_a_healthy_range_and_the_first_thing_to_do_of_each_rule(rule: HealthRule) -> None:
+    _, _, _, healthy, first = _documented()[rule.name]
+    assert re.search(r"\d", healthy)
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", first)
+    assert first
+    assert all(option in rule.fix for option in named), (named, rule.fix)

@@ -33,8 +33,9 @@ from rlpipe.viewer.group_detail import messages_of
 from rlpipe.viewer.group_index import GroupIndex
 from rlpipe.viewer.group_query import GroupQuery
 from rlpipe.viewer.metric_series import MetricSeries
+from rlpipe.viewer.static_files import served_files, static_files
 from rlpipe.viewer.viewed_run import ViewedRun, ViewedRuns
-from rlpipe.viewer.web_app import Guard, Refresher, make_app, static_files, to_json
+from rlpipe.viewer.web_app import Guard, Refresher, make_app, to_json
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -166,6 +167,14 @@ def test_the_page_loads_only_its_own_files(client: TestClient) -> None:
                 r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
             ), path
     assert "uPlot.LICENSE" in {path.rpartition("/")[2] for path in files}
+
+
+def test_the_pages_modules_are_sent_as_one_file(client: TestClient) -> None:
+    assert {path for path in served_files() if path.endswith(".js")} == {"app.js", "vendor/uPlot.iife.min.js"}
+    script = client.get(f"/{TOKEN}/app.js").text
+    assert "async function groupsView" in script
+    assert not re.search(r"^(import|export) ", script, re.MULTILINE)
+    assert client.get(f"/{TOKEN}/").text.count("<script ") == 2
 
 
 def test_texts_of_models_are_sent_as_data(tmp_path: Path) -> None:
@@ -589,6 +598,39 @@ def test_an_index_that_takes_long_holds_up_no_other_runs_curves(
         time.sleep(0.01)
     refresher.stop()
     assert small.series.last_step == 2
+
+
+def test_nothing_is_indexed_while_a_page_asks_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run(tmp_path / "run", num_steps=1)
+    now, is_asked = 100.0, True
+    monkeypatch.setattr(web_app.time, "monotonic", lambda: now)
+    runs = ViewedRuns([tmp_path])
+    refresher = Refresher(runs, lambda: is_asked)
+    refresher._idle_at = now = 101.0
+    now = 102.0
+    assert not refresher._read(refresher._refresh)
+    assert runs[0].index is None or runs[0].index.num_indexed == 0
+    now += web_app.LONGEST_WAIT_S
+    assert refresher._read(refresher._refresh)
+    assert runs[0].index is not None
+    assert runs[0].index.num_indexed == 4
+    is_asked = False
+    assert refresher._read(refresher._refresh)
+
+
+def test_a_page_counts_as_asking_until_a_moment_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    async def answer(*_: Any) -> None:
+        seen.append(guard.is_asked)
+
+    guard = Guard(answer, TOKEN)
+    assert not guard.is_asked
+    TestClient(guard, base_url="http://localhost", raise_server_exceptions=False).get(f"/{TOKEN}/")
+    assert seen == [True]
+    assert guard.is_asked
+    monkeypatch.setattr(web_app, "ASKING_S", 0.0)
+    assert not guard.is_asked
 
 
 def test_one_diagnosis_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
