@@ -70,14 +70,12 @@ chaos: install
 	$(BIN)/pytest -q $(CHAOS)
 	$(BIN)/pytest -q -n $(CORES) $(SCHEDULES)
 
-# The tests of `rlpipe view` click in a browser of the system. Without one they are skipped, or fail where it is needed, as
-# in CI.
-export RLPIPE_NEED_BROWSER ?= $(CI)
-
+# The tests of `rlpipe view` click in a browser of the system. Without one they are skipped, or fail where
+# RLPIPE_NEED_BROWSER is set.
 browser:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -qq chromium >/dev/null; } || \
-		{ echo "no Chromium, and it can't be installed here: the tests with a browser are skipped, or fail where CI is set" && \
+		{ echo "no Chromium, and it can't be installed here: the tests with a browser are skipped, or fail with RLPIPE_NEED_BROWSER" && \
 		[ -z "$$RLPIPE_NEED_BROWSER" ]; }
 
 integration: install browser
