@@ -143,7 +143,7 @@ class Controller:
             pool.notice = self._notice
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._monitor.follow())]
-            endless.append(tasks.create_task(watch_hosts(self._reporter.message, self._config.resume_command)))
+            endless.append(tasks.create_task(watch_hosts(self._reporter.message, self._config)))
             endless.append(tasks.create_task(self._monitor.record_parts(self._output, self._parts)))
             starting = tasks.create_task(self._workers.start(self._cluster.start_timeout_s))
             if shares_gpus(self._config):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from rlpipe.actors.remote import await_remote
 from rlpipe.actors.step_server import SILENT_AFTER_S as SILENT_RANK_S
 from rlpipe.actors.step_server import RunUpdates
 from rlpipe.common.formatting import printable
-from rlpipe.configs.schema.root_config import ClusterConfig
+from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import HeadLost, WaitTimeout
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.tracking.jsonl import StepLog
+from rlpipe.tracking.outcome import record_error
 from rlpipe.tracking.part_states import PartState, write_parts
 
 PROBE_S = 1.0
@@ -136,20 +138,20 @@ def describe_actors(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
 
 
-async def watch_hosts(show_message: Callable[[str], None], again: str) -> None:
+async def watch_hosts(show_message: Callable[[str], None], config: Config) -> None:
     """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head.
 
-    ``again`` is the command that continues, in words. ``LEAVE_S`` later the process ends with that error, whatever else
-    of it hangs.
+    ``LEAVE_S`` later the process ends with that error, whatever else of it hangs.
     """
     limit_s = 0.75 * float(os.environ.get(HEAD_OPTION, HEAD_LIMIT_S))
     lost = HeadLost(
         f"Ray's head at {ray.get_runtime_context().gcs_address} has not answered for {limit_s:.0f} s "
         f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started again, "
-        f"{again} continues from the newest checkpoint and the ledger"
+        f"{config.resume_command} continues from the newest checkpoint and the ledger"
     )
     watch, stopped = HostWatch(show_message), threading.Event()
-    guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, stopped), daemon=True)
+    record = partial(record_error, Path(config.output), lost)
+    guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, record, stopped), daemon=True)
     guard.start()
     listing = asyncio.ensure_future(_list(watch))
     try:
@@ -169,7 +171,9 @@ async def watch_hosts(show_message: Callable[[str], None], again: str) -> None:
     raise lost
 
 
-def _guard_head(watch: HostWatch, limit_s: float, lost: HeadLost, stopped: threading.Event) -> None:
+def _guard_head(
+    watch: HostWatch, limit_s: float, lost: HeadLost, record: Callable[[], None], stopped: threading.Event
+) -> None:
     """End this process once the head is silent for too long; leaving a lost cluster would hang, or hide the error.
 
     This runs in a thread, as calls of Ray may block the event loop then.
@@ -177,6 +181,9 @@ def _guard_head(watch: HostWatch, limit_s: float, lost: HeadLost, stopped: threa
     while not stopped.wait(PROBE_S):
         heads = [host for host in watch.hosts.values() if host.is_head]
         if watch.head_silent_s >= limit_s and not any(map(_answers, heads)):
+            recording = threading.Thread(target=record, daemon=True)
+            recording.start()
+            recording.join(LEAVE_S)  # the disk may be one of the lost head's
             print(f"rlpipe: error: {printable(str(lost))}", file=sys.stderr, flush=True)
             os._exit(lost.exit_code)
 

@@ -245,7 +245,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
             reporter.found = keep_findings(batches, stop)
             async with asyncio.TaskGroup() as tasks:
                 watching = [monitor.follow(), monitor.watch(), monitor.record_parts(run.output)]
-                watching.append(watch_hosts(reporter.message, config.resume_command))
+                watching.append(watch_hosts(reporter.message, config))
                 endless = [tasks.create_task(watch) for watch in watching]
                 with stop_on_signals(stop, config.resume_command):
                     await start_learner(config, setup)

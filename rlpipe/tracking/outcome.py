@@ -51,11 +51,22 @@ def recorded_outcome(output: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        state = INTERRUPTED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED
-        message = without_password(one_line(error))
-        _write(output, replace(running, state=state, ended_at=time.time(), error=type(error).__name__, message=message))
+        _write(output, _ended_by(error, running))
         raise
     _write(output, replace(running, state=FINISHED, ended_at=time.time()))
+
+
+def record_error(output: Path, error: BaseException) -> None:
+    """Record the error that ends this process's command at once, without leaving ``recorded_outcome``."""
+    running = read_outcome(output)
+    if running is not None and running.state == RUNNING and running.pid == os.getpid():
+        _write(output, _ended_by(error, running))
+
+
+def _ended_by(error: BaseException, running: RunOutcome) -> RunOutcome:
+    state = INTERRUPTED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED
+    message = without_password(one_line(error))
+    return replace(running, state=state, ended_at=time.time(), error=type(error).__name__, message=message)
 
 
 def _write(output: Path, outcome: RunOutcome) -> None:

@@ -32,7 +32,7 @@ from rlpipe.errors import (
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.tracking.jsonl import StepLog
-from rlpipe.tracking.outcome import RunOutcome, read_outcome, recorded_outcome
+from rlpipe.tracking.outcome import RUNNING, RunOutcome, read_outcome, record_error, recorded_outcome
 
 STEP_S = 2.0
 
@@ -260,3 +260,16 @@ def test_other_folders_and_old_records_are_refused_or_passed_over(
     for damaged in ("", "[]", '{"state": 1}', "{" * 100_000):
         (run / OUTCOME).write_text(damaged)
         assert "was not recorded" in diagnosis(run, capsys)["ending", "skipped"]
+
+
+def test_an_error_that_ends_the_process_at_once_is_recorded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_error(run, HeadLost("not of a command that runs"))
+    assert read_outcome(run) is None
+    with recorded_outcome(run):
+        record_error(run, HeadLost("the head is gone"))
+        found = diagnosis(run, capsys)
+    assert any("HeadLost: the head is gone" in text for text in found.values())
+    outcome = RunOutcome(state=RUNNING, host="here", pid=os.getpid() + 1, began_at=0.0)
+    (run / OUTCOME).write_text(json.dumps(asdict(outcome)))
+    record_error(run, HeadLost("of another process"))
+    assert read_outcome(run) == outcome

@@ -12,6 +12,7 @@ import pytest
 from ray._private import ray_logging
 
 from rlpipe.actors.ray_internals import Host, hide_lines
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import HeadLost
 from rlpipe.run import monitor
 from rlpipe.run.monitor import REPEATED_LINES, SILENT_AFTER_S, HostWatch, describe_actors
@@ -146,7 +147,7 @@ def test_a_driver_that_stood_still_does_not_give_up_its_cluster(monkeypatch: pyt
             return {"a": head}, {}
 
         monkeypatch.setattr(monitor, "_list_actors", ask)
-        watching = asyncio.create_task(monitor.watch_hosts(said.append, "the same command"))
+        watching = asyncio.create_task(monitor.watch_hosts(said.append, Config(output="none")))
         await asyncio.sleep(0.5)
         time.sleep(4.0)
         await asyncio.sleep(0.5)
@@ -182,6 +183,8 @@ def test_a_process_ends_if_its_head_was_silent_for_too_long_and_still_does_not_a
         cluster.now += silent_s
         if not answers:
             server.close()
-        monitor._guard_head(cluster.watch, 60.0, HeadLost("the head is gone"), stopped)
+        lost, recorded = HeadLost("the head is gone"), list[bool]()
+        monitor._guard_head(cluster.watch, 60.0, lost, lambda: recorded.append(True), stopped)
+    assert recorded == [True] * ends
     assert codes == [HeadLost.exit_code] * ends
     assert capsys.readouterr().err == "rlpipe: error: the head is gone\n" * ends
