@@ -143,7 +143,7 @@ def make_page(content: dict[str, Any]) -> str:
     )
     data = to_json(content).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     head, body = files["index.html"].split("</head>")
-    head = re.sub(r"<(link rel=\"(stylesheet|modulepreload)\"|script) .*\n", "", head)
+    head = re.sub(r"<(link rel=\"stylesheet\"|script) .*\n", "", head)
     head = head.replace(
         '<meta charset="utf-8">',
         f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',

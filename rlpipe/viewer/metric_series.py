@@ -15,6 +15,7 @@ from rlpipe.tracking.jsonl import rows_after
 
 BATCH = 500
 NUMBERS = (int, float)
+"""Types of a metric's values; a union of them would be made again for each value."""
 LARGEST_STEP, LARGEST = 2**62, 1e308
 """Numbers beyond which a line was not written by a run, and has no place in an array."""
 MAX_POINTS = 3000

@@ -8,7 +8,6 @@ from pathlib import Path
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "LICENSE": "text/plain"}
 MODULE_IMPORT = re.compile(r'^import (\{[^;]*?\}) from "\./(\w+\.js)";\n', re.MULTILINE)
 MODULE_EXPORT = re.compile(r"^export (?:async function|function|class|const) (\w+)", re.MULTILINE)
-PRELOADED = re.compile(r'<link rel="modulepreload" .*\n')
 
 
 def static_files() -> dict[str, bytes]:
@@ -21,11 +20,9 @@ def static_files() -> dict[str, bytes]:
 def served_files() -> dict[str, bytes]:
     """Return the files that a browser gets; all modules are one, because a request for each would take long."""
     files = static_files()
-    texts = {path: content.decode() for path, content in files.items()}
-    modules = {path for path in files if path.endswith(".js") and "/" not in path}
-    served = {path: content for path, content in files.items() if path not in modules}
-    page = PRELOADED.sub("", texts["index.html"])
-    return served | {"index.html": page.encode(), "app.js": join_modules(texts, "app.js").encode()}
+    modules = {path: content.decode() for path, content in files.items() if path.endswith(".js") and "/" not in path}
+    others = {path: content for path, content in files.items() if path not in modules}
+    return others | {"app.js": join_modules(modules, "app.js").encode()}
 
 
 def join_modules(files: dict[str, str], first: str) -> str:
