@@ -12,7 +12,7 @@ RlpipeError
     ├── EngineFailed           a rollout engine died or raised
     │   └── EngineNotStarted   its process has replaced a dead one, and has no model yet
     ├── RewardFailed           a reward with ``fail: raise`` failed, or rewards of a whole step
-    ├── EnvironmentFailed      an environment with ``on_error: raise`` failed
+    ├── EnvironmentFailed      an environment with ``on_error: raise`` failed, or episodes of a whole step
     ├── LearnerFailed          the learner group died, or too many steps were not finite
     ├── Unhealthy              a metric is beyond the ``stop`` of its health rule
     ├── HeadLost               Ray's head died or was cut off

@@ -64,6 +64,12 @@ def metrics_of(output: Path) -> set[str]:
     return {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
 
 
+EBFT = (
+    *("algorithm=ebft", "algorithm.ebft.truth_column=answer", "algorithm.ebft.features.num_cpus=0.1"),
+    "scoring.rewards.digits.weight=0",
+)
+
+
 @pytest.mark.slow
 def test_runs_have_every_metric_that_rules_read(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
@@ -71,11 +77,10 @@ def test_runs_have_every_metric_that_rules_read(
     pairs = write_rows(
         tmp_path / "pairs.jsonl", ({"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(40))
     )
-    ebft = ("algorithm=ebft", "algorithm.ebft.truth_column=answer", "algorithm.ebft.features.num_cpus=0.1")
     held_out = "data.held_out.size=4"
     configs = {
         "rl": make_config(tiny_policy, prompts_file, tmp_path / "rl", held_out, "replay=async"),
-        "ebft": make_config(tiny_policy, prompts_file, tmp_path / "ebft", *ebft, "scoring.rewards.digits.weight=0"),
+        "ebft": make_config(tiny_policy, prompts_file, tmp_path / "ebft", *EBFT),
         "dpo": make_config(tiny_policy, pairs, tmp_path / "dpo", "algorithm=dpo"),
         "sft": rlpipe.load_config(
             supervised_options(
@@ -143,6 +148,8 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
         "digits",
         (*SLOW_LEARNER, "algorithm.num_epochs_per_step=60", "algorithm.num_steps=26", "replay.max_staleness=2"),
     ),
+    "ebft_alignment": ("digits", (*EBFT, "rollout.sampling.temperature=0.01", "algorithm.num_steps=21")),
+    "ebft_diversity": ("digits", (*EBFT, "rollout.sampling.temperature=0.01", "algorithm.num_steps=11")),
 }
 """Reward functions and options of runs that are ill, by the rule that must warn."""
 
@@ -209,22 +216,3 @@ def test_held_out_prompts_that_get_worse_are_warned_of(
     )
     rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path / "run", *options))
     assert "held_out_falls" in rules_that_warned(tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    {
-        "ebft_alignment": ("rollout.sampling.temperature=0.01", "algorithm.num_steps=21"),
-        "ebft_diversity": ("rollout.sampling.temperature=0.01", "algorithm.num_steps=11"),
-    }.items(),
-)
-def test_ill_features_are_warned_of(
-    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, rule: str, options: tuple[str, ...]
-) -> None:
-    ebft = ("algorithm=ebft", "algorithm.ebft.truth_column=answer", "algorithm.ebft.features.num_cpus=0.1")
-    unscored = "scoring.rewards.digits.weight=0"
-    rlpipe.train(
-        make_config(tiny_policy, prompts_file, tmp_path, *ebft, unscored, "algorithm.groups_per_step=2", *options)
-    )
-    assert rule in rules_that_warned(tmp_path)
