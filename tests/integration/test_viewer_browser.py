@@ -403,6 +403,23 @@ def test_an_older_comparison_never_replaces_a_newer_one(browser: Browser, addres
         expect(rows).to_contain_text("What is 2 + 2?")
 
 
+def test_a_comparison_of_groups_that_are_being_read_says_so_and_follows(browser: Browser, address: str) -> None:
+    def unread(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json=[{**run, "num_indexed": 1} for run in answer.json()])
+
+    with opened(browser, address) as page:
+        wait_for_index(page)
+        page.route("**/api/runs*", unread)
+        page.route("**/api/prompts*", lambda route: route.fulfill(json=[]))
+        page.reload()
+        show(page, "compare")
+        expect(page.locator("main")).to_contain_text("the prompts of first are being read: 1 of ")
+        page.unroute_all()
+        expect(page.locator("table.prompts tbody tr").first).to_be_visible()
+        expect(page.locator(".side[data-side=left] .rollout").first).to_be_visible()
+
+
 def test_answers_that_can_not_be_read_are_reported(browser: Browser, address: str) -> None:
     with opened(browser, address) as page:
         wait_for_index(page)
@@ -568,7 +585,7 @@ def look_for_attacks(page: Page) -> None:
         show(page, view)
         page.wait_for_timeout(200)
         if view != "overview":
-            assert "</script><script>window.hacked=1" in page.locator("main").inner_text(), view
+            expect(page.locator("main"), view).to_contain_text("</script><script>window.hacked=1")
     show(page, "group?id=1")
     page.locator(".rollout summary", has_text="tokens").first.click()
     page.locator(".token").nth(20).hover()

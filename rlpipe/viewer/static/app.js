@@ -178,8 +178,8 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "Escape" && typing) event.target.blur();
 });
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.getElementById("main").focus(); });
-addEventListener("hashchange", show);
 
 context.runs = await ask("runs");
+addEventListener("hashchange", show);  // before, there is no run to show
 await show();
 if (!exported) setInterval(poll, POLL_MS);

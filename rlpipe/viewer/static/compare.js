@@ -62,13 +62,8 @@ export async function compareView(body, context) {
     asked += 1;
     fill(pair);
     try {
-      let found = await ask("prompts", parameters());
+      const found = await findPrompts(own);
       if (own !== loads) return;
-      if (!found.length && hasHeldOut && !isAsked && query.prompts === "held_out") {
-        query.prompts = body.querySelector("select[name=prompts]").value = "training"; // one evaluation so far, or other prompts
-        found = await ask("prompts", parameters());
-        if (own !== loads) return;
-      }
       prompts = found;
       drawList();
       const key = query.key ?? prompts[0]?.key;
@@ -80,8 +75,27 @@ export async function compareView(body, context) {
     }
   }
 
+  async function findPrompts(own) {
+    const found = await ask("prompts", parameters());
+    if (own !== loads || found.length || !hasHeldOut || isAsked || query.prompts !== "held_out" || unread()) return found;
+    query.prompts = body.querySelector("select[name=prompts]").value = "training"; // one evaluation so far, or other prompts
+    return ask("prompts", parameters());
+  }
+
+  // The run of a side whose groups are still being read.
+  function unread() {
+    return SIDES.map((side) => context.runs[query[side]]).find((run) => run && run.num_indexed < run.num_groups);
+  }
+
+  function whyEmpty() {
+    const run = unread();
+    if (run) return `the prompts of ${run.name} are being read: ${count(run.num_indexed)} of ${count(run.num_groups)} groups so far`;
+    if (query.prompts === "held_out") return "no held-out prompt that both sides have answered; a run logs them at each evaluation, if it has data.held_out and tracking.log_completions above 0";
+    return "no training prompt that both sides have answered; a prompt comes again in the next epoch, or in a run over the same data";
+  }
+
   function drawList() {
-    if (!prompts.length) { fill(list, notice(`no ${query.prompts === "held_out" ? "held-out" : "training"} prompt that both sides have answered; ${query.prompts === "held_out" ? "a run logs them at each evaluation, if it has data.held_out and tracking.log_completions above 0" : "a prompt comes again in the next epoch, or in a run over the same data"}`)); return; }
+    if (!prompts.length) { fill(list, notice(whyEmpty())); return; }
     const head = ["Prompt", "Left reward", "Right reward", "Change", "Left versions", "Right versions"];
     const rows = prompts.map((prompt) => make("tr", { tabindex: "0", "data-key": prompt.key, onclick: () => showPair(prompt.key), onkeydown: (event) => { if (event.key === "Enter") showPair(prompt.key); else step(event); } },
       make("td", {}, make("span", { class: "prompt" }, prompt.prompt)), make("td", { class: "number" }, number(prompt.left.reward)), make("td", { class: "number" }, number(prompt.right.reward)), make("td", { class: "number" }, change(prompt)), make("td", {}, versions(prompt.left)), make("td", {}, versions(prompt.right))));
@@ -101,12 +115,12 @@ export async function compareView(body, context) {
     const own = loads;
     let found;
     try {
-      found = await ask("prompts", parameters());
+      found = await findPrompts(own);
     } catch (error) {
       if (prompts) throw error;
       return;  // it is shown already
     }
-    if (own !== loads || JSON.stringify(found) === JSON.stringify(prompts)) return;
+    if (own !== loads || (found.length && JSON.stringify(found) === JSON.stringify(prompts))) return;
     const isFirst = !prompts?.length;
     prompts = found;
     drawList();
