@@ -320,6 +320,12 @@ class Database:
             if not read_only:
                 self._make_tables()
             schema = self.get("schema")
+            if schema is None and not self.rows("SELECT 1 FROM sqlite_master"):
+                raise LedgerDamaged(
+                    f"the ledger {path} is empty: if its run has just begun, look again, or else start it again, or "
+                    f"use the copy, {run_files.LEDGER}, in one of its checkpoints",
+                    NO_LEDGER,
+                )
             if schema is None:
                 raise self.damaged(NO_LEDGER)
             if schema not in (SCHEMA_VERSION, WITH_EPISODES):

@@ -280,6 +280,12 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
     assert damage(tmp_path / LEDGER) == "file is not a database"
 
 
+def test_a_ledger_without_its_tables_yet_is_said_to_be_empty(tmp_path: Path) -> None:
+    sqlite3.connect(tmp_path / LEDGER).close()
+    with pytest.raises(LedgerError, match="is empty: if its run has just begun, look again, or else start"):
+        Ledger(tmp_path / LEDGER, read_only=True)
+
+
 def test_a_ledger_of_another_schema_is_refused(tmp_path: Path) -> None:
     Ledger(tmp_path / LEDGER).set(schema=99)
     with pytest.raises(LedgerError, match="schema 99"):
