@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,22 @@ from engine_cases import (
     versions,
     without,
 )
+from run_cases import make_config
 from torch import nn
 
+from rlpipe.episodes.groups import open_player
+from rlpipe.episodes.session import Deadline
 from rlpipe.errors import EngineFailed, ModelError
 from rlpipe.rollout.engine import Engine
-from rlpipe.types import GroupRequest, Rollout, RolloutGroup
+from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.covering(0)]
 
 NUM_TOKENS = 40
 LONG_PROMPT = [*range(30, 94)] * 3
+TALK = f"{Path(__file__).parents[1] / 'helpers' / 'environment_cases.py'}:Talk"
+"""Environment of three turns."""
 ENDLESS = {"max_tokens": NUM_TOKENS, "extra": {"ignore_eos": True}}
 
 
@@ -111,6 +117,40 @@ def test_running_sequences_continue_with_every_new_version(trainer: Trainer) -> 
         assert {rollout.newest_version for rollout in group} == {3}
     assert trainer.difference(groups) < 1e-4
     assert trainer.difference(groups, shift=1) > 1e-2, "the first token of a version is told from the last one before"
+
+
+def test_turns_of_an_episode_keep_the_version_of_every_token(
+    trainer: Trainer, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    trainer.publish(1)
+    turns: list[RolloutGroup] = []
+
+    async def sample(request: GroupRequest, _: Deadline) -> Rollout:
+        trainer.engine.submit([request])
+        steps(trainer.engine, 5)
+        trainer.publish(len(turns) + 2)
+        turns.extend(drain(trainer.engine))
+        return turns[-1].rollouts[0]
+
+    async def play() -> RolloutGroup:
+        limits = [f"rollout.sampling.max_tokens={NUM_TOKENS}", "data.max_prompt_tokens=200"]
+        config = make_config(tiny_policy, prompts_file, tmp_path, f"environment.path={TALK}", *limits)
+        player, _ = open_player(config, sample)
+        await player.start()
+        task = {"prompt": "x", "completion": "y"}
+        prompt = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt="x", task=task)
+        return await player.play(replace(long_request(0, group_size=1), prompt=prompt))
+
+    group = asyncio.run(play())
+    assert group.failure is None
+    in_turn = [[version] * 5 + [version + 1] * (NUM_TOKENS - 5) for version in (1, 2, 3)]
+    assert [sampled_versions(turn) for turn in turns] == [[versions] for versions in in_turn]
+    assert sampled_versions(group) == [[version for versions in in_turn for version in versions]]
+    for name in ("token_ids", "logprobs"):
+        expected = np.concatenate([getattr(turn.rollouts[0], name)[turn.rollouts[0].loss_mask] for turn in turns])
+        assert np.array_equal(getattr(group.rollouts[0], name)[group.rollouts[0].loss_mask], expected), name
+    assert trainer.difference(turns) < 1e-4
+    assert trainer.difference(turns, shift=1) > 1e-2
 
 
 def test_a_new_request_reads_nothing_that_an_older_version_computed(trainer: Trainer) -> None:
