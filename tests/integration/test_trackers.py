@@ -1,11 +1,14 @@
-"""Trackers that need other processes: Weights & Biases offline, and Ray's metrics as Prometheus would read them."""
+"""Services that track runs: what each has received, and Ray's metrics as Prometheus would read them."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 import struct
+import subprocess
+import sys
 import time
 import urllib.request
 from contextlib import closing
@@ -13,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_cases import read_jsonl, run_options, trained_steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.completion_table import CompletionTable
@@ -148,6 +153,48 @@ def test_trackio_has_metrics_and_completions(tmp_path: Path, monkeypatch: pytest
     assert list(tables) == [1, 2]
     assert [*tables[1][0]][:4] == ["step", "prompt", "completion", "reward"]
     assert [(row["step"], row["completion"]) for row in tables[2]] == [(2, "4"), (2, "<script>alert(1)</script>")]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_reports_the_same_to_all_services(
+    tiny_policy: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader below
+    mlflow, *_ = (pytest.importorskip(name) for name in ("mlflow", "wandb", "trackio"))
+    services = ("tensorboard=true", "wandb=true", "wandb_mode=offline", "mlflow=true", "trackio=true", "project=all")
+    options = [f"tracking.{option}" for option in (*services, "log_completions=2")]
+    command = run_options(tiny_policy, prompts_file, tmp_path, "algorithm.num_steps=2", *options)
+    unset = ("MLFLOW_TRACKING_URI", "WANDB_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment["TRACKIO_DIR"] = str(tmp_path / "trackio")  # which trackio reads when it is imported
+    subprocess.run([sys.executable, "-m", "rlpipe", "train", *command], check=True, env=environment)
+    expected = [(row["step"], pytest.approx(row["reward"])) for row in trained_steps(tmp_path)]
+    assert len(expected) == 2
+    texts = {row["completion"] for row in read_jsonl(tmp_path / "completions.jsonl")}
+
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert [(row["step"], row["reward"]) for row in wandb_history(folder) if "reward" in row] == expected
+    tables = [json.loads(path.read_text()) for path in folder.glob("**/*.table.json")]
+    assert {row[2] for table in tables for row in table["data"]} == texts
+
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("all").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "reward")
+    assert [(entry.step, entry.value) for entry in history] == expected
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("mlruns/**/completions/*.json")]
+    assert {row[2] for table in tables for row in table["data"]} == texts
+
+    (database,) = (tmp_path / "trackio").glob("all*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = [(step, json.loads(text)) for step, text in connection.execute("SELECT step, metrics FROM metrics")]
+    assert [(step, metrics["reward"]) for step, metrics in rows if "reward" in metrics] == expected
+    found = [row for _, metrics in rows for row in metrics.get("completions", {}).get("_value", [])]
+    assert {row["completion"] for row in found} == texts
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == expected
 
 
 @pytest.mark.ray
