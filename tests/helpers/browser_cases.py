@@ -17,6 +17,9 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 ROOT = Path(__file__).parents[2]
 NEEDED = "RLPIPE_NEED_BROWSER"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+TIMEOUT_MS = 15_000
+"""Milliseconds that a page has to show what is expected: an index gives way to pages, and machines are busy."""
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 @contextmanager
@@ -55,7 +58,7 @@ def opened(browser: Browser, address: str, **options: Any) -> Iterator[Page]:
     faults: list[str] = []
     context = browser.new_context(viewport={"width": 1440, "height": 900}, **options)
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(TIMEOUT_MS)
     page.on("console", lambda message: faults.append(message.text) if _is_fault(message) else None)
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("dialog", lambda dialog: (faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
