@@ -13,6 +13,8 @@ WORDS = [f"1-{LARGEST}?", "higher", "lower"]
 """Texts that are one token, which makes games short."""
 REWARD_PER_BIT, REWARD_OF_RIGHT = 0.15, 0.25
 """Reward for halving what is still possible, and for the right guess besides; a game that is won earns 1 in all."""
+TIMID = 0.7
+"""Share of the guesses in the warm-up that are the lower one of two."""
 
 
 class Guess(rlpipe.Environment):
@@ -46,11 +48,11 @@ def warm_up(config: rlpipe.Config) -> None:
 
 
 def random_game(rng: random.Random) -> list[dict[str, str]]:
-    """Return the messages of a game whose guesses are drawn from what is still possible."""
+    """Return the messages of a game whose guesses are drawn from what is still possible, low ones more often."""
     environment, low, high = Guess(), 1, LARGEST
     messages = [{"role": "user", "content": environment.reset({"number": rng.randint(low, high)}, seed=0)}]
     while True:
-        guess = rng.randint(low, high)
+        guess = min(rng.randint(low, high) for _ in range(2 if rng.random() < TIMID else 1))
         step = environment.step(str(guess))
         messages.append({"role": "assistant", "content": str(guess)})
         if step.done:

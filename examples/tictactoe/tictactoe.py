@@ -58,7 +58,7 @@ def has_won(board: str, mark: str) -> bool:
 def warm_up(config: rlpipe.Config) -> None:
     """Train a policy on games of random moves that are allowed; ``model.prepare`` of the example."""
     rng = random.Random(config.seed)
-    teach(config, (random_game(rng) for _ in range(8000)))
+    teach(config, (random_game(rng) for _ in range(8000)), num_steps=300)
 
 
 def random_game(rng: random.Random) -> list[dict[str, str]]:
