@@ -11,12 +11,14 @@ from typing import Any
 import rlpipe
 from rlpipe.quickstart import teach
 
-SIZE, MAX_MOVES = 4, 12
+SIZE, MAX_MOVES = 4, 10
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 """Gymnasium's number of each direction."""
 SHARE_OF_ICE = 0.7
-STRAY = 0.6
-"""Share of the moves in the warm-up that are drawn at random."""
+STRAY, LOST_FROM = 0.5, 5
+"""Share of the moves in the warm-up that are drawn at random, and how far from the start all of them are."""
+LOST_MOVES = (*MOVES, "left", "up")
+"""Moves that are drawn there: most of them lead away from the goal."""
 NUM_WALKS = 4000
 
 
@@ -66,7 +68,7 @@ def warm_up(config: rlpipe.Config) -> None:
     rows = Path(str(config.data.path)).read_text().splitlines()
     training_maps = {"".join(json.loads(row)["make"]["desc"]) for row in rows}
     maps = (desc for desc in iter(lambda: random_map(rng), None) if "".join(desc) not in training_maps)
-    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=400)
+    teach(config, (stray_walk(next(maps), rng) for _ in range(NUM_WALKS)), words=[*MOVES], num_steps=450)
 
 
 def random_map(rng: random.Random) -> list[str]:
@@ -79,13 +81,17 @@ def random_map(rng: random.Random) -> list[str]:
 
 
 def stray_walk(desc: list[str], rng: random.Random) -> list[dict[str, str]]:
-    """Return the messages of a walk to the goal, on which some moves are drawn at random."""
+    """Return the messages of a walk towards the goal; some moves are random, and all of those near the goal."""
     lake, remaining, position = Lake(), distances("".join(desc)), 0
     messages = [{"role": "user", "content": str(lake.reset({"make": {"desc": desc}}, seed=0))}]
     while True:
         targets = {move: neighbour(position, move) for move in MOVES}
-        best = [move for move, field in targets.items() if remaining.get(field, SIZE * SIZE) < remaining[position]]
-        move = rng.choice([*MOVES] if rng.random() < STRAY else best)
+        choices = [move for move, field in targets.items() if remaining.get(field, SIZE * SIZE) < remaining[position]]
+        if sum(divmod(position, SIZE)) >= LOST_FROM:
+            choices = [*LOST_MOVES]
+        elif rng.random() < STRAY:
+            choices = [*MOVES]
+        move = rng.choice(choices)
         step = lake.step(move)
         messages.append({"role": "assistant", "content": move})
         if step.done:

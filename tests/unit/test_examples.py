@@ -421,14 +421,14 @@ def test_frozen_lake_is_crossed_by_the_way_of_the_warm_up() -> None:
         assert (steps[-1].done, sum(step.reward for step in steps)) == (True, pytest.approx(1.0))
 
 
-def test_frozen_lake_shows_the_player_and_the_fields_around_and_ends_after_twelve_moves() -> None:
+def test_frozen_lake_shows_the_player_and_the_fields_around_and_ends_after_ten_moves() -> None:
     row = {"make": {"desc": ["SFFF", "FHFH", "FFFH", "HFFG"]}}
     lake = import_object("examples/frozen_lake/lake.py:Lake")
     assert lake().reset(row, seed=0) == "PFFF\nFHFH\nFFFH\nHFFG\nSFFS"
-    steps = play(lake(), row, ["north", "right", *["up"] * 12])
+    steps = play(lake(), row, ["north", "right", *["up"] * 10])
     assert steps[0].observation.startswith("'north' is not a direction")
     assert steps[1].observation == "SPFF\nFHFH\nFFFH\nHFFG\nSHFF"
-    assert (len(steps), sum(step.reward for step in steps)) == (1 + 12, pytest.approx(1 / 6))
+    assert (len(steps), sum(step.reward for step in steps)) == (1 + 10, pytest.approx(1 / 6))
 
 
 def test_a_hole_of_frozen_lake_takes_back_what_was_gained() -> None:
