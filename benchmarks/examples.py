@@ -50,8 +50,8 @@ COMMANDS = {
 """Arguments of ``rlpipe train``, by example."""
 LEAST = {
     **dict.fromkeys(("preferences", "orpo", "simpo", "kto", "reward_model", "process_reward"), 0.9),
-    "quickstart": 0.8,
-    "online_dpo": 0.8,
+    **dict.fromkeys(("quickstart", "online_dpo", "guess", "frozen_lake", "tictactoe"), 0.8),
+    "calculator": 0.9,
 }
 """Least value that an example must reach in its most telling metric."""
 
