@@ -563,7 +563,7 @@ def test_a_page_whose_server_has_ended_says_so(browser: Browser, folder: Path) -
     with served([folder / "short"], cache=folder / "cache") as address:
         page.goto(address)
         page.wait_for_selector("main[data-view]")
-    expect(page.locator("#gone")).to_contain_text("rlpipe view has ended", timeout=15_000)
+    expect(page.locator("#gone")).to_contain_text("rlpipe view has ended")
     context.close()
 
 
