@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError, WeightsMismatch
 from rlpipe.models.served_weights import EXPERTS, PREFIX, ServedWeights
+from rlpipe.rollout.vllm.vllm_draws import draw_by_counter
 from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts, pack_layers, refresh_sinks
 from rlpipe.types import ByteArray
 from rlpipe.weights.buckets import (
@@ -60,12 +61,14 @@ class WeightsExtension:
     _served: ServedWeights | None = None
 
     def prepare_serving(self, merged: ModelConfig | None) -> None:
-        """Replace vLLM's LoRA on CPUs by a faster one, and open the base of ``merged`` weights (None: of other ones).
+        """Replace vLLM's LoRA and draws on CPUs by faster ones, and open the base of ``merged`` weights (None: others).
 
         Without LoRA, weights are replaced in place, and then packed for the CPU's matrix products.
         """
         if merged is not None:
             self._served = ServedWeights(merged)
+        if self.device.type == "cpu":
+            draw_by_counter(self.model_runner)
         if self.model_runner.lora_config is None:
             pack_layers(self.model_runner.model)
         elif self.device.type == "cpu":
