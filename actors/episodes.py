@@ -36,24 +36,26 @@ class EpisodeSetup:
 class EpisodeActor:
     """Ray actor around a ``GroupPlayer``; its methods are coroutines on one event loop."""
 
-    def __init__(self, name: str, setup: EpisodeSetup) -> None:
-        self._name, self._setup = name, setup
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._player: GroupPlayer | None = None
         self._started, self._starting = asyncio.Event(), asyncio.Lock()
-        self._client = TurnClient(name, setup.engines)
+        self._engines: dict[str, ActorHandle] = {}
+        """The run's engines, once it has started; Ray warns of handles in the arguments of actors that restart."""
+        self._client = TurnClient(name, self._engines)
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._finished: list[RolloutGroup] = []
         """Groups that the driver has not received yet, as far as this process knows."""
         self._error: RunError | None = None
         self._changed = asyncio.Event()
 
-    async def start(self) -> list[str]:
+    async def start(self, setup: EpisodeSetup) -> list[str]:
         """Import the environment, and try the template's bridges; return messages for the user."""
         async with self._starting:  # Ray may repeat the call while the first one runs
-            return await self._start() if self._player is None else []
+            return await self._start(setup) if self._player is None else []
 
-    async def _start(self) -> list[str]:
-        setup = self._setup
+    async def _start(self, setup: EpisodeSetup) -> list[str]:
+        self._engines.update(setup.engines)
         enter_folder(setup.folder)
         start_reaper()  # of programs, servers of tools, and what environments start
         threads = THREADS_PER_EPISODE * setup.config.environment.concurrency

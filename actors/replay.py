@@ -106,8 +106,8 @@ class ReplaySetup:
     rewards: Mapping[str, RewardConfig]
     seed: int
     num_samples: int
-    hook: ActorHandle | None = None
-    """Actor that runs the user's hook on scored groups, or None."""
+    hook: str | None = None
+    """Name of the actor that runs the user's hook on scored groups; Ray warns of its handle if actors restart."""
 
     @classmethod
     def of(cls, config: Config, path: Path, rewards: Mapping[str, RewardConfig]) -> ReplaySetup:
@@ -131,7 +131,7 @@ class ReplayActor(StepServer):
         self._setup = setup
         self._opened: ReplayStore | None = None
         self._features = FeatureQueue(num_ranks=setup.learner.num_ranks)
-        self._hook = HookFeed(setup.hook, self._report_hook) if setup.hook is not None else None
+        self._hook = HookFeed(ray.get_actor(setup.hook), self._report_hook) if setup.hook is not None else None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._reopen()
 

@@ -144,8 +144,8 @@ class Through:
         """Return the seconds of episodes, and their groups."""
         config = make_config(*options)
         setup = EpisodeSetup(config=config, engines={"engine": self.engine}, folder=".")
-        actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes", setup)
-        ray.get(actor.start.remote())
+        actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes")
+        ray.get(actor.start.remote(setup))
         found: list[RolloutGroup] = []
         groups: list[RolloutGroup] = []
         # The first are a warm-up, and start a process for each episode that is played at one time.

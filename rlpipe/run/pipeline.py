@@ -164,6 +164,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     with ExitStack() as stack:
         owns_cluster = stack.enter_context(_cluster(config, needs))
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
+        stack.enter_context(workers.open_hook(run))
         replay = workers.start_replay(run)
         resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.

@@ -88,6 +88,7 @@ class Workers:
             await until_ready(name, self.start_engine(name), lambda: (name, self.start_engine(name)), timeout_s)
 
 
+_HOOK = ResourceRequest(name="hook")
 COORDINATING: dict[str, Any] = {
     "max_concurrency": ASYNC_CALLS,
     "restarts": True,
@@ -296,14 +297,14 @@ def start_episodes(
     )
     processes = {
         need.name: start_actor(
-            EpisodeActor, need, need.name, setup, reservation=reservation, max_concurrency=ASYNC_CALLS, restarts=True
+            EpisodeActor, need, need.name, reservation=reservation, max_concurrency=ASYNC_CALLS, restarts=True
         )
         for need in needs
     }
 
     def start(name: str) -> ObjectRef:
         call: Any = processes[name].start.options(max_task_retries=3)
-        ref: ObjectRef = call.remote()
+        ref: ObjectRef = call.remote(setup)
         return ref
 
     return EpisodePool(processes, start=start, cluster=run.config.cluster)
@@ -345,19 +346,23 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
     return dataset
 
 
+@contextmanager
+def open_hook(run: Run) -> Iterator[None]:
+    """Keep the actor of the user's hook, which the replay actor finds by its name, until the context exits."""
+    path = run.config.scoring.on_rollouts_scored
+    if path is None:
+        yield
+        return
+    hook = start_actor(HookActor, _HOOK, path, os.getcwd(), restarts=True, on_driver_host=True)
+    yield
+    del hook  # Ray ends an actor with its last handle
+
+
 def start_replay(run: Run) -> ActorHandle:
     """Start the replay actor, which has no ledger yet."""
     setup = ReplaySetup.of(run.config, ledger_path(run.output, run.config.name, run.config.ledger.folder), run.rewards)
     if run.config.scoring.on_rollouts_scored is not None:
-        hook = start_actor(
-            HookActor,
-            ResourceRequest(name="hook"),
-            run.config.scoring.on_rollouts_scored,
-            os.getcwd(),
-            restarts=True,
-            on_driver_host=True,
-        )
-        setup = replace(setup, hook=hook)
+        setup = replace(setup, hook=_HOOK.name)
     return start_actor(ReplayActor, ResourceRequest(name="replay"), setup, **COORDINATING)
 
 

@@ -122,13 +122,14 @@ def test_a_hanging_environment_costs_its_episode_the_time_limit(make: Make, tmp_
     assert any(row["episodes/truncated"] > 0 for row in trained_steps(tmp_path))
 
 
-def test_a_program_plays_on_the_runs_engines(make: Make, tmp_path: Path) -> None:
+def test_a_program_plays_on_the_runs_engines(make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["environment.path=null", f"environment.agent={FILE}:solve", "algorithm.num_steps=2"]
     summary = rlpipe.train(make(tmp_path, *options))
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
     assert_accounts_add_up(tmp_path, num_steps=2, groups_per_step=GROUPS_PER_STEP)
     rows = trained_steps(tmp_path)
     assert all(row["episodes/turns"] == 2 and row["episodes/branches"] == 1 for row in rows)
+    assert "core_worker" not in capfd.readouterr().err, "Ray's core has nothing to say about the actors"
 
 
 @pytest.mark.slow

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.ray
 
 
 def test_the_hook_sees_every_scored_group(
-    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_ray: None,
+    tiny_policy: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hook = f"scoring.on_rollouts_scored='{REWARDS_FILE}:record_groups'"
@@ -22,6 +27,7 @@ def test_the_hook_sees_every_scored_group(
     lines = [line.split(" ", 1) for line in (tmp_path / "hook.txt").read_text().splitlines()]
     assert len({number for number, _ in lines}) == len(lines) == 16, "three steps of four groups, and those of the pass"
     assert all(len(json.loads(rewards)) == 4 for _, rewards in lines)
+    assert "core_worker" not in capfd.readouterr().err, "Ray's core has nothing to say about the actors"
 
 
 @pytest.mark.slow

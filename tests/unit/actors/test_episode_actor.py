@@ -37,9 +37,9 @@ def test_a_group_that_is_sent_early_or_twice_is_played_once(monkeypatch: pytest.
     config: Any = SimpleNamespace(environment=SimpleNamespace(concurrency=1))
 
     async def scenario() -> None:
-        actor = EpisodeActor("episodes-0", EpisodeSetup(config=config, engines={}, folder="."))
+        actor, setup = EpisodeActor("episodes-0"), EpisodeSetup(config=config, engines={}, folder=".")
         requests = [cast(GroupRequest, SimpleNamespace(group_id=number)) for number in range(2)]
-        starting = asyncio.gather(actor.start(), actor.start())  # again, as Ray repeats calls
+        starting = asyncio.gather(actor.start(setup), actor.start(setup))  # again, as Ray repeats calls
         await actor.play(requests, "rollout-0")
         await starting
         assert player.num_starts == 1
