@@ -4,7 +4,8 @@
 uses OpenAI's client. ``gateway_ms`` is the gateway's CPU time for a request. ``schedule`` is the ideal time of episodes
 whose environment takes 0 to 10 times as long as a turn, over the measured one, with an engine that always takes the
 same time. Run: ``python -m benchmarks.episodes``. With ``--memory 20000`` it plays so many episodes of both kinds
-instead, with turns that take no time, and prints by which share the memory of the process that plays them grows.
+instead, with turns that take no time, and prints by which share the memory grows of the process that plays them; for
+``processes`` with those of its environments.
 """
 
 from __future__ import annotations
@@ -282,20 +283,27 @@ async def run_client(base_url: str) -> None:
 
 
 async def measure_memory(num_episodes: int, *options: str) -> float:
-    """Return the growth of this process's memory while it plays episodes, over its size after the first of them."""
+    """Return the growth of memory while episodes are played, over its size after the first of them.
+
+    Memory is that of this process and of those that it has started, shared pages counted once.
+    """
 
     async def sample(request: GroupRequest, _: Deadline) -> Rollout:
         return build_rollout(request, 0, FIXED_TURN)
 
-    player, _ = open_player(make_config("environment.isolation=thread", *options), sample)
+    def used() -> int:
+        own = psutil.Process()
+        return sum(process.memory_full_info().pss for process in (own, *own.children(recursive=True)))
+
+    player, _ = open_player(make_config(*options), sample)
     await player.start()
-    process, settled, waves = psutil.Process(), 0, num_episodes // CONCURRENCY
+    settled, waves = 0, num_episodes // CONCURRENCY
     for wave in range(waves):
         groups = await asyncio.gather(*map(player.play, make_requests(make_config(), CONCURRENCY // GROUP_SIZE)))
         assert not [group.failure for group in groups if group.failure]
         if wave == round(SETTLED_AFTER * waves):
-            settled = process.memory_info().rss
-    return process.memory_info().rss / settled - 1
+            settled = used()
+    return used() / settled - 1
 
 
 async def measure_schedule(num_episodes: int) -> float:
@@ -357,8 +365,10 @@ def main() -> None:
     elif arguments.client is not None:
         asyncio.run(run_client(arguments.client))
     elif arguments.memory is not None:
-        ways = {**WAYS, "http": "environment.agent=benchmarks.episodes:talk_plainly"}
-        growth = {way: asyncio.run(measure_memory(arguments.memory, option)) for way, option in ways.items()}
+        in_thread, plainly = "environment.isolation=thread", "environment.agent=benchmarks.episodes:talk_plainly"
+        ways = {way: [option, in_thread] for way, option in WAYS.items()} | {"http": [plainly, in_thread]}
+        ways["processes"] = [WAYS["environment"]]
+        growth = {way: asyncio.run(measure_memory(arguments.memory, *options)) for way, options in ways.items()}
         print(json.dumps({"episodes": arguments.memory, **{way: round(own, 4) for way, own in growth.items()}}))
     else:
         measure(arguments.episodes, arguments.repeats)
