@@ -37,6 +37,8 @@ from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver")
 KINDS_OF_EPISODES = {"environment": ("episodes", "environment", "server"), "agent": ("episodes", "agent")}
+KINDS_OF_ONE_EPISODE = ("environment", "server", "agent")
+"""Processes that are only replaced once another episode needs one; the others go on meanwhile."""
 STEPS_PER_MINUTE = 100
 """Steps of both runs per minute of killing; undisturbed, the quickstart trains about 180 steps a minute."""
 STEPS_OF_EPISODES_PER_MINUTE = 40
@@ -198,6 +200,8 @@ class Chaos:
         assert self._driver.process is not None
         if self._driver.started_at > kill.at:
             return self._driver.started_at
+        if kill.kind in KINDS_OF_ONE_EPISODE:
+            return kill.at
         if kill.kind == "rollout":
             served = [e.time for e in self._watcher.events_after(kill.at) if "serves again" in e.message]
             return served[0] if served else None

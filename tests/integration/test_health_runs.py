@@ -150,6 +150,7 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "ebft_alignment": ("digits", (*EBFT, "rollout.sampling.temperature=0.01", "algorithm.num_steps=21")),
     "ebft_diversity": ("digits", (*EBFT, "rollout.sampling.temperature=0.01", "algorithm.num_steps=11")),
+    "truncated": ("digits", ("rollout.sampling.max_tokens=2", "algorithm.num_steps=11")),
 }
 """Reward functions and options of runs that are ill, by the rule that must warn."""
 
