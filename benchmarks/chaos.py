@@ -238,7 +238,7 @@ def options(arguments: argparse.Namespace, output: Path, warm_up: Path) -> list[
             "learner.num_cpus=0.5",
             "learner.num_threads=1",
         ]
-    return chosen
+    return [*chosen, *arguments.set]
 
 
 def run_undisturbed(arguments: argparse.Namespace, output: Path, warm_up: Path) -> dict[str, Any]:
@@ -292,6 +292,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="learner ranks; above 1 with fsdp2")
     parser.add_argument("--episodes", choices=KINDS_OF_EPISODES, help="play episodes of an environment or a program")
+    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="further options of both runs")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/chaos"))
     arguments = parser.parse_args()
     warm_up = arguments.output / "policy"
