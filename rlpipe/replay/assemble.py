@@ -398,7 +398,8 @@ def _numbers_or_nan(values: Sequence[float | None]) -> list[float]:
 
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     lengths = np.array([len(rollout.completion_ids) for rollout in rollouts])
-    cut = np.array([rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts])
+    # Other limits of episodes, such as that of their turns, are not of tokens: episodes/truncated counts them.
+    cut = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     metrics = _length_statistics("completions", lengths)
     metrics["completions/clipped_ratio"] = float(np.mean(cut))
     if not cut.all():

@@ -154,7 +154,7 @@ def test_a_step_without_any_pair_trains_nothing() -> None:
 
 def test_metrics_of_a_step() -> None:
     groups = [group(0, [1.0, 0.0], lengths=[2, 4], version=1), group(1, [1.0, 1.0], version=3)]
-    groups[0].rollouts[1].status = RolloutStatus.TRUNCATED
+    groups[0].rollouts[1].finish_reason, groups[1].rollouts[0].finish_reason = "length", "max_turns"
     metrics = step_metrics(groups, step=3)
     assert metrics["reward"] == 0.75
     assert metrics["rewards/right/mean"] == 0.75
