@@ -358,10 +358,13 @@ def _look(at: str) -> str:
     return at
 
 
+_SLOW_START = ": raise environment.timeout_s, or lower environment.concurrency if many start at the same time"
+
+
 def _with_turns(episode: Episode) -> Episode:
     """Fail an episode in which the policy was not asked, or did not answer in time: it has nothing to train."""
     if not episode.graph.turns and episode.failure is None:
-        episode.fail(f"it ended without a turn of the policy ({episode.end})")
+        episode.fail(f"it ended without a turn of the policy ({episode.end}){_SLOW_START * (episode.end == 'timeout')}")
     return episode
 
 
