@@ -186,6 +186,27 @@ def test_texts_of_models_are_sent_as_data(tmp_path: Path) -> None:
         assert ATTACK in json.dumps(answer.json(), ensure_ascii=False).replace('\\"', '"')
 
 
+@pytest.mark.parametrize(
+    ("planted", "kind"),
+    [
+        (b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>", "application/octet-stream"),
+        (b"<!DOCTYPE html><script>alert(1)</script>", "application/octet-stream"),
+        (b"GIF89a/*<html><script>*/=1;alert(1)//</script>", "image/gif"),
+        (b"", "application/octet-stream"),
+    ],
+)
+def test_images_that_are_programs_are_sent_as_images_or_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bytes, kind: str
+) -> None:
+    monkeypatch.setattr("viewer_cases.picture", lambda: planted)
+    finished_run(tmp_path / "run", num_steps=1, images=True)
+    client = client_of(tmp_path / "run")
+    image = client.get(f"/{TOKEN}/api/image", params={"id": 1, "number": 0})
+    assert (image.status_code, image.content, image.headers["content-type"]) == (200, planted, kind)
+    assert image.headers["x-content-type-options"] == "nosniff"
+    assert "script-src 'self'" in image.headers["content-security-policy"]
+
+
 def test_one_group_is_shown_with_all_that_the_ledger_has(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", num_steps=1, episodes=True, images=True)
     client = client_of(tmp_path / "run")
