@@ -29,25 +29,19 @@ def model_folder(path: str) -> str:
     if not is_gguf(path):
         return path
     target = converted_folder(path)
-    if not target.exists():
-        convert(Path(path).expanduser(), target)
+    create_once(target, lambda: convert(Path(path).expanduser(), target))
     return str(target)
 
 
 def convert(file: Path, target: Path) -> None:
     """Write the model and the tokenizer of a GGUF file to ``target``, with weights in float32.
 
-    Every block of a quantized tensor is a scale times small integers, which float32 holds exactly. If another process
-    is converting to the same folder, wait for it. Raises ``ModelError`` if the file can't be read, or transformers
-    can't dequantize it.
+    Every block of a quantized tensor is a scale times small integers, which float32 holds exactly. Raises
+    ``ModelError`` if the file can't be read, or transformers can't dequantize it.
     """
     _check_file(file)
-
-    def create() -> None:
-        with whole_folder(target) as folder:
-            _convert(file, folder)
-
-    create_once(target, create)
+    with whole_folder(target) as folder:
+        _convert(file, folder)
 
 
 def describe_gguf(path: str) -> str | None:

@@ -20,9 +20,10 @@ from real_cases import QUESTIONS, gsm8k_rows, real_model, real_rollouts, require
 from run_cases import HOLDS_LOGP_TO, make_config, read_adapter, read_jsonl, trained_steps
 from serving_cases import largest_gap, publish_policy
 from torch import Tensor
+from transformers import AutoConfig
 
 import rlpipe
-from rlpipe import cli
+from rlpipe import cli, quickstart
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
@@ -36,6 +37,7 @@ from rlpipe.offload.planner.profiler import resident_bytes
 from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import open_engine
+from rlpipe.run.prepare import prepare_run
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.types import ALIGNMENT, DIVERSITY, GroundTruth, Prompt, RolloutGroup, TrainBatch
 
@@ -77,6 +79,17 @@ def chat_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": question, "answer": answers[1]} for question, answers in QUESTIONS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def test_a_run_makes_the_model_of_the_wheel_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "hub_has", lambda *_, **__: False)
+    config = rlpipe.load_config(
+        ["experiment=smollm2", f"model.path={tmp_path / 'model'}", f"output={tmp_path / 'run'}"]
+    )
+    prepare_run(config)
+    assert AutoConfig.from_pretrained(model).vocab_size == 49_152
 
 
 @pytest.mark.ray
