@@ -85,10 +85,8 @@ def test_a_run_makes_the_model_of_the_wheel_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "hub_has", lambda *_, **__: False)
-    config = rlpipe.load_config(
-        ["experiment=smollm2", f"model.path={tmp_path / 'model'}", f"output={tmp_path / 'run'}"]
-    )
-    prepare_run(config)
+    model, output = tmp_path / "model", tmp_path / "run"
+    prepare_run(rlpipe.load_config(["experiment=smollm2", f"model.path={model}", f"output={output}"]))
     assert AutoConfig.from_pretrained(model).vocab_size == 49_152
 
 
