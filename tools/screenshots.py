@@ -26,8 +26,10 @@ def served(runs: list[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "rlpipe", "view", *runs]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 def take(page: Page, name: str, view: str, *, height: int = HEIGHT) -> None:
@@ -54,7 +56,7 @@ def open_page(browser: Browser, address: str, scheme: str) -> Page:
 def varied_group(page: Page) -> str:
     """Return the id of the newest trained group of which some completions are right and some wrong."""
     show(page, "groups?run=0&state=TRAINED&sort=std&order=desc")
-    found = page.locator("table.groups tbody tr").first.get_attribute("data-group")
+    found = page.locator("table.groups tbody tr[data-group]").first.get_attribute("data-group")
     assert found is not None
     return found
 
