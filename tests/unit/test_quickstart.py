@@ -81,7 +81,7 @@ def test_the_wheel_stands_in_for_a_hub_whose_files_do_not_come(monkeypatch: pyte
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cut)
     converted: list[Path] = []
     monkeypatch.setattr(quickstart, "convert", lambda file, target: converted.append(target))
-    config = load_config(["experiment=smollm2", f"output={tmp_path}"])
+    config = load_config(["experiment=smollm2", f"model.path={tmp_path / 'model'}", f"output={tmp_path}"])
     monkeypatch.setattr(quickstart, "smollm2_file", lambda: tmp_path / "model.gguf")
     quickstart.fetch_smollm2(config)
     assert converted == [Path(config.model.path)]
