@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -199,12 +199,22 @@ def without_image(sampled: Sequence[int], image_id: int | None, finish_reason: s
     return "image" if sampled and sampled[-1] == image_id else finish_reason
 
 
+_BITS = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+"""Step between the states of SplitMix64."""
+
+
+def mix(value: Any) -> Any:
+    """Mix the bits of numbers below 2^64 as in SplitMix64 (Steele et al., 2014): an int, or an array of uint64."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _BITS
+    return value ^ (value >> 31)
+
+
 def sample_seed(seed: int, sample_index: int = 0) -> int:
-    """Derive a seed in [0, 2^62) from a request's seed; neighbouring requests share none (SplitMix64's mixing)."""
-    value = (seed * 0x9E3779B97F4A7C15 + (sample_index + 1) * 0xD1B54A32D192ED03) % 2**64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
-    return (value ^ (value >> 31)) >> 2
+    """Derive a seed in [0, 2^62) from a request's seed; neighbouring requests share none."""
+    mixed: int = mix((seed * GOLDEN + (sample_index + 1) * 0xD1B54A32D192ED03) & _BITS)
+    return mixed >> 2
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

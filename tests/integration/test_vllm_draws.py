@@ -27,7 +27,7 @@ def engine(open_vllm: OpenVllm) -> Engine:
 def draws(logits: Tensor, seeds: list[int], positions: list[int]) -> Tensor:
     from vllm.platforms import current_platform
 
-    from rlpipe.rollout.vllm.vllm_draws import draw_seeds
+    from rlpipe.rollout.vllm.vllm_cpu import draw_seeds
 
     current_platform.import_kernels()
     return torch.ops._C.fused_gumbel_argmax(logits, draw_seeds(np.array(seeds, np.uint64), np.array(positions)))

@@ -19,7 +19,6 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -28,7 +27,7 @@ from vllm.platforms import current_platform
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError, WeightsMismatch
 from rlpipe.models.served_weights import EXPERTS, PREFIX, ServedWeights
-from rlpipe.rollout.vllm.vllm_draws import draw_by_counter
+from rlpipe.rollout.vllm.vllm_cpu import draw_by_counter, use_grouped_lora
 from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts, pack_layers, refresh_sinks
 from rlpipe.types import ByteArray
 from rlpipe.weights.buckets import (
@@ -72,7 +71,7 @@ class WeightsExtension:
         if self.model_runner.lora_config is None:
             pack_layers(self.model_runner.model)
         elif self.device.type == "cpu":
-            _use_grouped_lora(self.model_runner.lora_manager._adapter_manager, self.model_runner.scheduler_config)
+            use_grouped_lora(self.model_runner.lora_manager._adapter_manager, self.model_runner.scheduler_config)
 
     def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
         """Load and activate an adapter, and return the digest of the weights in its slots of all layers.
@@ -210,57 +209,6 @@ class AdapterLayout:
             for module in self._modules
         }
         return LoRAModel(adapter_id, self._rank, weights)
-
-
-class GroupedLora(PunicaWrapperCPU):
-    """LoRA on the CPU with one pair of matrix products for each adapter in the batch.
-
-    vLLM's own wrapper gathers A and B for every token, which takes several times as long as the model itself.
-    """
-
-    def update_metadata(
-        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
-    ) -> None:
-        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
-        ids = set(mapping.index_mapping)
-        slots = self.token_lora_indices
-        self._groups: list[tuple[int, Tensor | None]] = [
-            (slot, None if len(ids) == 1 else (slots == slot).nonzero().squeeze(1))
-            for slot in (lora_index_to_id.index(adapter_id) for adapter_id in ids if adapter_id > 0)
-        ]
-
-    def add_lora_linear(
-        self,
-        y: Tensor,  # [T, sum of output_slices]
-        x: Tensor,  # [T, in]
-        lora_a_stacked: tuple[Tensor, ...],  # each [slots, 1, r, in]
-        lora_b_stacked: tuple[Tensor, ...],  # each [slots, 1, out, r]
-        scale: float,
-        output_slices: tuple[int, ...],
-        *,
-        buffer: tuple[Tensor, ...] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        for slot, rows in self._groups:
-            inputs = x if rows is None else x[rows]
-            outputs = y if rows is None else y[rows]
-            offset = 0
-            for lora_a, lora_b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                hidden = inputs @ lora_a[slot, 0].T
-                outputs[:, offset : offset + size].addmm_(hidden, lora_b[slot, 0].T, alpha=scale)
-                offset += size
-            if rows is not None:
-                y[rows] = outputs
-
-
-def _use_grouped_lora(manager: LoRAModelManager, scheduler_config: Any) -> None:
-    for prefix, wrapper in list(manager.punica_wrapper_mapping.items()):
-        grouped = GroupedLora(manager.max_num_batched_tokens, scheduler_config.max_num_seqs, wrapper.device)
-        manager.punica_wrapper_mapping[prefix] = grouped
-        for module in manager.modules.values():
-            if module.punica_wrapper is wrapper:
-                module.set_mapping(grouped)
 
 
 def _lora_dtype(manager: LoRAModelManager) -> torch.dtype:
