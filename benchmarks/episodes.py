@@ -48,7 +48,9 @@ from rlpipe.rollout.engine import Sample, build_rollout, engine_threads
 from rlpipe.types import NO_TURN, GroupRequest, IntArray, Prompt, Rollout, RolloutGroup
 
 FOLDER = Path("outputs/benchmarks/episodes")
-NUM_TURNS, TURN_TOKENS, GROUP_SIZE, CONCURRENCY = 5, 24, 8, 256
+NUM_TURNS, TURN_TOKENS, GROUP_SIZE = 5, 24, 8
+CONCURRENCY = 256
+"""Episodes that are played at a time, if nothing else is asked for."""
 TURN_S = 0.5
 """Seconds of a turn in the comparison with an ideal schedule: 256 at a time are then 12,000 tokens a second."""
 SETTLED_AFTER = 0.1
@@ -135,22 +137,22 @@ def make_requests(config: Config, num_groups: int, rows: Sequence[Mapping[str, A
 class Through:
     """The engine and the process of episodes of a run, as Ray actors."""
 
-    def __init__(self, config: Config) -> None:
-        groups = {TURNS: 8}
+    def __init__(self, concurrency: int) -> None:
+        groups, config = {TURNS: 8}, make_config()
         self.engine = ray.remote(concurrency_groups=groups)(RolloutActor).options(max_concurrency=4).remote("engine")
-        self._config = config
+        self._concurrency = concurrency
         ray.get(self.engine.start.remote(config.model, config.rollout, config.weights, longest_conversation(config)))
 
     def play(self, num_groups: int, *options: str) -> tuple[float, list[RolloutGroup]]:
         """Return the seconds of episodes, and their groups."""
-        config = make_config(*options)
+        config = make_config(*options, f"environment.concurrency={self._concurrency}")
         setup = EpisodeSetup(config=config, engines={"engine": self.engine}, folder=".")
         actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes")
         ray.get(actor.start.remote(setup))
         found: list[RolloutGroup] = []
         groups: list[RolloutGroup] = []
         # The first are a warm-up, and start a process for each episode that is played at one time.
-        for requests in (make_requests(config, CONCURRENCY // GROUP_SIZE), make_requests(config, num_groups)):
+        for requests in (make_requests(config, self._concurrency // GROUP_SIZE), make_requests(config, num_groups)):
             found, groups, began = [], [], time.perf_counter()
             ray.get(actor.play.remote(requests, "engine"))
             while len(found) < len(requests):
@@ -177,7 +179,7 @@ def turns_of(groups: Sequence[RolloutGroup]) -> list[list[tuple[list[int], int]]
     return episodes
 
 
-def run_bare(file: Path) -> None:
+def run_bare(file: Path, concurrency: int) -> None:
     """Sample the turns of a file by a loop over vLLM, and print the seconds."""
     from rlpipe.rollout.vllm.vllm_options import engine_args, sampling_args  # isort: split
     from vllm import EngineArgs, SamplingParams
@@ -201,7 +203,7 @@ def run_bare(file: Path) -> None:
             engine.add_request(f"{episode}/{turn}", tokens_input(token_ids), params)
 
         while waiting or open_turns:
-            while waiting and open_turns < CONCURRENCY:
+            while waiting and open_turns < concurrency:
                 start(waiting.pop(0)[0], 0)
                 open_turns += 1
             for output in engine.step():
@@ -217,10 +219,10 @@ def run_bare(file: Path) -> None:
     engine.engine_core.shutdown()
 
 
-def measure_bare(groups: Sequence[RolloutGroup]) -> float:
+def measure_bare(groups: Sequence[RolloutGroup], concurrency: int) -> float:
     file = FOLDER / "turns.json"
     file.write_text(json.dumps(turns_of(groups)))
-    command = [sys.executable, "-m", "benchmarks.episodes", "--bare", str(file)]
+    command = [sys.executable, "-m", "benchmarks.episodes", "--bare", str(file), "--concurrency", str(concurrency)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1]))
 
@@ -282,7 +284,7 @@ async def run_client(base_url: str) -> None:
     await asyncio.gather(*map(play, keys))
 
 
-async def measure_memory(num_episodes: int, *options: str) -> float:
+async def measure_memory(num_episodes: int, concurrency: int, *options: str) -> float:
     """Return the growth of memory while episodes are played, over its size after the first of them.
 
     Memory is that of this process and of those that it has started, shared pages counted once.
@@ -295,22 +297,23 @@ async def measure_memory(num_episodes: int, *options: str) -> float:
         own = psutil.Process()
         return sum(process.memory_full_info().pss for process in (own, *own.children(recursive=True)))
 
-    player, _ = open_player(make_config(*options), sample)
+    config = make_config(*options, f"environment.concurrency={concurrency}")
+    player, _ = open_player(config, sample)
     await player.start()
-    settled, waves = 0, num_episodes // CONCURRENCY
+    settled, waves = 0, num_episodes // concurrency
     for wave in range(waves):
-        groups = await asyncio.gather(*map(player.play, make_requests(make_config(), CONCURRENCY // GROUP_SIZE)))
+        groups = await asyncio.gather(*map(player.play, make_requests(config, concurrency // GROUP_SIZE)))
         assert not [group.failure for group in groups if group.failure]
         if wave == round(SETTLED_AFTER * waves):
             settled = used()
     return used() / settled - 1
 
 
-async def measure_schedule(num_episodes: int) -> float:
+async def measure_schedule(num_episodes: int, concurrency: int) -> float:
     """Return the ideal time of episodes with slow answers, over the measured one."""
     random = np.random.default_rng(0)
     waits = np.clip(random.lognormal(0.0, 1.0, (num_episodes, NUM_TURNS)), 0, 10) * TURN_S
-    config = make_config("environment.path=benchmarks.episodes:Talk")
+    config = make_config("environment.path=benchmarks.episodes:Talk", f"environment.concurrency={concurrency}")
 
     async def sample(request: GroupRequest, _: Deadline) -> Rollout:
         await asyncio.sleep(TURN_S)
@@ -318,28 +321,28 @@ async def measure_schedule(num_episodes: int) -> float:
 
     player, _ = open_player(config, sample)
     await player.start()
-    await asyncio.gather(*map(player.play, make_requests(config, CONCURRENCY, [{} for _ in range(CONCURRENCY)])))
+    await asyncio.gather(*map(player.play, make_requests(config, concurrency, [{} for _ in range(concurrency)])))
     requests = make_requests(config, num_episodes, [{"waits": own} for own in waits.tolist()])
     began = time.perf_counter()
     await asyncio.gather(*map(player.play, requests))
     seconds = time.perf_counter() - began
-    free_at = [0.0] * CONCURRENCY
+    free_at = [0.0] * concurrency
     for own in waits.sum(1) + NUM_TURNS * TURN_S:  # in the order of their requests
         heapreplace(free_at, free_at[0] + own)
     return max(free_at) / seconds
 
 
-def measure(num_episodes: int, repeats: int) -> None:
+def measure(num_episodes: int, repeats: int, concurrency: int) -> None:
     gateway_ms = asyncio.run(measure_gateway(num_episodes))
-    schedule = asyncio.run(measure_schedule(num_episodes))
+    schedule = asyncio.run(measure_schedule(num_episodes, concurrency))
     print(f"gateway: {gateway_ms:.2f} ms a request; schedule: {schedule:.3f}", flush=True)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    through = Through(make_config())
+    through = Through(concurrency)
     shares: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for way, option in WAYS.items():
             seconds, groups = through.play(num_episodes // GROUP_SIZE, option)
-            bare_s = measure_bare(groups)
+            bare_s = measure_bare(groups, concurrency)
             print(f"{way}: {seconds:.1f} s, a bare loop {bare_s:.1f} s", flush=True)
             shares[way].append(bare_s / seconds)
     ray.shutdown()
@@ -356,22 +359,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="episodes that are played at a time")
     parser.add_argument("--memory", type=int, metavar="EPISODES", help="measure memory over so many episodes instead")
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare is not None:
-        run_bare(arguments.bare)
+        run_bare(arguments.bare, arguments.concurrency)
     elif arguments.client is not None:
         asyncio.run(run_client(arguments.client))
     elif arguments.memory is not None:
         in_thread, plainly = "environment.isolation=thread", "environment.agent=benchmarks.episodes:talk_plainly"
         ways = {way: [option, in_thread] for way, option in WAYS.items()} | {"http": [plainly, in_thread]}
         ways["processes"] = [WAYS["environment"]]
-        growth = {way: asyncio.run(measure_memory(arguments.memory, *options)) for way, options in ways.items()}
+        growth = {
+            way: asyncio.run(measure_memory(arguments.memory, arguments.concurrency, *options))
+            for way, options in ways.items()
+        }
         print(json.dumps({"episodes": arguments.memory, **{way: round(own, 4) for way, own in growth.items()}}))
     else:
-        measure(arguments.episodes, arguments.repeats)
+        measure(arguments.episodes, arguments.repeats, arguments.concurrency)
 
 
 if __name__ == "__main__":

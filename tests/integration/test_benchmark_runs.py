@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
-    "episodes": ("--episodes", "64", "--repeats", "1"),
+    "episodes": ("--episodes", "64", "--repeats", "1", "--concurrency", "32"),
     "examples": ("sft", "--set", "algorithm.num_steps=2", "learner.schedule.warmup_steps=0"),
     "host_adam": ("--elements", "65536", "--steps", "3", "--sides", "torch"),
     "kernels": (
