@@ -146,7 +146,7 @@ ILL: dict[str, tuple[str, tuple[str, ...]]] = {
     "effective_samples": ("variety", OLD),
     "staleness": (
         "digits",
-        (*SLOW_LEARNER, "algorithm.num_epochs_per_step=60", "algorithm.num_steps=26", "replay.max_staleness=2"),
+        (*SLOW_LEARNER, "algorithm.num_epochs_per_step=200", "algorithm.num_steps=26", "replay.max_staleness=2"),
     ),
     "ebft_alignment": ("digits", (*EBFT, "rollout.sampling.temperature=0.01", "algorithm.num_steps=21")),
     "ebft_diversity": ("digits", (*EBFT, "rollout.sampling.temperature=0.01", "algorithm.num_steps=11")),
