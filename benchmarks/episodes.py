@@ -103,7 +103,7 @@ WAYS = {
 }
 
 
-def make_config(*options: str) -> Config:
+def make_config(*options: str, concurrency: int = CONCURRENCY) -> Config:
     path = FOLDER / "policy"
     if not path.exists():
         make_tiny_policy(path)
@@ -111,7 +111,7 @@ def make_config(*options: str) -> Config:
         [
             *("data=jsonl", f"data.path={__file__}", f"model.path={path}", "model=full", "model.dtype=float32"),
             *("rollout.engine=vllm", "rollout.num_cpus=1", f"rollout.sampling.max_tokens={TURN_TOKENS}"),
-            *("data.max_prompt_tokens=400", "environment.timeout_s=600", f"environment.concurrency={CONCURRENCY}"),
+            *("data.max_prompt_tokens=400", "environment.timeout_s=600", f"environment.concurrency={concurrency}"),
             *(f"environment.max_turns={NUM_TURNS}", *options),
         ],
         need_files=False,
@@ -145,7 +145,7 @@ class Through:
 
     def play(self, num_groups: int, *options: str) -> tuple[float, list[RolloutGroup]]:
         """Return the seconds of episodes, and their groups."""
-        config = make_config(*options, f"environment.concurrency={self._concurrency}")
+        config = make_config(*options, concurrency=self._concurrency)
         setup = EpisodeSetup(config=config, engines={"engine": self.engine}, folder=".")
         actor: Any = ray.remote(EpisodeActor).options(max_concurrency=1000).remote("episodes")
         ray.get(actor.start.remote(setup))
@@ -187,7 +187,7 @@ def run_bare(file: Path, concurrency: int) -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     episodes: list[list[tuple[list[int], int]]] = json.loads(file.read_text())
-    config = make_config("environment.path=benchmarks.episodes:Talk")
+    config = make_config(WAYS["environment"])
     torch.set_num_threads(engine_threads(config.rollout))  # as many as the engine of the run has
     args = engine_args(config.model, config.rollout, config.weights, longest_conversation(config))
     engine = LLMEngine.from_engine_args(EngineArgs(**args))
@@ -297,7 +297,7 @@ async def measure_memory(num_episodes: int, concurrency: int, *options: str) -> 
         own = psutil.Process()
         return sum(process.memory_full_info().pss for process in (own, *own.children(recursive=True)))
 
-    config = make_config(*options, f"environment.concurrency={concurrency}")
+    config = make_config(*options, concurrency=concurrency)
     player, _ = open_player(config, sample)
     await player.start()
     settled, waves = 0, num_episodes // concurrency
@@ -313,7 +313,7 @@ async def measure_schedule(num_episodes: int, concurrency: int) -> float:
     """Return the ideal time of episodes with slow answers, over the measured one."""
     random = np.random.default_rng(0)
     waits = np.clip(random.lognormal(0.0, 1.0, (num_episodes, NUM_TURNS)), 0, 10) * TURN_S
-    config = make_config("environment.path=benchmarks.episodes:Talk", f"environment.concurrency={concurrency}")
+    config = make_config(WAYS["environment"], concurrency=concurrency)
 
     async def sample(request: GroupRequest, _: Deadline) -> Rollout:
         await asyncio.sleep(TURN_S)
