@@ -91,7 +91,7 @@ def read_action(text: str, space: Any) -> Any:
     else:
         try:
             action = _read_value(json.loads(text), space)
-        except (TypeError, ValueError, KeyError, RecursionError):
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
             raise ValueError(f"{text.strip()[:50]!r} is not an action") from None
     if not space.contains(action):
         raise ValueError(f"{text.strip()[:50]!r} is not an action")

@@ -18,7 +18,7 @@ import numpy as np
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.chat_request import ChatQuestion, RequestRefused
 from rlpipe.episodes.graph import Branching, Continuation, Known, Node, locate
-from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, parse_turn, with_tools
+from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, Parser, parse_text, read_calls, with_tools
 from rlpipe.episodes.session import Episode, Rules, SampledTurn, SampleTurn, close_thoughts, read_text, tokens_after
 from rlpipe.scoring.validation import unwrapped
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
@@ -250,9 +250,10 @@ class AgentSession:
         for stop in question.stop:
             text = text.partition(stop)[0]
         is_whole = text == full_text
-        if not is_whole or sampled.finish_reason == "length":
+        is_cut = not is_whole or sampled.finish_reason == "length"
+        if is_cut:
             text = close_thoughts(text, bridge, context)
-        parsed = parse_turn(parser, text, f"{number}c")
+        parsed = await read_calls(parser, text, f"{number}c", is_cut=is_cut)
         if surplus := parsed.calls[MAX_CALLS:]:
             self.episode.invalid_calls += len(surplus)
             parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False

@@ -18,12 +18,14 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.derivation import ASSISTANT, CALL_IDS
 from rlpipe.data.masks.rules import find_boundaries
 from rlpipe.data.render.control_tokens import SLOW_TOKENIZER, ControlTokens, conversation_ids
+from rlpipe.data.render.messages import REASONING_KEYS
 from rlpipe.data.render.template import EMPTY_CONTENTS, PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.tools import whole_characters
 from rlpipe.errors import InputError
 from rlpipe.types import ChatMessages, IntArray
 
+FIRST_WORD = "Juniper"
 USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two results"
 RESULT_AND_USER = "a result and a user's message"
 Message = Mapping[str, Any]
@@ -47,6 +49,25 @@ def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
     return end_ids
 
 
+def turn_starts(template: ChatTemplate, data: DataConfig) -> set[int]:
+    """Return the tokens that alone begin a role's turn, or a result within a turn, by the template."""
+    with suppress(InputError):  # as above
+        return {boundary.start[0] for boundary in find_boundaries(template, data)[1] if len(boundary.start) == 1}
+    return set()
+
+
+def ends_within_turns(template: ChatTemplate, end_ids: Collection[int]) -> set[int]:
+    """Return the end tokens that the template also writes between a turn's reasoning and its answer (gpt-oss)."""
+    reasoned = dict.fromkeys(REASONING_KEYS, FIRST_WORD)
+    turn = {"role": "assistant", "content": PROBE_WORD, **reasoned}
+    with suppress(UnusableRow):
+        text = template.text([{"role": "user", "content": "Where?"}, turn])
+        _, is_shown, after = text.rpartition(FIRST_WORD)
+        between = after.partition(PROBE_WORD)[0] if is_shown else ""
+        return {*end_ids} & {*template.token_ids(between).tolist()}
+    return set()
+
+
 @dataclass(slots=True, frozen=True)
 class Suffix:
     """The end token of an answer in its template, and the tokens after it up to the next answer."""
@@ -55,9 +76,13 @@ class Suffix:
     token_ids: IntArray
 
     def after(self, turn: IntArray, bridge: Bridge) -> IntArray:
-        """Return the tokens after a turn: the suffix, after an end token if the turn was cut off before its own."""
-        end = [] if bridge.has_ended(turn) else [self.end_id]
-        return np.array([*end, *self.token_ids], np.int32)
+        """Return the tokens after a turn: the suffix, after its end token unless the turn has ended.
+
+        An end that also begins something, such as the next role's turn (GLM), has no other in its place.
+        """
+        begins = self.end_id in bridge.starting_ids or (len(turn) > 0 and turn[-1] in bridge.starting_ids)
+        has_ended = len(turn) > 0 and turn[-1] == self.end_id if begins else bridge.has_ended(turn)
+        return np.array([*([] if has_ended else [self.end_id]), *self.token_ids], np.int32)
 
 
 @dataclass
@@ -68,6 +93,8 @@ class Bridge:
     end_ids: Collection[int]
     further_end_ids: Collection[int] = ()
     """Tokens that end a turn in the engines alone, such as the end of a text in a template with another marker."""
+    starting_ids: Collection[int] = ()
+    """Ends of turns that are the begin of the next role's turn, too, or of a result."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Kinds of messages that no bridge leads over, with the reasons; see ``check_bridge``."""
     _choices_of_content: dict[tuple[str, int], Sequence[str | None]] = field(default_factory=dict, init=False)

@@ -21,7 +21,7 @@ from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.validators import validator_for
 
 from rlpipe.episodes.agents import EarlierProcesses
-from rlpipe.episodes.tools import InvalidArguments, Tool
+from rlpipe.episodes.tools import InvalidArguments, Tool, as_text
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import CHILD_MARK, end_processes, find_survivors
 from rlpipe.scoring.remote_program import end_program, start_program
@@ -106,12 +106,18 @@ class McpTool:
         except asyncio.CancelledError:
             await asyncio.to_thread(self._process.end)
             raise
-        texts = [getattr(block, "text", None) for block in result.content]
-        lines = [f"[{block.type}]" if text is None else text for block, text in zip(result.content, texts, strict=True)]
-        text = "\n".join(lines)
+        text = "\n".join(map(_block_text, result.content))
+        if not result.content and result.structured_content is not None:
+            text = as_text(result.structured_content)
         if result.is_error:
             raise ServerToolFailed(text)
         return text
+
+
+def _block_text(block: Any) -> str:
+    """Return the text of a part of a result, also of an embedded resource, or the kind of one that has none."""
+    texts = (getattr(source, "text", None) for source in (block, getattr(block, "resource", None)))
+    return next((str(text) for text in texts if text is not None), f"[{block.type}]")
 
 
 @asynccontextmanager

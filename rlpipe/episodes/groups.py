@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from rlpipe.data.render.processor import load_tokenizer, read_end_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import CommandAgent, EndpointAccess
-from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
+from rlpipe.episodes.bridge import Bridge, check_bridge, ends_within_turns, turn_ends, turn_starts
 from rlpipe.episodes.builtin_tools import open_servers
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.isolation import STARTS, isolate
@@ -212,7 +213,8 @@ class GroupPlayer:
             if self._gateway is not None:
                 agent_session = AgentSession(bridge=self._bridge, parser=self._parser, sample=sample, rules=rules)
                 return _with_turns(await self._run_agent(agent_session, request.prompt.task, deadline)), {}
-            row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
+            # Siblings, and the rewards after them, may get one row: an environment in a thread could change theirs.
+            row = copy.deepcopy(request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt})
             starting = asyncio.timeout(self._config.timeout_s)
             played: tuple[Episode, Mapping[str, ToolUse]] | None = None
             try:
@@ -256,7 +258,8 @@ class GroupPlayer:
         key = self._gateway.open(session)
         try:
             async with deadline:
-                reward = await self._kind.agent.run(row, EndpointAccess(base_url=self._gateway.base_url, api_key=key))
+                access = EndpointAccess(base_url=self._gateway.base_url, api_key=key)
+                reward = await self._kind.agent.run(copy.deepcopy(row), access)
                 is_line = isinstance(self._kind.agent, CommandAgent)
                 if reward is not None and (not is_line or self._counts(reward, session)):
                     session.set_reward(reward)
@@ -303,7 +306,8 @@ def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = 
     template.require()
     end_ids = turn_ends(template, config.data)
     engine_end_ids, special = _engine_ends(config, template), special_ids(template.tokenizer)
-    bridge = Bridge(template, end_ids, further_end_ids=engine_end_ids & special)
+    starting_ids = end_ids & turn_starts(template, config.data)
+    bridge = Bridge(template, end_ids, further_end_ids=engine_end_ids & special, starting_ids=starting_ids)
     bridge.refused = refused_messages(bridge, kind)
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
     limit = longest_conversation(config)
@@ -316,7 +320,7 @@ def open_player(config: Config, sample: SampleTurnOfGroup, *, is_scored: bool = 
         sampling=config.rollout.sampling,
         sample=sample,
         # An engine that did not know the end marker, as with a base model, would sample the next message, too.
-        stop_token_ids=sorted((end_ids & special) - engine_end_ids),
+        stop_token_ids=sorted((end_ids & special) - engine_end_ids - ends_within_turns(template, end_ids)),
         is_scored=is_scored,
     )
     notes = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from rlpipe.scoring.sandbox.sandbox_server import try_confinement
 CHECK_S = 5.0
 """Seconds between two checks of an episode's processes and their memory."""
 MAX_START_BYTES = 4096
+MAX_REASON_CHARS = 500
 END_S = 10.0
 """Seconds beyond its time limit after which an episode's process is ended, whatever it does."""
 
@@ -98,8 +100,8 @@ class IsolatedHost:
                 if is_confined:
                     raise_priority()
                 job = pickle.dumps((None, {"link": link, "tool": tool}))
-                reason, _ = runner.run(self._serve, job, limits, kept_fds=[link], check_s=CHECK_S)
-                connection.send_bytes(json.dumps(reason).encode())
+                reason, written = runner.run(self._serve, job, limits, kept_fds=[link], check_s=CHECK_S)
+                connection.send_bytes(json.dumps(reason or _failure(written)).encode())
         except (EOFError, OSError):
             pass  # nobody waits for it
         finally:
@@ -108,6 +110,15 @@ class IsolatedHost:
     def _serve(self, link: int, tool: str | None) -> None:
         with Connection(link) as connection, asyncio.Runner() as runner, suppress(EOFError):
             runner.run(_answer_all(connection, ServedObject(self._kind, tool)))
+
+
+def _failure(written: bytes) -> str | None:
+    """Return what ended a process from within, such as ``sys.exit``; what it wrote may be anything."""
+    with suppress(ValueError, RecursionError):
+        match json.loads(written):
+            case {"failure": str(reason)}:
+                return " ".join(reason.split())[:MAX_REASON_CHARS]
+    return None
 
 
 def _tell_end(control: int, reason: str) -> None:
@@ -168,7 +179,7 @@ class ServedObject:
                     environment_tool.name: environment_tool for environment_tool in self._environment.tools()
                 }
             value = getattr(self._environment, name)(*arguments)
-            if asyncio.iscoroutine(value):
+            if inspect.isawaitable(value):
                 value = await uncancelled(value)
             if name == "step":
                 as_step(value)

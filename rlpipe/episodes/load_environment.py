@@ -122,7 +122,10 @@ def _open_agent(agent: Any, concurrency: int) -> Agent:
 def _import_tool(entry: str, config: EnvironmentConfig) -> FunctionTool:
     function = import_object(entry, what="environment.tools", error=ConfigError)
     _require_sandbox(function, entry, "tools", config)
-    return FunctionTool(function)
+    if not callable(function):
+        raise ConfigError(f"environment.tools: {entry} is {function!r:.100}, which can't be called")
+    # Callable objects, such as partial functions, have the name under which they are found alone.
+    return FunctionTool(function, name=getattr(function, "__name__", entry.rpartition(":")[2].rpartition(".")[2]))
 
 
 def _require_sandbox(function: Any, name: str, option: str, config: EnvironmentConfig) -> None:

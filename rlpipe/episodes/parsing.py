@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -9,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, cast
 
 from rlpipe.common.imports import describe_error, import_object
-from rlpipe.data.render.messages import END_THINK, THINK
 from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
+from rlpipe.episodes.reasoning import is_in_channels, join_messages, split_channels, split_reasoning
 from rlpipe.episodes.tools import ToolCall, whole_characters
 from rlpipe.errors import ConfigError
 
@@ -24,8 +25,14 @@ ID_CHARS = 9
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MAX_CALLS = 16
 MAX_CHARS = 32_768
+"""Characters of a turn up to which calls are read by vLLM's parsers."""
+MAX_QUICK_CHARS = 2000
 MARK_CHARS = 10
-"""Characters ahead of a function's name by which calls are counted."""
+"""Characters ahead of a function's name by which calls are counted, if a turn may have one call only."""
+OPENING = re.compile(r"\A[^<\[({]*")
+"""Text ahead of a call that only happens to be the same ahead of the next one."""
+BEGUN_CALL = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:')
+CUT_OFF = "the turn was cut off within this call"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,8 +74,9 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
     rest, reasoning = split_reasoning(text)
     try:
         parsed = json.loads(rest)
-    except (ValueError, RecursionError):
-        return ParsedTurn(content=rest, reasoning=reasoning)
+    except (ValueError, RecursionError) as error:
+        calls = [_unreadable(prefix, 0, f"the call is not JSON ({error})")] if BEGUN_CALL.match(rest.lstrip()) else []
+        return ParsedTurn(content=rest, reasoning=reasoning, calls=calls)
     entries = parsed if isinstance(parsed, list) else [parsed]
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         return ParsedTurn(content=rest, reasoning=reasoning)
@@ -76,18 +84,42 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
     return ParsedTurn(content="", reasoning=reasoning, calls=calls)
 
 
-PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
+def parse_harmony(text: str, prefix: str) -> ParsedTurn:
+    """Read the messages of a turn in OpenAI's Harmony format (gpt-oss); those to a tool are its calls."""
+    if not is_in_channels(text):
+        return parse_text(text, prefix)
+    messages = split_channels(text)
+    called = [message for message in messages if message.recipient is not None]
+    content, reasoning = join_messages([message for message in messages if message.recipient is None])
+    calls = []
+    for number, message in enumerate(called):
+        call = {"name": message.recipient, "arguments": message.text}
+        calls.append(make_call(call, prefix, number))
+    return ParsedTurn(content=content, reasoning=reasoning, calls=calls)
 
 
-def parse_turn(parser: Parser, text: str, prefix: str) -> ParsedTurn:
+PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json, "harmony": parse_harmony}
+
+
+def parse_turn(parser: Parser, text: str, prefix: str, *, is_cut: bool = False) -> ParsedTurn:
     """Read a turn with the first ``MAX_CALLS`` calls, and the next one with a problem.
 
-    All calls of a turn run at the same time, and a policy may repeat itself to its limit.
+    All calls of a turn run at the same time, and a policy may repeat itself to its limit. If the turn is cut off
+    within its last call, that call has a problem, too: vLLM's parsers return it with the arguments that it has.
     """
     parsed = parser(text, prefix)
+    if is_cut and parsed.calls and isinstance(parser, VllmParser):
+        parsed = replace(parsed, calls=parser.without_cut_call(parsed.calls, text, prefix, CUT_OFF))
     first, surplus = parsed.calls[:MAX_CALLS], parsed.calls[MAX_CALLS:]
     problem = f"a turn has at most {MAX_CALLS} calls; the last {len(surplus)} were not made"
     return replace(parsed, calls=[*first, *(replace(call, problem=problem) for call in surplus[:1])])
+
+
+async def read_calls(parser: Parser, text: str, prefix: str, *, is_cut: bool = False) -> ParsedTurn:
+    """Read a turn as ``parse_turn`` does, a long one in a thread: vLLM's parser for Qwen takes 3 s for 4 KB of tags."""
+    if len(text) <= MAX_QUICK_CHARS:
+        return parse_turn(parser, text, prefix, is_cut=is_cut)
+    return await asyncio.to_thread(parse_turn, parser, text, prefix, is_cut=is_cut)
 
 
 def with_tools(parser: Parser, tools: Sequence[Any]) -> Parser:
@@ -107,20 +139,11 @@ def parse_text(text: str, prefix: str) -> ParsedTurn:
     return ParsedTurn(content=rest, reasoning=reasoning)
 
 
-def split_reasoning(text: str) -> tuple[str, str | None]:
-    """Return a turn's text without its thoughts, and these; a turn may begin within them, as prompts may end so.
-
-    Thoughts without an end are a text: some models call tools without closing them.
-    """
-    thoughts, end, rest = text.partition(END_THINK)
-    return (rest.lstrip(), thoughts.strip().removeprefix(THINK).strip()) if end else (text, None)
-
-
 def _read_call(text: str, prefix: str, number: int) -> ToolCall:
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return ToolCall(id=_id(prefix, number), name="", problem=f"the call is not JSON ({error})")
+        return _unreadable(prefix, number, f"the call is not JSON ({error})")
     return make_call(entry, prefix, number)
 
 
@@ -141,6 +164,10 @@ def make_call(entry: Any, prefix: str, number: int) -> ToolCall:
         return ToolCall(id=call_id, name=whole_characters(entry["name"]), arguments=whole_characters(arguments))
     except RecursionError:
         return ToolCall(id=call_id, name="", problem="its arguments are nested too deeply")
+
+
+def _unreadable(prefix: str, number: int, problem: str) -> ToolCall:
+    return ToolCall(id=_id(prefix, number), name="", problem=problem)
 
 
 def _id(prefix: str, number: int) -> str:
@@ -169,40 +196,86 @@ class VllmParser:
         kind = ToolParserManager.get_tool_parser(name)
         self._open = lambda: kind(self._tokenizer, vllm_tools)
         self._open()
-        self._mark = re.compile(re.escape(_start_of_call(template)))
+        start, self._end = _call_marks(template)
+        self._start = re.compile(re.escape(start))
 
     def with_tools(self, tools: Sequence[Any]) -> VllmParser:
         return VllmParser(self._name, self._template, tools, self._tokenizer)
 
     def __call__(self, text: str, prefix: str) -> ParsedTurn:
         rest, reasoning = split_reasoning(text)
+        read = self._shortened(rest)
+        content, calls = self._extract(read, prefix)
+        if not calls:
+            is_call = self._start.search(rest) is not None
+            calls = [_unreadable(prefix, 0, "the call can't be read")] if is_call else []
+            return ParsedTurn(content=rest, reasoning=reasoning, calls=calls)
+        if len(read) < len(rest):
+            problem = f"the turn's calls are longer than {MAX_CHARS:,} characters"
+            calls = self.without_cut_call(calls, read, prefix, problem)
+        return ParsedTurn(content=content.strip(), reasoning=reasoning, calls=calls)
+
+    def _extract(self, text: str, prefix: str) -> tuple[str, list[ToolCall]]:
+        """Return the text beside the calls, and the calls; none if the parser fails."""
         try:
-            extracted = self._open().extract_tool_calls(self._shortened(rest), self._request)
+            extracted = self._open().extract_tool_calls(text, self._request)
         except Exception:  # noqa: BLE001 - its parsers raise anything on texts that they do not expect
-            return ParsedTurn(content=rest, reasoning=reasoning)
-        calls = [
+            return text, []
+        return extracted.content or "", [
             make_call({"name": call.function.name, "arguments": call.function.arguments}, prefix, number)
             for number, call in enumerate(extracted.tool_calls)
         ]
-        content = extracted.content or ""
-        content = content if not calls else content.strip()
-        return ParsedTurn(content=content, reasoning=reasoning, calls=calls)
+
+    def without_cut_call(self, calls: list[ToolCall], text: str, prefix: str, problem: str) -> list[ToolCall]:
+        """Return the calls of a text that is cut off, with a problem for the call that it ends within, if it does.
+
+        Some parsers return such a call with the arguments that it has, and others leave it out.
+        """
+        starts = [match.start() for match in self._start.finditer(text)]
+        if self._end and text.rfind(self._end) > max(starts, default=-1):
+            return calls
+        if self._end and len(starts) > len(calls):
+            return [*calls, _unreadable(prefix, len(calls), problem)]
+        return [*calls[:-1], replace(calls[-1], problem=calls[-1].problem or problem)]
 
     def _shortened(self, text: str) -> str:
         """Return the text without what follows the first call that is too many, or ``MAX_CHARS`` characters.
 
         Some parsers take minutes for a few thousand characters in which the policy repeats itself.
         """
-        marks = [match.start() for match in islice(self._mark.finditer(text), MAX_CALLS + 2)]
+        marks = [match.start() for match in islice(self._start.finditer(text), MAX_CALLS + 2)]
         return text[: min([MAX_CHARS, *marks[MAX_CALLS + 1 :]])]
 
 
-def _start_of_call(template: ChatTemplate) -> str:
-    """Return the end of what the template writes ahead of the name of a call's function."""
-    call = ToolCall(id="q8Zk3Lw7P", name=PROBE_WORD)
+def _call_marks(template: ChatTemplate) -> tuple[str, str]:
+    """Return what the template writes ahead of the name of each call's function, and at the end of a call.
+
+    The second is empty if the template does not tell, as with one that takes a single call.
+    """
+    before, bare = _around_first_call(template, {})
+    _, full = _around_first_call(template, {"at": "home"})
+    start = "" if full is None else OPENING.sub("", _common_end(before, full))
+    if full is None or bare is None or not start:
+        return before[-MARK_CHARS:].strip() or PROBE_WORD, ""
+    end = _common_end(bare.removesuffix(start), full.removesuffix(start))
+    return start.strip(), (end.split() or [""])[-1]
+
+
+def _around_first_call(template: ChatTemplate, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the text ahead of a call's name, and the one after it up to another call's name, if there may be one."""
     question = {"role": "user", "content": "Where?"}
-    text = template.text([question, ParsedTurn(content="", calls=[call]).as_message()])
-    return text.partition(PROBE_WORD)[0][-MARK_CHARS:].strip() or PROBE_WORD
+    first, second = (ToolCall(id=f"q8Zk3Lw7{name}", name=f"{PROBE_WORD}{name}", arguments=arguments) for name in "12")
+    one = template.text([question, ParsedTurn(content="", calls=[first]).as_message()])
+    with suppress(UnusableRow):
+        two = template.text([question, ParsedTurn(content="", calls=[first, second]).as_message()])
+        between, found, _ = two.partition(first.name)[2].partition(second.name)
+        return one.partition(first.name)[0], between if found else None
+    return one.partition(first.name)[0], None
+
+
+def _common_end(text: str, other: str) -> str:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(other), strict=False))
+    return "".join(character for character, _ in same)[::-1]
 
 
 def vllm_parser_names() -> list[str]:

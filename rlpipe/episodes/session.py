@@ -14,15 +14,15 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rlpipe.common.imports import describe_error
-from rlpipe.data.render.messages import END_THINK, THINK
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.graph import EpisodeGraph, Node
-from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_turn, with_tools
+from rlpipe.episodes.parsing import ParsedTurn, Parser, read_calls, with_tools
+from rlpipe.episodes.reasoning import close_reasoning
 from rlpipe.episodes.tools import Environment, Tool, Toolbox, as_messages, as_step, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
-MAX_THINK_TOKENS = 16
-"""Tokens of the mark of thoughts at the end of a prompt, with the space after it."""
+MAX_MARK_TOKENS = 16
+"""Tokens of the mark that begins reasoning at the end of a prompt, with the space after it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -224,10 +224,11 @@ class Session:
                 answer = await self._sample(
                     context, max_tokens=min(self._rules.max_tokens, remaining_tokens), turn=turn
                 )
-            parsed = parse_turn(self._parser, read_turn(answer, self._bridge, context), f"{turn}c")
+            text, is_cut = read_turn(answer, self._bridge, context), answer.finish_reason == "length"
+            parsed = await read_calls(self._parser, text, f"{turn}c", is_cut=is_cut)
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
-            if answer.finish_reason == "length" and len(answer.token_ids) >= remaining_tokens:
+            if is_cut and len(answer.token_ids) >= remaining_tokens:
                 return episode.end_early("length")
             with episode.timed("tool" if parsed.calls else "environment"):
                 new, node.reward, is_done = await self._respond(episode, parsed)
@@ -317,11 +318,7 @@ def read_text(sampled: SampledTurn, bridge: Bridge) -> str:
 
 def close_thoughts(text: str, bridge: Bridge, context: IntArray) -> str:
     """Return the text of a turn that was cut off, with its thoughts closed; they may begin at the context's end."""
-    if END_THINK in text:
-        return text
-    before = _decode(bridge, context[-MAX_THINK_TOKENS:])
-    is_thinking = text.lstrip().startswith(THINK) or before.rstrip().endswith(THINK)
-    return f"{text}{END_THINK}" if is_thinking else text
+    return close_reasoning(text, _decode(bridge, context[-MAX_MARK_TOKENS:]))
 
 
 def _decode(bridge: Bridge, token_ids: list[int] | IntArray) -> str:

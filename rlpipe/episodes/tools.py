@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -91,7 +92,8 @@ class FunctionTool:
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.name = name or function.__name__
         self.function = function
-        description, arguments = _parse_docstring(inspect.getdoc(function) or "")
+        documented = function.func if isinstance(function, functools.partial) else function
+        description, arguments = _parse_docstring(inspect.getdoc(documented) or "")
         self._model = _arguments_model(function, self.name)
         parameters = _untitled(self._model.model_json_schema())
         for key, text in (arguments or {}).items():
@@ -333,12 +335,16 @@ class Environment(ABC):
 
 def tool(function: Function) -> Function:
     """Mark a method of an environment as a tool; its schema comes from its signature and docstring."""
-    setattr(function, MARK, True)
+    try:
+        setattr(function, MARK, True)
+    except AttributeError:
+        raise TypeError(f"@tool marks methods, and {function!r:.100} is none: put it above a def") from None
     return function
 
 
 def _is_tool(member: Any) -> bool:
-    return inspect.isfunction(member) and getattr(member, MARK, False)
+    """Return whether a class's member is marked, or the function within a static or class method is."""
+    return True in (getattr(member, MARK, None), getattr(getattr(member, "__func__", None), MARK, None))
 
 
 def as_messages(observation: Observation, what: str) -> ChatMessages:

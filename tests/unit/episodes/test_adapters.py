@@ -93,6 +93,8 @@ def test_actions_of_other_spaces_are_json() -> None:
     for text in ("[2, 0]", "[0]", "x", "[" * 9999, '{"a": 1}'):
         with pytest.raises(ValueError, match="is not an action"):
             read_action(text, box)
+    with pytest.raises(ValueError, match="is not an action"):
+        read_action("[300]", spaces.Box(-128, 127, (1,), "int8"))
 
 
 class Counter:

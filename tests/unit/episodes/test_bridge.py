@@ -15,7 +15,17 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.control_tokens import STAND_INS, special_ids
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
-from rlpipe.episodes.bridge import KINDS, Bridge, Unbridgeable, check_bridge, ends_with, render_whole, turn_ends
+from rlpipe.episodes.bridge import (
+    KINDS,
+    Bridge,
+    Unbridgeable,
+    check_bridge,
+    ends_with,
+    ends_within_turns,
+    render_whole,
+    turn_ends,
+    turn_starts,
+)
 from rlpipe.types import ChatMessages
 
 TEMPLATES = dict(shipped_templates())
@@ -150,6 +160,35 @@ def test_a_turn_that_the_engine_ends_by_another_token_gets_no_second_end_marker(
     after = bridge.suffix({"role": "assistant", "content": "so"}, KINDS["a user's message"][1])
     assert after.after(np.array([1, other]), bridge).tolist() == after.token_ids.tolist()
     assert after.after(np.array([1, 2]), bridge).tolist() == [after.end_id, *after.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("name", "ended_by", "marker"),
+    [
+        ("trl/glm4moe", "<|observation|>", "<|user|>"),
+        ("trl/glm4moe", "<|endoftext|>", "<|user|>"),
+        ("family/gemma4", "<|tool_response>", "<turn|>"),
+    ],
+)
+def test_a_turn_that_ends_by_another_roles_begin_is_still_followed_by_the_users(
+    name: str, ended_by: str, marker: str
+) -> None:
+    bridge = bridge_of(name)
+    bridge.starting_ids = turn_starts(bridge.template, DATA) & {*bridge.end_ids}
+    vocabulary = bridge.template.tokenizer.get_vocab()
+    other = vocabulary.get(ended_by, 0)
+    bridge.further_end_ids = {other}
+    suffix = bridge.suffix({"role": "assistant", "content": "so"}, KINDS["a user's message"][1])
+    assert suffix.end_id == vocabulary[marker]
+    assert suffix.after(np.array([1, other]), bridge).tolist() == [suffix.end_id, *suffix.token_ids]
+    assert suffix.after(np.array([1, suffix.end_id]), bridge).tolist() == suffix.token_ids.tolist()
+
+
+def test_only_a_template_of_channels_writes_ends_within_turns() -> None:
+    for name in TOKENIZERS:
+        bridge = bridge_of(name)
+        within = bridge.template.tokenizer.convert_ids_to_tokens(ends_within_turns(bridge.template, bridge.end_ids))
+        assert within == (["<|end|>"] if "gptoss" in name else []), name
 
 
 @pytest.mark.parametrize("name", ["trl/qwen3", "trl/qwen2_5", "trl/llama3_1"])

@@ -114,13 +114,17 @@ def test_all_pages_of_a_servers_tools_are_read_and_an_empty_text_is_no_picture()
             return SimpleNamespace(tools=[made], next_cursor=str(number + 1) if number < 2 else None)
 
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> SimpleNamespace:
-            content = [SimpleNamespace(type="text", text=""), SimpleNamespace(type="image")]
-            return SimpleNamespace(content=content, is_error=False)
+            page = SimpleNamespace(type="resource", resource=SimpleNamespace(text="a page"))
+            content = [SimpleNamespace(type="text", text=""), SimpleNamespace(type="image"), page]
+            if name == "tool1":
+                return SimpleNamespace(content=[], structured_content={"miles": 3}, is_error=False)
+            return SimpleNamespace(content=content, structured_content=None, is_error=False)
 
     async def scenario() -> None:
         client: Any = Paged()
         found = await _list_tools(client, ServerProcess())
         assert [own.name for own in found] == ["tool0", "tool1", "tool2"]
-        assert await found[0].call({}) == "\n[image]"
+        assert await found[0].call({}) == "\n[image]\na page"
+        assert await found[1].call({}) == '{"miles": 3}'
 
     asyncio.run(scenario())

@@ -61,6 +61,17 @@ def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:
     assert group.failure is None
 
 
+def test_an_environment_that_changes_its_row_changes_nobody_elses() -> None:
+    class Greedy(Guess):
+        def reset(self, row: Mapping[str, Any], seed: int) -> str:
+            row["steps"].pop()
+            return super().reset(row, seed)
+
+    group, _ = play(["20"], ["20"], kind=replace(KIND, make=Greedy), row={"number": 20, "steps": [1]})
+    assert group.failure is None
+    assert [rollout.task["steps"] for rollout in group] == [[1], [1]]
+
+
 def test_rows_may_have_the_first_messages_themselves() -> None:
     def multiply(a: int, b: int) -> int:
         "Multiply two numbers."
@@ -624,8 +635,22 @@ def test_what_cannot_be_an_environment_is_refused_by_name(tmp_path: Path) -> Non
         import_kind(EnvironmentConfig(tools=[f"{file}:tool"]))
 
 
+def test_callable_objects_are_tools_under_their_own_names(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import functools\n\ndef add(a: int, b: int = 1) -> int:\n    'Add.'\n    return a + b\n\n"
+        "add_two = functools.partial(add, b=2)\nnumber = 3\n"
+    )
+    (found,) = import_kind(EnvironmentConfig(tools=[f"{file}:add_two"])).tools
+    assert (found.name, found.schema["function"]["description"]) == ("add_two", "Add.")
+    assert asyncio.run(found.call({"a": 1})) == 3
+    with pytest.raises(ConfigError, match=r"environment\.tools: .*:number is 3, which can't be called"):
+        import_kind(EnvironmentConfig(tools=[f"{file}:number"]))
+
+
 @pytest.mark.parametrize(
-    ("name", "parser"), [("trl/qwen2_5", "hermes"), ("trl/qwen3", "hermes"), ("trl/llama3_1", "json")]
+    ("name", "parser"),
+    [("trl/qwen2_5", "hermes"), ("trl/qwen3", "hermes"), ("trl/llama3_1", "json"), ("trl/gptoss", "harmony")],
 )
 def test_the_parser_follows_from_the_template(name: str, parser: str) -> None:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)

@@ -28,6 +28,10 @@ import asyncio, os, pathlib, signal, socket, subprocess, sys, time
 import numpy
 import rlpipe
 
+async def later():
+    await asyncio.sleep(0)
+    return rlpipe.Step("later")
+
 class Counter(rlpipe.Environment):
     plays = 0
 
@@ -47,6 +51,8 @@ class Counter(rlpipe.Environment):
             time.sleep(1000)
         if action == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if action == "exit":
+            sys.exit("enough")
         if action == "children":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
         if action == "flood":
@@ -59,6 +65,8 @@ class Counter(rlpipe.Environment):
             pathlib.Path(self.row["file"]).write_text("x")
         if action == "connect":
             socket.create_connection(("127.0.0.1", 9), 0.1)
+        if action == "later":
+            return asyncio.ensure_future(later())
         if action == "numpy":
             return rlpipe.Step("so", reward=numpy.float32(0.25), done=numpy.bool_(False))
         self.count += 1
@@ -223,6 +231,7 @@ def test_what_a_method_raises_is_reported_and_the_episode_can_continue(kind: Epi
         with pytest.raises(MethodRaised, match="can't be sent as JSON: TypeError: keys must be"):
             await environment.step("odd")  # type: ignore[misc]
         assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
+        assert (await environment.step("later")).observation == "later"  # type: ignore[misc]
         box = Toolbox(environment.tools(), timeout_s=5)
         result = await box.call(ToolCall(id="1", name="add", arguments={"amount": "many"}))
         assert result.failure == "invalid"
@@ -233,7 +242,10 @@ def test_what_a_method_raises_is_reported_and_the_episode_can_continue(kind: Epi
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("action", "words"), [("die", "SIGKILL|ended"), ("flood", "33554"), ("hang", "too long")])
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [("die", "SIGKILL|ended"), ("exit", "SystemExit: enough"), ("flood", "33554"), ("hang", "too long")],
+)
 def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str, words: str) -> None:
     async def play() -> None:
         bad, good = kind.make(), kind.make()

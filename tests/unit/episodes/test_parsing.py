@@ -11,7 +11,20 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.episodes.parsing import MAX_CALLS, ParsedTurn, open_parser, parse_turn, with_tools
+from rlpipe.episodes.bridge import turn_ends
+from rlpipe.episodes.parsing import (
+    CUT_OFF,
+    MAX_CALLS,
+    MAX_CHARS,
+    ParsedTurn,
+    open_parser,
+    parse_hermes,
+    parse_json,
+    parse_text,
+    parse_turn,
+    with_tools,
+)
+from rlpipe.episodes.reasoning import MARKS, close_reasoning
 from rlpipe.episodes.tools import FunctionTool, ToolCall
 from rlpipe.errors import ConfigError
 
@@ -27,6 +40,8 @@ FAMILIES = [
     "lfm2_v2",
     "muse_glimmer",
 ]
+ONE_MARK = {"lfm2_v2", "muse_glimmer"}
+"""Families that write a list of calls, or whose first call begins as the prompt ends: marks do not tell calls apart."""
 QUICK = {"glm4moe", "qwen3_5_think"}
 """Families whose own parsers take minutes for a policy that repeats itself."""
 
@@ -53,9 +68,10 @@ def open_for(name: str) -> tuple[ChatTemplate, Any]:
 def written(template: ChatTemplate, calls: list[ToolCall]) -> str:
     """Return what the template writes for a turn with calls, without the end of the turn."""
     asked = {"role": "user", "content": "Find it."}
-    before = template.text([asked], add_generation_prompt=True)
-    text = template.text([asked, ParsedTurn(content="", calls=calls).as_message()]).removeprefix(before)
-    for end in template.tokenizer.all_special_tokens:
+    text = template.text([asked, ParsedTurn(content="", calls=calls).as_message()])
+    for before in (template.text([asked], add_generation_prompt=True), template.text([asked])):
+        text = text.removeprefix(before)
+    for end in template.tokenizer.convert_ids_to_tokens(sorted(turn_ends(template, DataConfig(source="jsonl")))):
         text = text.rstrip().removesuffix(end)
     return text
 
@@ -78,8 +94,83 @@ def test_other_texts_are_no_calls_and_break_nothing(name: str) -> None:
     assert parser("Just a text.", "0c").calls == []
     assert parser("Just a text.", "0c").content == "Just a text."
     for cut in range(0, len(call), 7):
-        parsed = parser(call[:cut], "0c")
-        assert all(isinstance(own, ToolCall) for own in parsed.calls)
+        assert all(isinstance(own, ToolCall) for own in parser(call[:cut], "0c").calls)
+        if cut <= call.rindex("limit"):
+            assert all(own.problem for own in parse_turn(parser, call[:cut], "0c", is_cut=True).calls), call[:cut]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONE_MARK])
+def test_of_a_turn_that_is_cut_off_only_whole_calls_are_made(name: str) -> None:
+    template, parser = open_for(name)
+    calls = [ToolCall(id=f"q8Zk3Lw7{number}", name="search", arguments=ARGUMENTS[number]) for number in range(2)]
+    text = written(template, calls)
+    first, *others = parse_turn(parser, text[: text.rindex("limit") + 5], "0c", is_cut=True).calls
+    assert first.problem is None
+    assert [own.problem for own in others] == [CUT_OFF]
+    assert [own.problem for own in parse_turn(parser, f"{text}\nI hope", "0c", is_cut=True).calls] == [None, None]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_calls_are_all_read_and_a_long_text_is_not_cut_off(name: str) -> None:
+    template, parser = open_for(name)
+    calls = [ToolCall(id=f"q8Zk3Lw{number}", name="search", arguments=ARGUMENTS[0]) for number in range(10, 22)]
+    found = parse_turn(parser, written(template, calls), "0c").calls
+    assert [own.problem for own in found] == [None] * len(calls)
+    text = "word " * MAX_CHARS
+    assert parser(text, "0c") == ParsedTurn(content=text)
+    if name in ONE_MARK:
+        return
+    long = ToolCall(id="q8Zk3Lw7P", name="search", arguments={"query": text, "limit": 3})
+    (own,) = parser(written(template, [long]), "0c").calls
+    assert own.problem in ("the turn's calls are longer than 32,768 characters", "the call can't be read")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONE_MARK])
+def test_a_call_that_cannot_be_read_is_reported(name: str) -> None:
+    template, parser = open_for(name)
+    call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
+    (own,) = parse_turn(parser, call[: call.index("search")] + "\n\n", "0c").calls
+    assert own.problem == "the call can't be read"
+
+
+def test_a_slip_in_a_call_as_json_is_no_final_answer() -> None:
+    (own,) = parse_json(' {"name": "search", "parameters": {"query": "x"}', "0c").calls
+    assert own.problem is not None
+    assert parse_json('{"answer": ', "0c").calls == []
+
+
+THOUGHT = "<|channel|>analysis<|message|>I might look.<|end|>"
+ANSWER = "<|start|>assistant<|channel|>final<|message|>It is <|far|>."
+
+
+def test_turns_of_gpt_oss_are_read_by_their_channels() -> None:
+    _, parser = open_for("gptoss")
+    assert with_tools(parser, []) is parse_text
+    for own in (parser, parse_text):
+        assert own(THOUGHT + ANSWER, "0c") == ParsedTurn(content="It is <|far|>.", reasoning="I might look.")
+        assert own(THOUGHT[:-7], "0c") == ParsedTurn(content="", reasoning="I might look.")
+        assert own("It is far.", "0c") == ParsedTurn(content="It is far.")
+    for header in (
+        "<|start|>assistant to=functions.search<|channel|>commentary json",
+        "<|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json",
+        "<|start|>assistant<|channel|>analysis to=functions.search code",
+    ):
+        parsed = parser(f'{THOUGHT}{header}<|message|>{{"query": "a", "limit": 3}}<|call|>', "0c")
+        (call,) = parsed.calls
+        assert (call.name, call.arguments) == ("search", {"query": "a", "limit": 3})
+        assert (parsed.content, parsed.reasoning) == ("", "I might look.")
+    (call,) = parser(f'{THOUGHT}<|start|>assistant to=python<|channel|>analysis code<|message|>print("', "0c").calls
+    assert "not JSON" in str(call.problem)
+
+
+@pytest.mark.parametrize(("start", "end"), MARKS)
+def test_reasoning_is_read_with_tools_and_without(start: str, end: str) -> None:
+    for parser in (parse_text, parse_hermes, parse_json):
+        for text in (f"{start}\nso\n{end}\n\nwest", f"so{end}west"):
+            assert parser(text, "0c") == ParsedTurn(content="west", reasoning="so")
+        assert parser(close_reasoning(f"{start} so", "go"), "0c").content == ""
+        assert parser(close_reasoning("so", f"go {start}\n"), "0c").content == ""
+        assert parser(close_reasoning("so", "go"), "0c").content == "so"
 
 
 @pytest.mark.timeout(120)
@@ -100,7 +191,8 @@ def test_a_policy_that_repeats_itself_does_not_hold_up_its_process(name: str) ->
 def test_a_parser_may_be_named_and_an_unknown_one_is_reported() -> None:
     template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen3_6"]), DataConfig(source="jsonl"))
     assert open_parser("qwen3_xml", template, has_tools=True)("no call", "0c").content == "no call"
-    with pytest.raises(ConfigError, match=r"'hermse' is not auto, hermes, json or file\.py:name; vLLM has .*qwen3_xml"):
+    known = r"auto, hermes, json, harmony or file\.py:name"
+    with pytest.raises(ConfigError, match=rf"'hermse' is not {known}; vLLM has .*qwen3_xml"):
         open_parser("hermse", template, has_tools=True)
     with pytest.raises(ConfigError, match=r"environment\.parser=lfm2: .*tool_call_start"):
         open_parser("lfm2", template, has_tools=True)

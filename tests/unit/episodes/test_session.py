@@ -16,7 +16,7 @@ from template_cases import made_tokenizer, shipped_templates
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
-from rlpipe.episodes.parsing import parse_hermes
+from rlpipe.episodes.parsing import open_parser, parse_hermes, with_tools
 from rlpipe.episodes.session import Deadline, Episode, Rules, Session, read_turn
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.types import RolloutStatus
@@ -146,6 +146,41 @@ def test_a_call_in_a_wrong_form_is_answered_by_what_is_wrong() -> None:
     assert "the call is not JSON" in answers[0]
     assert "there is no tool 'fly'" in answers[1]
     assert sum(episode.turn_rewards) == 1.0
+
+
+def test_a_call_that_is_cut_off_is_not_made() -> None:
+    pytest.importorskip("vllm")
+    template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen3_6"]), DATA)
+    parser, calls = open_parser("auto", template, has_tools=True), []
+
+    class Files(Walk):
+        @tool
+        def remove(self, path: str, exact: bool = False) -> str:
+            "Remove a file."
+            calls.append((path, exact))
+            return "done"
+
+    call = "I must.</think><tool_call>\n<function=remove>\n<parameter=path>\n/home/me"
+    whole = call + "/x\n</parameter>\n</function>\n</tool_call>"
+    session, _ = make_session(call, whole, "so", environment=Files(Step(done=True)), name="trl/qwen3_6", cut=[0])
+    session._parser = with_tools(parser, session.toolbox.schemas)
+    episode = asyncio.run(session.play({"number": 20}, 3))
+    answers = [message["content"] for message in episode.messages if message["role"] == "tool"]
+    assert (answers[0], answers[-1]) == ("Error: the turn was cut off within this call", "done")
+    assert calls == [("/home/me/x", False)]
+    assert episode.invalid_calls == 1
+
+
+def test_a_turn_of_gpt_oss_is_its_final_channel() -> None:
+    environment = Walk(Step("and then?"))
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    said = [f"{thought}<|channel|>final<|message|>{way}" for way in ("north", "west")]
+    rules = replace(RULES, max_turns=2)
+    episode, policy, _, session = play(*said, environment=environment, name="trl/gptoss", rules=rules)
+    assert environment.actions == ["north", "west"]
+    assert len(episode.graph.branches()) == 1
+    context = session._template.tokenizer.decode(policy.contexts[1])
+    assert f"{said[0]}<|return|><|start|>user<|message|>and then?<|end|><|start|>assistant" in context
 
 
 def test_a_turn_that_was_cut_off_is_closed_without_loss() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -162,6 +163,45 @@ class Base(Environment):
     def hint(self, kind: str) -> str:
         "Give a hint."
         return kind + "?"
+
+
+class Odd(Base):
+    @tool
+    @staticmethod
+    def add(number: int) -> int:
+        "Add one."
+        return number + 1
+
+    @staticmethod
+    @tool
+    def halve(number: float) -> float:
+        "Halve."
+        return number / 2
+
+    @classmethod
+    @tool
+    def where(cls) -> str:
+        "Tell where."
+        return cls.__name__
+
+    @tool
+    @functools.lru_cache  # noqa: B019 - as users do
+    def again(self) -> str:
+        "Do it again."
+        return "so"
+
+
+def test_methods_of_every_kind_are_tools() -> None:
+    tools = {own.name: own for own in Odd().tools()}
+    assert [*tools] == ["hint", "add", "halve", "where", "again"]
+    values = [
+        asyncio.run(tools[name].call(given)) for name, given in (("add", {"number": 2}), ("halve", {"number": 1}))
+    ]
+    assert values == [3, 0.5]
+    assert [asyncio.run(tools[name].call({})) for name in ("where", "again")] == ["Odd", "so"]
+    assert tools["again"].schema["function"]["description"] == "Do it again."
+    with pytest.raises(TypeError, match=r"@tool marks methods, and <property .* is none"):
+        tool(property(lambda self: 1))  # type: ignore[type-var]
 
 
 class Game(Base):
