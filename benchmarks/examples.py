@@ -28,6 +28,7 @@ PREFERENCES = ("--config", "examples/preferences/run.yaml")
 COMMANDS = {
     "quickstart": ("experiment=quickstart",),
     "smollm2": ("experiment=smollm2",),
+    **{name: (f"experiment={name}",) for name in ("full_finetuning", "rloo", "gspo", "dr_grpo", "dapo")},
     "online_dpo": ("experiment=quickstart", "algorithm=online_dpo"),
     "images": ("--config", "examples/images/sft.yaml"),
     "orpo": (*PREFERENCES, "algorithm=orpo", "algorithm.num_steps=1000"),

@@ -19,6 +19,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.messages import (
     CALLS,
     INSTEAD,
+    REASONING_KEYS,
     check_tools,
     row_template_options,
     row_tools,
@@ -112,7 +113,11 @@ class ChatTemplate:
         return self.with_tools(row_tools(row, self._tools_column)).with_options(row_template_options(row))
 
     def _copied(self) -> ChatTemplate:
-        _ = self.takes_texts, self.takes_arguments_as_text  # cached here, not computed again for each row
+        _ = (
+            self.takes_texts,
+            self.takes_arguments_as_text,
+            self.reasoning_key,
+        )  # cached here, not computed again for each row
         return copy(self)
 
     def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
@@ -180,13 +185,39 @@ class ChatTemplate:
             is_right[type(form)] = bool(texts) and not any(shown in text for text in texts)
         return is_right[str] and not is_right[dict]
 
+    @cached_property
+    def reasoning_key(self) -> str | None:
+        """Key of a message whose reasoning the template writes, or None if it writes none."""
+
+        def content(text: str) -> Any:
+            return text if self.takes_texts else [{"type": "text", "text": text}]
+
+        question = {"role": "user", "content": content("Where?")}
+        for key in REASONING_KEYS:
+            with suppress(UnusableRow):
+                if PROBE_WORD in self.render(
+                    [question, {"role": "assistant", "content": content("."), key: PROBE_WORD}]
+                ):
+                    return key
+        return None
+
+    def _with_known_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with its reasoning under the template's key, which is `thinking` for gpt-oss."""
+        keys = [key for key in REASONING_KEYS if message.get(key)]
+        if not keys or self.reasoning_key is None or self.reasoning_key in keys:
+            return message
+        if message.get("content") and any(message.get(key) for key in CALLS):
+            return message  # gpt-oss's template refuses a turn that has both and reasoning, too
+        rest = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+        return rest | {self.reasoning_key: message[keys[0]]}
+
     def _normalized_message(self, message: dict[str, Any], empty: str | None) -> dict[str, Any]:
         """Return the message with its content in the form that the template renders: one string, or a list of parts.
 
         ``empty`` replaces missing content.
         """
         content = message.get("content") or empty
-        message = {**message, "content": content}
+        message = {**self._with_known_reasoning(message), "content": content}
         if isinstance(content, list) and self.takes_texts and all(part["type"] == "text" for part in content):
             return {**message, "content": "".join(part["text"] for part in content)}
         if isinstance(content, str) and not self.takes_texts:

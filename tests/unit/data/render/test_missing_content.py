@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.data.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.models.tiny_model import make_tokenizer
@@ -147,3 +149,21 @@ def test_schemas_of_tools_may_be_json_in_parts() -> None:
     assert len(texts) == 1
     with pytest.raises(UnusableRow, match=r"column 'tools', tool 1: its key 'parameters' is '{', not a schema"):
         renderer.render({"prompt": [ASKED], "tools": [schema | {"parameters": "{"}]}, PLACE)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["trl/gptoss", "trl/lfm2_2_5", "trl/qwen3", "vllm/template_minicpmv45", "trl/llama3"])
+def test_reasoning_is_rendered_under_whatever_key_it_comes(name: str, key: str) -> None:
+    template = ChatTemplate(made_tokenizer(dict(shipped_templates())[name]), DataConfig(source="jsonl"))
+    text = template.text([ASKED, {"role": "assistant", "content": "a cat", key: "It purrs."}])
+    assert ("It purrs." in text) == (name != "trl/llama3")
+    assert text.count("a cat") == 1
+
+
+def test_a_call_of_gpt_oss_keeps_the_reasoning_before_it() -> None:
+    template = ChatTemplate(made_tokenizer(dict(shipped_templates())["trl/gptoss"]), DataConfig(source="jsonl"))
+    called = CALL | {"reasoning_content": "I must look."}
+    for message, is_shown in ((called, True), (called | {"content": "Wait."}, False)):
+        text = template.text([ASKED, message, FOUND[0]], add_generation_prompt=True)
+        assert ("<|channel|>analysis<|message|>I must look.<|end|>" in text) == is_shown
+        assert "to=functions.look" in text
