@@ -119,7 +119,7 @@ class Bridge:
         question = {"role": "user", "content": PROBE_WORD}
         choices = self._choices_of_content.get((kind, probe.num_calls), EMPTY_CONTENTS)
         try:
-            messages = self.template.as_taken([question, probe.answer, *texts.hidden(new)], choices)
+            messages = self.template.as_taken([question, *texts.hidden([probe.answer, *new])], choices)
             rendered = whole_characters(self.template.render(messages, add_generation_prompt=True))
         except UnusableRow as error:
             raise Unbridgeable(str(error)) from error

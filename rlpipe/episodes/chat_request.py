@@ -141,6 +141,11 @@ def _normalize(messages: ChatMessages) -> ChatMessages:
         try:
             for call in message.get("tool_calls") or ():
                 names[str(call.get("id"))] = call["function"]["name"]
+            if converted.get("tool_calls"):
+                converted["tool_calls"] = [
+                    {**call, "function": {**call["function"], "arguments": call["function"].get("arguments") or "{}"}}
+                    for call in converted["tool_calls"]
+                ]
         except (TypeError, KeyError, AttributeError):
             raise RequestRefused(400, "invalid", "tool_calls must be a list of calls of named functions") from None
         if role == "tool" and not converted.get("name"):
@@ -154,7 +159,7 @@ def joined_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    texts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise RequestRefused(400, "unsupported", "content must be a string or text parts")
     return "".join(map(str, texts))

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from itertools import islice, takewhile
 from typing import Any, cast
 
 from rlpipe.common.imports import describe_error, import_object
+from rlpipe.data.masks.derivation import CALL_IDS
 from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.reasoning import is_in_channels, join_messages, split_channels, split_reasoning
@@ -27,12 +29,18 @@ MAX_CALLS = 16
 MAX_CHARS = 32_768
 """Characters of a turn up to which calls are read by vLLM's parsers."""
 MAX_QUICK_CHARS = 2000
-MARK_CHARS = 10
-"""Characters ahead of a function's name by which calls are counted, if a turn may have one call only."""
+MAX_REPETITION = 25
+"""Ratio of compression from which on a text is one in which the policy repeats itself."""
+TAG = re.compile(r"<[^<>\s]+[>=]|\[[A-Z_]+\]")
+NEVER = r"(?!)"
+PYTHON_TAG = "<|python_tag|>"
+DECODER = json.JSONDecoder()
+SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"[\s;]*")
 OPENING = re.compile(r"\A[^<\[({]*")
 """Text ahead of a call that only happens to be the same ahead of the next one."""
 BEGUN_CALL = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:')
 CUT_OFF = "the turn was cut off within this call"
+TOO_LONG = f"the turn's calls are longer than {MAX_CHARS:,} characters, or repeat themselves"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,28 +68,55 @@ Parser = Callable[[str, str], ParsedTurn]
 def parse_hermes(text: str, prefix: str) -> ParsedTurn:
     """Read calls as JSON within ``<tool_call>`` (Hermes, Qwen)."""
     rest, reasoning = split_reasoning(text)
-    content, *segments = rest.split(CALL)
-    calls = []
-    for number, segment in enumerate(segments):
-        call, _, rest = segment.partition(END_CALL)
-        calls.append(_read_call(call.strip(), prefix, number))
-        content += rest
+    calls: list[ToolCall] = []
+    content, position = "", 0
+    while (start := rest.find(CALL, position)) >= 0:
+        content += rest[position:start]
+        begin = start + len(CALL)
+        after_json = _end_of_json(rest, begin)  # an argument may have the marks in it
+        following = rest.find(CALL, after_json)
+        limit = following if following >= 0 else len(rest)
+        end = rest.find(END_CALL, after_json, limit)
+        calls.append(_read_call(rest[begin : limit if end < 0 else end].strip(), prefix, len(calls)))
+        position = limit if end < 0 else end + len(END_CALL)
+    content += rest[position:]
     return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=calls)
 
 
+def _end_of_json(text: str, begin: int) -> int:
+    """Return where the JSON value at a position of a text ends, or the position if there is none."""
+    space = SPACE.match(text, begin)
+    with suppress(ValueError, RecursionError):
+        return DECODER.raw_decode(text, space.end() if space else begin)[1]
+    return begin
+
+
 def parse_json(text: str, prefix: str) -> ParsedTurn:
-    """Read a turn that is one JSON object, or a list of them, as calls (Llama 3); any other turn is a text."""
+    """Read a turn of JSON objects, or of a list of them, as calls (Llama 3); any other turn is a text."""
     rest, reasoning = split_reasoning(text)
+    body = rest.strip().removeprefix(PYTHON_TAG).strip()
     try:
-        parsed = json.loads(rest)
+        values = _json_values(body)
     except (ValueError, RecursionError) as error:
-        calls = [_unreadable(prefix, 0, f"the call is not JSON ({error})")] if BEGUN_CALL.match(rest.lstrip()) else []
+        calls = [_unreadable(prefix, 0, f"the call is not JSON ({error})")] if BEGUN_CALL.match(body) else []
         return ParsedTurn(content=rest, reasoning=reasoning, calls=calls)
-    entries = parsed if isinstance(parsed, list) else [parsed]
+    entries = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         return ParsedTurn(content=rest, reasoning=reasoning)
     calls = [make_call(entry, prefix, number) for number, entry in enumerate(entries)]
     return ParsedTurn(content="", reasoning=reasoning, calls=calls)
+
+
+def _json_values(text: str) -> list[Any]:
+    """Return the values of a text of JSON values, between which there may be semicolons; raise ``ValueError``."""
+    values: list[Any] = []
+    position = 0
+    while not values or position < len(text):
+        value, position = DECODER.raw_decode(text, position)
+        values.append(value)
+        separator = SEPARATOR.match(text, position)
+        position = separator.end() if separator else position
+    return values
 
 
 def parse_harmony(text: str, prefix: str) -> ParsedTurn:
@@ -104,12 +139,10 @@ PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json, "ha
 def parse_turn(parser: Parser, text: str, prefix: str, *, is_cut: bool = False) -> ParsedTurn:
     """Read a turn with the first ``MAX_CALLS`` calls, and the next one with a problem.
 
-    All calls of a turn run at the same time, and a policy may repeat itself to its limit. If the turn is cut off
-    within its last call, that call has a problem, too: vLLM's parsers return it with the arguments that it has.
+    All calls of a turn run at the same time, and a policy may repeat itself to its limit. A call within which the turn
+    is cut off has a problem, too.
     """
-    parsed = parser(text, prefix)
-    if is_cut and parsed.calls and isinstance(parser, VllmParser):
-        parsed = replace(parsed, calls=parser.without_cut_call(parsed.calls, text, prefix, CUT_OFF))
+    parsed = parser(text, prefix, is_cut=is_cut) if isinstance(parser, VllmParser) else parser(text, prefix)
     first, surplus = parsed.calls[:MAX_CALLS], parsed.calls[MAX_CALLS:]
     problem = f"a turn has at most {MAX_CALLS} calls; the last {len(surplus)} were not made"
     return replace(parsed, calls=[*first, *(replace(call, problem=problem) for call in surplus[:1])])
@@ -196,24 +229,34 @@ class VllmParser:
         kind = ToolParserManager.get_tool_parser(name)
         self._open = lambda: kind(self._tokenizer, vllm_tools)
         self._open()
-        start, self._end = _call_marks(template)
-        self._start = re.compile(re.escape(start))
+        self._marks = _call_marks(template)
 
     def with_tools(self, tools: Sequence[Any]) -> VllmParser:
         return VllmParser(self._name, self._template, tools, self._tokenizer)
 
-    def __call__(self, text: str, prefix: str) -> ParsedTurn:
+    def __call__(self, text: str, prefix: str, *, is_cut: bool = False) -> ParsedTurn:
         rest, reasoning = split_reasoning(text)
         read = self._shortened(rest)
-        content, calls = self._extract(read, prefix)
+        problem = TOO_LONG if len(read) < len(rest) else CUT_OFF if is_cut else None
+        content, calls = self._extract(read, prefix) if problem is None else self._extract_cut(read, prefix, problem)
         if not calls:
-            is_call = self._start.search(rest) is not None
+            is_call = self._marks.tag is not None and self._marks.tag in rest
             calls = [_unreadable(prefix, 0, "the call can't be read")] if is_call else []
             return ParsedTurn(content=rest, reasoning=reasoning, calls=calls)
-        if len(read) < len(rest):
-            problem = f"the turn's calls are longer than {MAX_CHARS:,} characters"
-            calls = self.without_cut_call(calls, read, prefix, problem)
         return ParsedTurn(content=content.strip(), reasoning=reasoning, calls=calls)
+
+    def _extract_cut(self, text: str, prefix: str, problem: str) -> tuple[str, list[ToolCall]]:
+        """Return what ``_extract`` does of a text that is cut off, with a problem for a call that it ends within.
+
+        vLLM's parsers return such a call with the arguments that it has, or leave it out.
+        """
+        begin = max((match.start() for match in self._marks.start.finditer(text)), default=-1)
+        if self._marks.end and text.rfind(self._marks.end) > begin:
+            return self._extract(text, prefix)
+        content, calls = self._extract(text[:begin] if begin >= 0 else text, prefix)
+        if begin < 0:
+            return content, [*calls[:-1], *(replace(call, problem=problem) for call in calls[-1:])]
+        return content, [*calls, _unreadable(prefix, len(calls), problem)]
 
     def _extract(self, text: str, prefix: str) -> tuple[str, list[ToolCall]]:
         """Return the text beside the calls, and the calls; none if the parser fails."""
@@ -226,51 +269,66 @@ class VllmParser:
             for number, call in enumerate(extracted.tool_calls)
         ]
 
-    def without_cut_call(self, calls: list[ToolCall], text: str, prefix: str, problem: str) -> list[ToolCall]:
-        """Return the calls of a text that is cut off, with a problem for the call that it ends within, if it does.
-
-        Some parsers return such a call with the arguments that it has, and others leave it out.
-        """
-        starts = [match.start() for match in self._start.finditer(text)]
-        if self._end and text.rfind(self._end) > max(starts, default=-1):
-            return calls
-        if self._end and len(starts) > len(calls):
-            return [*calls, _unreadable(prefix, len(calls), problem)]
-        return [*calls[:-1], replace(calls[-1], problem=calls[-1].problem or problem)]
-
     def _shortened(self, text: str) -> str:
         """Return the text without what follows the first call that is too many, or ``MAX_CHARS`` characters.
 
         Some parsers take minutes for a few thousand characters in which the policy repeats itself.
         """
-        marks = [match.start() for match in islice(self._start.finditer(text), MAX_CALLS + 2)]
-        return text[: min([MAX_CHARS, *marks[MAX_CALLS + 1 :]])]
+        marks = [match.start() for match in islice(self._marks.start.finditer(text), MAX_CALLS + 2)]
+        limit = MAX_CHARS
+        if len(text) > MAX_QUICK_CHARS and len(text) > MAX_REPETITION * len(zlib.compress(text.encode())):
+            limit = MAX_QUICK_CHARS
+        return text[: min([limit, *marks[MAX_CALLS + 1 :]])]
 
 
-def _call_marks(template: ChatTemplate) -> tuple[str, str]:
-    """Return what the template writes ahead of the name of each call's function, and at the end of a call.
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CallMarks:
+    """Texts of a template by which calls are found that a parser of vLLM can't read."""
 
-    The second is empty if the template does not tell, as with one that takes a single call.
-    """
-    before, bare = _around_first_call(template, {})
-    _, full = _around_first_call(template, {"at": "home"})
-    start = "" if full is None else OPENING.sub("", _common_end(before, full))
-    if full is None or bare is None or not start:
-        return before[-MARK_CHARS:].strip() or PROBE_WORD, ""
-    end = _common_end(bare.removesuffix(start), full.removesuffix(start))
-    return start.strip(), (end.split() or [""])[-1]
+    start: re.Pattern[str]
+    """The text ahead of each call's name, or ahead of the first if a turn has one call or a list of them."""
+    end: str
+    """Last word of a call; empty if the template does not tell."""
+    tag: str | None
+    """The tag ahead of a call, which other texts do not have; None if calls have none."""
 
 
-def _around_first_call(template: ChatTemplate, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the text ahead of a call's name, and the one after it up to another call's name, if there may be one."""
+def _call_marks(template: ChatTemplate) -> CallMarks:
+    before, bare, bare_tail = _around_calls(template, {}, CALL_IDS)
+    _, full, full_tail = _around_calls(template, {"at": "home"}, CALL_IDS[::-1])
+    start = OPENING.sub("", _common_end(before, full)) if bare and full else ""
+    tags = TAG.findall(start) or TAG.findall(before)
+    if start:
+        bare_tail, full_tail = bare.removesuffix(start), full.removesuffix(start)
+    end = _common_end(bare_tail, full_tail).split()
+    mark = start.strip() or (tags[-1] if tags else "")
+    return CallMarks(
+        start=re.compile(re.escape(mark) if mark else NEVER), end=end[-1] if end else "", tag=tags[-1] if tags else None
+    )
+
+
+def _around_calls(template: ChatTemplate, arguments: Mapping[str, Any], ids: Sequence[str]) -> tuple[str, str, str]:
+    """Return a turn's text ahead of its call's name, up to another call's name (if it may have two), and at its end."""
     question = {"role": "user", "content": "Where?"}
-    first, second = (ToolCall(id=f"q8Zk3Lw7{name}", name=f"{PROBE_WORD}{name}", arguments=arguments) for name in "12")
-    one = template.text([question, ParsedTurn(content="", calls=[first]).as_message()])
+    first, second = (
+        ToolCall(id=call_id, name=f"{PROBE_WORD}{number}", arguments=arguments) for number, call_id in enumerate(ids)
+    )
+    before, _, tail = _rendered_turn(template, [first]).partition(first.name)
+    end_of_turn = template.text([question, {"role": "assistant", "content": PROBE_WORD}]).rpartition(PROBE_WORD)[2]
+    between = ""
     with suppress(UnusableRow):
-        two = template.text([question, ParsedTurn(content="", calls=[first, second]).as_message()])
-        between, found, _ = two.partition(first.name)[2].partition(second.name)
-        return one.partition(first.name)[0], between if found else None
-    return one.partition(first.name)[0], None
+        between, found, _ = _rendered_turn(template, [first, second]).partition(first.name)[2].partition(second.name)
+        between = between if found else ""
+    return before, between, tail.removesuffix(end_of_turn)
+
+
+def _rendered_turn(template: ChatTemplate, calls: list[ToolCall]) -> str:
+    """Return what the template writes for a turn with these calls, with a header if it opens turns in another way."""
+    question = {"role": "user", "content": "Where?"}
+    text = template.text([question, ParsedTurn(content="", calls=calls).as_message()])
+    for prompt in (template.text([question], add_generation_prompt=True), template.text([question])):
+        text = text.removeprefix(prompt)
+    return text
 
 
 def _common_end(text: str, other: str) -> str:
@@ -339,16 +397,13 @@ def _open_of_vllm(name: str, template: ChatTemplate) -> Parser:
 
 def _reads_calls(parser: Parser, template: ChatTemplate) -> bool:
     call = ToolCall(id="q8Zk3Lw7P", name="look", arguments={"at": PROBE_WORD, "far": True})
-    question = {"role": "user", "content": "Where?"}
     parameters = {"type": "object", "properties": {"at": {"type": "string"}, "far": {"type": "boolean"}}}
     schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}
     template, parser = template.with_tools([schema]), with_tools(parser, [schema])
     try:
-        before = template.text([question], add_generation_prompt=True)
-        rendered = template.text([question, ParsedTurn(content="", calls=[call]).as_message()])
+        text = _rendered_turn(template, [call])
     except UnusableRow:
         return False
-    text = rendered.removeprefix(before)
     for ends in template.tokenizer.all_special_tokens:
         text = text.rstrip().removesuffix(ends)
     parsed = parser(text.strip(), "")

@@ -27,25 +27,40 @@ CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=(?:
 def split_reasoning(text: str) -> tuple[str, str | None]:
     """Return a turn's text without its reasoning, and the latter; a turn may begin within it, as prompts may end so.
 
-    Reasoning without an end is a text: some models call tools without closing it.
+    The marks are those with which the turn begins, or else those whose end comes first. Reasoning without an end is a
+    text: some models call tools without closing it.
     """
     if is_in_channels(text):
         return join_messages(split_channels(text))
-    ends = [(position, marks) for marks in MARKS if (position := text.find(marks[1])) >= 0]
-    if not ends:
+    marks = _marks_at_begin(text)
+    if marks is None:
+        ends = [(position, marks) for marks in MARKS if (position := text.find(marks[1])) >= 0]
+        marks = min(ends)[1] if ends else None
+    if marks is None or marks[1] not in text:
         return text, None
-    position, (start, end) = min(ends)
-    return text[position + len(end) :].lstrip(), text[:position].strip().removeprefix(start).strip()
+    start, end = marks
+    thoughts, _, rest = text.partition(end)
+    before, is_begun, inner = thoughts.partition(start)
+    content, reasoning = (before, [inner]) if is_begun else ("", [thoughts])
+    while (begin := rest.find(start)) >= 0 and (close := rest.find(end, begin)) >= 0:
+        content += rest[:begin]
+        reasoning.append(rest[begin + len(start) : close])
+        rest = rest[close + len(end) :]
+    return f"{content}{rest}".lstrip(), "\n".join(thought.strip() for thought in reasoning)
 
 
 def close_reasoning(text: str, before: str) -> str:
     """Return the text of a turn that was cut off, with its reasoning closed; it may begin at the prompt's end."""
-    for start, end in MARKS:
-        if end in text:
-            return text
-        if text.lstrip().startswith(start) or before.rstrip().endswith(start):
-            return f"{text}{end}"
-    return text
+    marks = _marks_at_begin(text) or next((own for own in MARKS if before.rstrip().endswith(own[0])), None)
+    if marks is None:
+        return text
+    start, end = marks
+    return f"{text}{end}" if text.rfind(end) < max(0, text.rfind(start)) else text
+
+
+def _marks_at_begin(text: str) -> tuple[str, str] | None:
+    begin = text.lstrip()
+    return next((marks for marks in MARKS if begin.startswith(marks[0])), None)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,6 +71,8 @@ class ChannelMessage:
     recipient: str | None
     """Name of the tool that it calls, or None."""
     text: str
+    written: str
+    """The message with its header, as the policy wrote it."""
 
 
 def is_in_channels(text: str) -> bool:
@@ -68,21 +85,26 @@ def split_channels(text: str) -> list[ChannelMessage]:
     messages = []
     for part in text.split(START):
         header, mark, body = part.partition(MESSAGE)
-        if not mark:
-            continue  # nothing is ahead of the first start, or the turn was cut off within a header
         channel, recipient = CHANNEL.search(header), RECIPIENT.search(header)
+        if not mark and recipient is None:
+            continue  # nothing is ahead of the first start, or the turn was cut off within a header
         messages.append(
             ChannelMessage(
                 channel=channel.group(1) if channel else FINAL,
                 recipient=recipient.group(1) if recipient else None,
                 text=MESSAGE_ENDS.sub("", body),
+                written=MESSAGE_ENDS.sub("", part),
             )
         )
     return messages
 
 
 def join_messages(messages: Sequence[ChannelMessage]) -> tuple[str, str | None]:
-    """Return the text of the messages but the analysis, and the analysis, if there is any."""
-    analysis = [message.text for message in messages if message.channel == ANALYSIS]
-    content = [message.text for message in messages if message.channel != ANALYSIS]
+    """Return the text of the messages but the analysis, and the analysis, if there is any; calls are text."""
+    analysis = [message.text for message in messages if message.channel == ANALYSIS and message.recipient is None]
+    content = [
+        message.text if message.recipient is None else message.written
+        for message in messages
+        if message.channel != ANALYSIS or message.recipient is not None
+    ]
     return "\n".join(content), "\n".join(analysis) if analysis else None

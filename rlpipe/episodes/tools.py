@@ -174,7 +174,10 @@ def _arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]
     fields: dict[str, Any] = {}
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
+        bound = function.keywords if isinstance(function, functools.partial) else {}
         for parameter in parameters:
+            if parameter.name in bound:
+                continue  # it is not the policy's
             if parameter.kind in VARIADIC or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
                 raise ConfigError(f"the tool {name} takes {parameter}: give each parameter a name and a type")
             if parameter.annotation is inspect.Parameter.empty:

@@ -34,7 +34,7 @@ from rlpipe.episodes.isolation import isolate
 from rlpipe.episodes.load_environment import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_text
 from rlpipe.episodes.session import SampledTurn, read_turn
-from rlpipe.episodes.tools import FunctionTool, Step, Tool
+from rlpipe.episodes.tools import FunctionTool, InvalidArguments, Step, Tool
 from rlpipe.errors import ConfigError, EnvironmentFailed
 from rlpipe.models.tiny_model import make_tiny_policy
 from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
@@ -644,6 +644,9 @@ def test_callable_objects_are_tools_under_their_own_names(tmp_path: Path) -> Non
     (found,) = import_kind(EnvironmentConfig(tools=[f"{file}:add_two"])).tools
     assert (found.name, found.schema["function"]["description"]) == ("add_two", "Add.")
     assert asyncio.run(found.call({"a": 1})) == 3
+    assert list(found.schema["function"]["parameters"]["properties"]) == ["a"], "what is bound is not the policy's"
+    with pytest.raises(InvalidArguments):
+        asyncio.run(found.call({"a": 1, "b": 7}))
     with pytest.raises(ConfigError, match=r"environment\.tools: .*:number is 3, which can't be called"):
         import_kind(EnvironmentConfig(tools=[f"{file}:number"]))
 

@@ -16,7 +16,10 @@ from rlpipe.episodes.parsing import (
     CUT_OFF,
     MAX_CALLS,
     MAX_CHARS,
+    TOO_LONG,
     ParsedTurn,
+    _call_marks,
+    _rendered_turn,
     open_parser,
     parse_hermes,
     parse_json,
@@ -67,10 +70,7 @@ def open_for(name: str) -> tuple[ChatTemplate, Any]:
 
 def written(template: ChatTemplate, calls: list[ToolCall]) -> str:
     """Return what the template writes for a turn with calls, without the end of the turn."""
-    asked = {"role": "user", "content": "Find it."}
-    text = template.text([asked, ParsedTurn(content="", calls=calls).as_message()])
-    for before in (template.text([asked], add_generation_prompt=True), template.text([asked])):
-        text = text.removeprefix(before)
+    text = _rendered_turn(template, calls)
     for end in template.tokenizer.convert_ids_to_tokens(sorted(turn_ends(template, DataConfig(source="jsonl")))):
         text = text.rstrip().removesuffix(end)
     return text
@@ -104,9 +104,10 @@ def test_of_a_turn_that_is_cut_off_only_whole_calls_are_made(name: str) -> None:
     template, parser = open_for(name)
     calls = [ToolCall(id=f"q8Zk3Lw7{number}", name="search", arguments=ARGUMENTS[number]) for number in range(2)]
     text = written(template, calls)
-    first, *others = parse_turn(parser, text[: text.rindex("limit") + 5], "0c", is_cut=True).calls
-    assert first.problem is None
-    assert [own.problem for own in others] == [CUT_OFF]
+    thought = "<think>I might write " + written(template, calls[:1])[:25] + "</think>"
+    for before in ("", thought):
+        parsed = parse_turn(parser, before + text[: text.rindex("limit") + 5], "0c", is_cut=True)
+        assert [own.problem for own in parsed.calls] == [None, CUT_OFF]
     assert [own.problem for own in parse_turn(parser, f"{text}\nI hope", "0c", is_cut=True).calls] == [None, None]
 
 
@@ -118,11 +119,14 @@ def test_many_calls_are_all_read_and_a_long_text_is_not_cut_off(name: str) -> No
     assert [own.problem for own in found] == [None] * len(calls)
     text = "word " * MAX_CHARS
     assert parser(text, "0c") == ParsedTurn(content=text)
-    if name in ONE_MARK:
+    if name == "muse_glimmer":
         return
     long = ToolCall(id="q8Zk3Lw7P", name="search", arguments={"query": text, "limit": 3})
     (own,) = parser(written(template, [long]), "0c").calls
-    assert own.problem in ("the turn's calls are longer than 32,768 characters", "the call can't be read")
+    assert own.problem in (TOO_LONG, "the call can't be read")
+    varied = {"query": " ".join(map(str, range(5000))), "limit": 3}
+    (own,) = parser(written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=varied)]), "0c").calls
+    assert own.problem is None
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONE_MARK])
@@ -131,6 +135,45 @@ def test_a_call_that_cannot_be_read_is_reported(name: str) -> None:
     call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
     (own,) = parse_turn(parser, call[: call.index("search")] + "\n\n", "0c").calls
     assert own.problem == "the call can't be read"
+
+
+def test_of_a_list_of_calls_that_is_cut_off_none_is_made_and_a_whole_one_is() -> None:
+    _, parser = open_for("lfm2_v2")
+    for text, problems in (
+        ('<|tool_call_start|>[search(query="a", limit=3)]<|tool_call_end|>I check', [None]),
+        ('<|tool_call_start|>[search(query="a", limit=3), search(query="a', [CUT_OFF]),
+    ):
+        assert [own.problem for own in parse_turn(parser, text, "0c", is_cut=True).calls] == problems
+
+
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] ["
+    """{% for c in m.tool_calls %}{{ '{"name": "' + c.function.name }}"""
+    """{{ '", "arguments": ' }}{{ c.function.arguments|tojson }}"""
+    """{{ ', "id": "' + c.id + '"}' }}{{ ', ' if not loop.last }}{% endfor %}]<|im_end|>"""
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+"""A template as Mistral's of version 3."""
+
+
+def test_marks_of_calls_are_tags_and_have_no_ids() -> None:
+    marks = _call_marks(ChatTemplate(made_tokenizer(MISTRAL), DataConfig(source="jsonl")))
+    assert (marks.start.pattern, marks.end, marks.tag) == (r'\{"name":\ "', '"},', "[TOOL_CALLS]")
+
+
+def test_llamas_tag_and_semicolons_are_read() -> None:
+    call = '{"name": "search", "parameters": {"query": "a"}}'
+    for text, number in ((f"<|python_tag|>{call}", 1), (f"{call}; {call}", 2), (f"[{call}, {call}]", 2)):
+        assert [own.name for own in parse_json(text, "0c").calls] == ["search"] * number
+    (own,) = parse_json(f"<|python_tag|>{call} and so on", "0c").calls
+    assert own.problem is not None
+
+
+def test_an_argument_may_quote_the_marks_of_calls() -> None:
+    quoted = '{"name": "search", "arguments": {"query": "</tool_call> and <tool_call>"}}'
+    parsed = parse_hermes(f"So <tool_call>\n{quoted}\n</tool_call> then <tool_call>{quoted}", "0c")
+    assert [own.arguments for own in parsed.calls] == [{"query": "</tool_call> and <tool_call>"}] * 2
+    assert parsed.content == "So  then"
 
 
 def test_a_slip_in_a_call_as_json_is_no_final_answer() -> None:
@@ -159,6 +202,11 @@ def test_turns_of_gpt_oss_are_read_by_their_channels() -> None:
         (call,) = parsed.calls
         assert (call.name, call.arguments) == ("search", {"query": "a", "limit": 3})
         assert (parsed.content, parsed.reasoning) == ("", "I might look.")
+    header = "<|start|>assistant<|channel|>commentary to=functions.sea"
+    assert [own.problem is None for own in parser(THOUGHT + header, "0c").calls] == [False]
+    text = f"{THOUGHT}{header}rch code<|message|>x = 1<|call|>"
+    assert [own.problem is None for own in parser(text, "0c").calls] == [False]
+    assert parse_text(text, "0c").content == "<|channel|>commentary to=functions.search code<|message|>x = 1"
     (call,) = parser(f'{THOUGHT}<|start|>assistant to=python<|channel|>analysis code<|message|>print("', "0c").calls
     assert "not JSON" in str(call.problem)
 
@@ -182,7 +230,12 @@ def test_a_policy_that_repeats_itself_does_not_hold_up_its_process(name: str) ->
     template, parser = open_for(name)
     call = written(template, [ToolCall(id="q8Zk3Lw7P", name="search", arguments=ARGUMENTS[0])])
     begun = call[: len(call) // 2]
-    for text in (call * 100, begun * 200, call[:12] * 1000, call[-12:] * 1000, call[:-5] + " " * 20_000):
+    within = (
+        *("<arg_key>query</arg_key>\n", "{", "<parameter=query>\n", "<function=a>\n<parameter=b>", "<b>", '<|"|>'),
+        *("[", "search(", "<think>", "</think>"),
+    )
+    texts = (call * 100, begun * 200, call[:12] * 1000, call[-12:] * 1000, call[:-5] + " " * 20_000)
+    for text in (*texts, *(begun + part * (30_000 // len(part)) for part in within)):
         calls = parse_turn(parser, text, "0c").calls
         assert len(calls) <= MAX_CALLS + 1
         assert all(own.problem is not None for own in calls[MAX_CALLS:]), "the policy is told that it was too many"
@@ -222,3 +275,25 @@ def test_a_parser_of_the_users_own_is_a_function_or_a_class(tmp_path: Path) -> N
         open_parser(f"{file}:nothing", template, has_tools=True)
     with pytest.raises(ConfigError, match=r"broken can't read a turn: TypeError: broken\(\) takes 1 positional"):
         open_parser(f"{file}:broken", template, has_tools=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("[THINK]how to close </think> tags[/THINK]final", "final", "how to close </think> tags"),
+        ("<|channel>thought\nhm<channel|>yes<|channel>thought\nmore<channel|>final", "yesfinal", "hm\nmore"),
+        ("a</think>b <think>c</think>d", "b d", "a\nc"),
+        ("Sure. <think>x</think>yes", "Sure. yes", "x"),
+        ("<think>a</think>so <think>b", "so <think>b", "a"),
+    ],
+)
+def test_all_reasoning_is_left_out_by_the_marks_with_which_a_turn_begins(
+    text: str, content: str, reasoning: str
+) -> None:
+    assert parse_text(text, "0c") == ParsedTurn(content=content, reasoning=reasoning)
+
+
+def test_reasoning_that_is_cut_off_is_closed_by_its_own_mark() -> None:
+    assert close_reasoning("[THINK]a about </think>", "x") == "[THINK]a about </think>[/THINK]"
+    assert close_reasoning("<think>a</think>so <think>never", "x") == "<think>a</think>so <think>never</think>"
+    assert close_reasoning("a</think>so", "<think>") == "a</think>so"
