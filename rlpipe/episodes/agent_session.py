@@ -254,9 +254,10 @@ class AgentSession:
         if is_cut:
             text = close_thoughts(text, bridge, context)
         parsed = await read_calls(parser, text, f"{number}c", is_cut=is_cut)
-        if surplus := parsed.calls[MAX_CALLS:]:
+        max_calls = MAX_CALLS if bridge.template.takes_several_calls else 1
+        if surplus := parsed.calls[max_calls:]:
             self.episode.invalid_calls += len(surplus)
-            parsed, is_whole = replace(parsed, calls=parsed.calls[:MAX_CALLS]), False
+            parsed, is_whole = replace(parsed, calls=parsed.calls[:max_calls]), False
         if num_invalid := sum(call.problem is not None for call in parsed.calls):
             self.episode.invalid_calls += num_invalid
             parsed = parse_text(text, "")  # the program gets a malformed call as a text

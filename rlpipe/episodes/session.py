@@ -226,12 +226,15 @@ class Session:
                 )
             text, is_cut = read_turn(answer, self._bridge, context), answer.finish_reason == "length"
             parsed = await read_calls(self._parser, text, f"{turn}c", is_cut=is_cut)
+            num_left_out = 0
+            if not self._template.takes_several_calls:
+                parsed, num_left_out = replace(parsed, calls=parsed.calls[:1]), len(parsed.calls[1:])
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
             if is_cut and len(answer.token_ids) >= remaining_tokens:
                 return episode.end_early("length")
             with episode.timed("tool" if parsed.calls else "environment"):
-                new, node.reward, is_done = await self._respond(episode, parsed)
+                new, node.reward, is_done = await self._respond(episode, parsed, num_left_out)
             if not is_done and self._environment.call_timed_out:
                 return episode.end_early("timeout")
             if is_done or turn + 1 == self._rules.max_turns:
@@ -245,11 +248,19 @@ class Session:
         limit = self._rules.max_model_len
         raise ValueError(f"the first messages have {num_tokens} tokens, which leave no space in {limit}")
 
-    async def _respond(self, episode: Episode, parsed: ParsedTurn) -> tuple[ChatMessages, float, bool]:
-        """Return the messages after a turn, its reward, and whether the episode is over."""
+    async def _respond(
+        self, episode: Episode, parsed: ParsedTurn, num_left_out: int
+    ) -> tuple[ChatMessages, float, bool]:
+        """Return the messages after a turn, its reward, and whether the episode is over.
+
+        The result of the first call says how many further calls are left out.
+        """
         if parsed.calls:
             results = await asyncio.gather(*map(self.toolbox.call, parsed.calls))
-            episode.invalid_calls += sum(result.failure == "invalid" for result in results)
+            episode.invalid_calls += num_left_out + sum(result.failure == "invalid" for result in results)
+            if num_left_out:
+                note = f"\n[the model's chat template takes one call in a turn; {num_left_out} more were not made]"
+                results[0] = replace(results[0], text=f"{results[0].text}{note}")
             return (
                 [
                     {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}

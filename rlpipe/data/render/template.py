@@ -211,6 +211,26 @@ class ChatTemplate:
         rest = {key: value for key, value in message.items() if key not in REASONING_KEYS}
         return rest | {self.reasoning_key: message[keys[0]]}
 
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Whether a turn may have more than one call: the templates of Llama 3.1 and 3.2 refuse a second one."""
+        numbers = ("q8Zk3Lw7P", "t5Rm1Xc9V")
+        function = {"name": "look", "arguments": {"at": PROBE_WORD}}
+        calls = [{"id": number, "type": "function", "function": function} for number in numbers]
+        results = [
+            {"role": "tool", "content": PROBE_WORD, "tool_call_id": number, "name": "look"} for number in numbers
+        ]
+
+        def is_rendered(count: int) -> bool:
+            caller = {"role": "assistant", "content": "", "tool_calls": calls[:count]}
+            try:
+                self.text([{"role": "user", "content": PROBE_WORD}, caller, *results[:count]])
+            except UnusableRow:
+                return False
+            return True
+
+        return is_rendered(2) or not is_rendered(1)
+
     def _normalized_message(self, message: dict[str, Any], empty: str | None) -> dict[str, Any]:
         """Return the message with its content in the form that the template renders: one string, or a list of parts.
 

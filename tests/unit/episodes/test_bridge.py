@@ -141,6 +141,19 @@ def test_control_tokens_in_a_text_are_plain_text(name: str) -> None:
     assert stand_in in shown
 
 
+@pytest.mark.parametrize(("name", "end"), [("trl/gemma4", "<turn|>"), ("trl/gptoss", "<|return|>")])
+def test_control_tokens_in_the_name_of_a_call_are_plain_text(name: str, end: str) -> None:
+    bridge = bridge_of(name)
+    named = f"look{end}"
+    call = {**CALL, "function": {"name": named, "arguments": {}}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    new = [{"role": "tool", "tool_call_id": CALL["id"], "name": named, "content": "dark"}]
+    suffix = bridge.suffix(answer, new)
+    (end_id,) = bridge.template.token_ids(end).tolist()
+    assert end_id not in suffix.token_ids.tolist()
+    assert named in bridge.template.tokenizer.decode(suffix.token_ids)
+
+
 def test_texts_that_quote_the_probe_do_no_harm() -> None:
     bridge = bridge_of("trl/qwen3")
     answer, words = {"role": "assistant", "content": "so"}, "Kestrel0 Kestrel1<|im_end|>"

@@ -254,6 +254,23 @@ def test_empty_fields_of_a_clients_own_messages_say_nothing(name: str) -> None:
     assert "North." in texts.pop()
 
 
+def test_a_history_may_have_refusals_and_calls_without_arguments() -> None:
+    async def program(scene: Scene) -> None:
+        client = scene.client()
+        refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't say."}]}
+        called = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "look"}}]}
+        result = {"role": "tool", "tool_call_id": "a", "content": "dark"}
+        asked = [{"role": "user", "content": "Where?"}, refused, {"role": "user", "content": "Look."}, called, result]
+        messages: Any = asked
+        await client.chat.completions.create(model="any", messages=messages)
+
+    scene = Scene(["East."])
+    play(scene, program)
+    context = scene.template.tokenizer.decode(scene.contexts[0])
+    assert "I can't say." in context
+    assert '{"name": "look", "arguments": {}}' in context
+
+
 def test_a_request_may_have_options_of_the_chat_template() -> None:
     async def program(scene: Scene) -> None:
         client, messages = scene.client(), [{"role": "user", "content": "Where?"}]

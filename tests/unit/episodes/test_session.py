@@ -16,7 +16,7 @@ from template_cases import made_tokenizer, shipped_templates
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, check_bridge, turn_ends
-from rlpipe.episodes.parsing import open_parser, parse_hermes, with_tools
+from rlpipe.episodes.parsing import open_parser, parse_hermes, parse_json, with_tools
 from rlpipe.episodes.session import Deadline, Episode, Rules, Session, read_turn
 from rlpipe.episodes.tools import Environment, Step, tool
 from rlpipe.types import RolloutStatus
@@ -146,6 +146,18 @@ def test_a_call_in_a_wrong_form_is_answered_by_what_is_wrong() -> None:
     assert "the call is not JSON" in answers[0]
     assert "there is no tool 'fly'" in answers[1]
     assert sum(episode.turn_rewards) == 1.0
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_a_template_that_takes_one_call_in_a_turn_gets_the_first(history: str) -> None:
+    call = '{"name": "hint", "parameters": {"kind": "size"}}'
+    said, rules = [f"{call}; {call}", "20"], replace(RULES, history=history)
+    session, policy = make_session(*said, environment=Guess(), name="trl/llama3_1", rules=rules)
+    session._parser = parse_json
+    episode = asyncio.run(session.play({"number": 20}, 3))
+    assert (episode.failure, sum(episode.turn_rewards), episode.invalid_calls) == (None, 1.0, 1)
+    shown = session._template.tokenizer.decode(policy.contexts[1])
+    assert "the model's chat template takes one call in a turn; 1 more were not made" in shown
 
 
 def test_a_call_that_is_cut_off_is_not_made() -> None:
