@@ -26,7 +26,8 @@ if __name__ == "__main__":
             "algorithm.groups_per_step=8",
             "algorithm.group_size=16",
             "rollout.sampling.max_tokens=12",
-            "learner.optimizer.lr=1e-3",
+            "learner.optimizer.lr=3e-4",
+            "health.truncated.enabled=false",
             *sys.argv[1:],
         ]
     )
