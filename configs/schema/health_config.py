@@ -15,6 +15,7 @@ HEALTH_RULES = (
     "entropy_high",
     "gradient_norm",
     "skipped_updates",
+    "not_finite",
     "clipping",
     "kl",
     "logprob_difference",

@@ -79,14 +79,14 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether another process holds the folder's lock."""
+    """Return whether another process is known to hold the folder's lock; some file systems have no locks."""
     try:
         with (folder / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:
+        return False
     return False
 
 

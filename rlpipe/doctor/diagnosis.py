@@ -16,11 +16,10 @@ from rlpipe.common import run_files
 from rlpipe.common.atomic_io import RESERVE, is_held
 from rlpipe.common.formatting import duration, gib
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema.root_config import Config
 from rlpipe.doctor.observations import Observation, examine, ok, problem, skipped, warning
 from rlpipe.errors import DataError, InputError
 from rlpipe.hardware.cgroup import GROUPS
-from rlpipe.learner.checkpoint_files import damaged, list_checkpoints
+from rlpipe.learner.checkpoint_files import damaged, list_checkpoints, read_extra
 from rlpipe.replay.ledger.query import find_ledger, reading
 from rlpipe.tracking.health import HealthFinding, HealthWatch
 from rlpipe.tracking.jsonl import read_rows
@@ -55,8 +54,12 @@ Evaluations and checkpoints take longer than most steps.
 """
 
 
-def diagnose(run: Path) -> Iterator[Observation]:
-    """Yield how the run ended, and then everything in its folder that may be the cause; raise ``DataError`` if none."""
+def diagnose(run: Path, *, reads_contents: bool = True) -> Iterator[Observation]:
+    """Yield how the run ended, and then everything in its folder that may be the cause.
+
+    With ``reads_contents``, the newest checkpoint is also compared with its digests, unless the run goes on: reading it
+    takes as long as a resumed run does. Raises ``DataError`` if the folder is not that of a run.
+    """
     if not (run / run_files.CONFIG).is_file():
         raise DataError(f"{run} is not the folder of a run: it has no {run_files.CONFIG}")
     rows = list(read_rows(run / run_files.METRICS))
@@ -64,17 +67,20 @@ def diagnose(run: Path) -> Iterator[Observation]:
     yield from examine(
         {
             "ending": lambda: _describe_end(run, steps),
-            "checkpoints": lambda: _describe_checkpoints(run),
             "ledger": lambda: _describe_ledger(run),
-            "health": lambda: _describe_health(_config_of(run), rows),
+            "health": lambda: _describe_health(run, rows),
             "disk": lambda: _describe_disk(run),
+            "checkpoints": lambda: _describe_checkpoints(run, reads_contents=reads_contents),
         }
     )
 
 
 def _describe_end(run: Path, steps: list[dict[str, Any]]) -> Iterator[Observation]:
     outcome, done = read_outcome(run), f"{steps[-1]['step']} steps" if steps else "no step"
-    if is_held(run):
+    # A lock of another host can't be seen on some shared file systems.
+    has_news = bool(steps) and time.time() - steps[-1]["time"] < LEAST_STUCK_S
+    is_elsewhere = outcome is not None and outcome.state == RUNNING and outcome.host != socket.gethostname()
+    if is_held(run) or (is_elsewhere and has_news):
         yield from _describe_running(steps, done, began_at=0.0 if outcome is None else outcome.began_at)
     elif outcome is None:
         yield skipped("ending", f"{done}; how the run ended was not recorded")
@@ -106,6 +112,8 @@ def _describe_running(steps: list[dict[str, Any]], done: str, *, began_at: float
             f"it runs, but {done} were done {duration(since)} ago, and a step takes {duration(median(times))}",
             "the run itself ends after cluster.step_timeout_s, and then names the part that hangs",
         )
+    elif began_at and not has_new_steps:
+        yield ok("ending", f"it is still running, after {done}; it began {duration(time.time() - began_at)} ago")
     else:
         yield ok("ending", f"it is still running, after {done}")
 
@@ -117,7 +125,7 @@ def _describe_killed(outcome: RunOutcome, done: str) -> Iterator[Observation]:
         f"after {done}: process {outcome.pid} on {outcome.host}, which began at {began}, was killed or lost its machine"
     )
     if outcome.host == socket.gethostname() and (kills := _memory_kills()):
-        text += f"; the kernel has ended {kills} processes of this container for lack of memory"
+        text += f"; since this container started, the kernel has ended {kills} of its processes for lack of memory"
     where = "" if outcome.host == socket.gethostname() else f" on {outcome.host}"
     yield problem("ending", text, f"dmesg{where} shows whether memory ran out (rlpipe plan shows the need); {AGAIN}")
 
@@ -129,17 +137,19 @@ def _memory_kills() -> int:
     return 0
 
 
-def _describe_checkpoints(run: Path) -> Iterator[Observation]:
+def _describe_checkpoints(run: Path, *, reads_contents: bool) -> Iterator[Observation]:
     folder = run / run_files.CHECKPOINTS
     if not folder.is_dir():
         yield skipped("checkpoints", "none was written yet")
         return
-    for path, text in damaged(folder).items():
-        yield problem("checkpoints", f"{path} is damaged: {text}", "the run sets it aside and takes the one before")
-    complete = list_checkpoints(folder)
-    yield ok(
-        "checkpoints", f"{len(complete)} complete, the newest is {complete[-1].name}" if complete else "none complete"
-    )
+    is_running, complete = is_held(run), list_checkpoints(folder)
+    newest = read_extra(complete[-1]).step if complete else 0
+    problems = damaged(folder, newer_than=newest - int(reads_contents and not is_running))
+    for path, text in problems.items():
+        if path.exists() or not is_running:  # a run removes old ones
+            yield problem("checkpoints", f"{path} is damaged: {text}", "the run sets it aside and takes the one before")
+    whole = [path for path in complete if path not in problems]
+    yield ok("checkpoints", f"{len(whole)} complete, the newest is {whole[-1].name}" if whole else "none complete")
 
 
 def _describe_ledger(run: Path) -> Iterator[Observation]:
@@ -188,8 +198,15 @@ def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observa
         yield ok("events", f"{len(recoveries)} recoveries, the last one: {recoveries[-1]}")
 
 
-def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Observation]:
+def _describe_health(run: Path, rows: list[dict[str, Any]]) -> Iterator[Observation]:
     """Apply the health rules to the run's metrics, and describe those that are tripped at its end."""
+    # Trackers of the run's machine may be missing on this one.
+    overrides = ["tracking.wandb=false", "tracking.mlflow=false", "tracking.trackio=false"]
+    try:
+        config = load_config(overrides, file=str(run / run_files.CONFIG), need_files=False)
+    except InputError as error:
+        yield skipped("health", f"this version of rlpipe can't read the run's {run_files.CONFIG}: {error}")
+        return
     watch = HealthWatch(config)
     since: dict[tuple[str, str], tuple[int, HealthFinding]] = {}
     for row in rows:
@@ -200,14 +217,6 @@ def _describe_health(config: Config, rows: list[dict[str, Any]]) -> Iterator[Obs
         yield warning("health", f"from step {step} on, {finding.message.removeprefix('warning ')}")
     if not tripped:
         yield ok("health", f"no rule trips on the metrics of {len(rows)} steps and evaluations")
-
-
-def _config_of(run: Path) -> Config:
-    """Return the config of a run; the default one if this version of rlpipe can't read it any more."""
-    try:
-        return load_config([], file=str(run / run_files.CONFIG), need_files=False)
-    except InputError:
-        return Config()
 
 
 def _describe_disk(run: Path) -> Iterator[Observation]:

@@ -165,11 +165,11 @@ def check_memory() -> Iterator[Observation]:
 
 
 def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
-    """Check the disks of the output, which gets ``num_bytes`` of checkpoints if that is known, and of Ray's files."""
+    """Check the disks of the output, which gets ``num_bytes`` more of checkpoints if known, and of Ray's files."""
     free = shutil.disk_usage(existing_folder(output)).free
     text = f"{gib(free)} are free for {output}"
     if num_bytes is not None:
-        text += f", and its checkpoints take about {gib(num_bytes)}"
+        text += f", and its checkpoints will take about {gib(num_bytes)} of it"
     if free < (num_bytes or 0) or free < LEAST_FREE / 16:
         yield problem("disk", text, "free space, choose another output, or set checkpoint.keep=1")
     elif free < LEAST_FREE:
@@ -178,10 +178,11 @@ def check_disks(output: Path, num_bytes: int | None) -> Iterator[Observation]:
         yield ok("disk", text)
     temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     usage = shutil.disk_usage(existing_folder(temporary))
-    if usage.used > FULL_SHARE * usage.total or usage.free < LEAST_FREE / 4:
+    used_share = 1 - usage.free / usage.total  # as Ray computes it: what is reserved for root is not free
+    if used_share > FULL_SHARE or usage.free < LEAST_FREE / 4:
         yield problem(
             "disk",
-            f"{temporary} is {usage.used / usage.total:.0%} full, and Ray starts nothing from {FULL_SHARE:.0%} on",
+            f"{temporary} is {used_share:.0%} full, and Ray starts nothing from {FULL_SHARE:.0%} on",
             "free space there, or set RAY_TMPDIR",
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlpipe.common import run_files
 from rlpipe.common.atomic_io import existing_folder, is_held, why_not_writable
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
@@ -25,6 +26,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.hardware.device_profiles import DEVICES, find_device, own_name
 from rlpipe.hardware.dtype_speed import cpu_types, gpu_device_types
 from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes, cpu_name
+from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.plan.report import Report, make_report
 from rlpipe.replay.ledger.query import ledger_path
@@ -231,10 +233,16 @@ class RunChecks:
         yield from check_disks(Path(self.config.output).absolute(), self._checkpoint_bytes())
 
     def _checkpoint_bytes(self) -> int | None:
-        """Return the bytes of the checkpoints that a run keeps, with one that is being written; None if not known."""
+        """Return the bytes that a run's checkpoints will take besides those that are there; None if not known.
+
+        One more than the run keeps is on the disk while it is written.
+        """
         sections = self.report.sections if self.report is not None else ()
         trained = next((data["num_trained"] for section in sections if "num_trained" in (data := section.data)), None)
-        return None if trained is None else int(trained) * STATE_BYTES * (self.config.checkpoint.keep + 1)
+        if trained is None:
+            return None
+        num_there = len(list_checkpoints(Path(self.config.output).absolute() / run_files.CHECKPOINTS))
+        return int(trained) * STATE_BYTES * max(self.config.checkpoint.keep + 1 - num_there, 1)
 
 
 def _changes(data: Mapping[str, Any]) -> list[Any]:

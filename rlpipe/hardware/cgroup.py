@@ -19,13 +19,15 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 class _MemoryFiles(NamedTuple):
     limit: str
     used: str
-    kept: str
-    """Entry of ``memory.stat`` with the cached files that can be dropped."""
+    kept: tuple[str, str]
+    """Entries of ``memory.stat`` with the cached files that can be dropped."""
 
 
 MEMORY_FILES = {
-    "": _MemoryFiles("memory.max", "memory.current", "inactive_file"),
-    "memory": _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": _MemoryFiles("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": _MemoryFiles(
+        "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+    ),
 }
 """Files by controller, whose name is empty for cgroup version 2."""
 
@@ -42,7 +44,7 @@ def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     available = [psutil.virtual_memory().available]
     for files, folder in _memory_folders(groups, own):
         if (limit := _read_number(folder / files.limit)) is not None:
-            cached = _read_entry(folder / "memory.stat", files.kept)
+            cached = sum(_read_entry(folder / "memory.stat", name) for name in files.kept)
             available.append(limit - (_read_number(folder / files.used) or 0) + cached)
     return max(0, min(available))
 
@@ -50,16 +52,19 @@ def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """Return the number of cores that the process may run on, or that its CPU quota is worth if that is less."""
     num_available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = _read_limits(groups, own, "cpu.max", controller="")  # microseconds of computing in microseconds of time
-    shares = [int(quota[0]) / int(quota[1]) for quota in quotas if quota[0].isdecimal()]
-    return max(1, math.ceil(min([num_available, *shares])))
+    return max(1, math.ceil(min([num_available, *_cpu_shares(groups, own)])))
 
 
-def _read_limits(groups: Path, own: Path, file: str, *, controller: str) -> Iterator[list[str]]:
-    """Yield the words of ``file`` in the process's control group and in each group above it."""
-    for folder in _folders(groups, own, controller):
-        if (folder / file).is_file():
-            yield (folder / file).read_text().split()
+def _cpu_shares(groups: Path, own: Path) -> Iterator[float]:
+    """Yield the cores that the process's control group, and each above it, may use in the mean; none if unlimited."""
+    for folder in _folders(groups, own, ""):
+        words = (folder / "cpu.max").read_text().split() if (folder / "cpu.max").is_file() else []
+        if len(words) == 2 and words[0].isdecimal():  # microseconds of computing in microseconds of time
+            yield int(words[0]) / int(words[1])
+    for folder in _folders(groups, own, "cpu"):
+        quota, period = (_read_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota is not None and period:  # a quota of -1 is no limit
+            yield quota / period
 
 
 def _memory_folders(groups: Path, own: Path) -> Iterator[tuple[_MemoryFiles, Path]]:

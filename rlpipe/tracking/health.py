@@ -12,6 +12,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.tracking.health_measures import RunHistory, is_evaluation
 from rlpipe.tracking.health_rules import RULES, HealthRule
 
+NOT_FINITE = "not_finite"
 RECOVERY_STEPS = 5
 """Steps, or evaluations, in a row within the limits after which a rule that tripped counts as over."""
 
@@ -22,7 +23,7 @@ class HealthFinding:
 
     rule: str
     subject: str = ""
-    """Reward function that the rule is about; empty: the whole run."""
+    """Reward function or metric that the rule is about; empty: the whole run."""
     message: str
     stops: bool = False
     """Whether the run is to stop, since the value is beyond ``health.<rule>.stop``."""
@@ -46,7 +47,7 @@ class HealthWatch:
         limits = config.health
         self._rules = [rule for rule in RULES if rule.name not in limits or limits[rule.name].enabled]
         self._history, self._config = RunHistory(config), config
-        self._states: dict[tuple[str, str], _State] = defaultdict(_State)  # by rule and reward function
+        self._states: dict[tuple[str, str], _State] = defaultdict(_State)  # by rule and subject
         for row in rows:
             self.update(row)
         for state in self._states.values():
@@ -54,7 +55,7 @@ class HealthWatch:
 
     @property
     def tripped(self) -> list[tuple[str, str]]:
-        """Rules, and reward functions, that are tripped now, without those that no longer apply to a solved task."""
+        """Rules, and their subjects, that are tripped now, without those that no longer apply to a solved task."""
         values = ((rule.name, rule.values(self._history)) for rule in self._rules)
         applying = [
             (name, subject) for name, subjects in values for subject, value in subjects.items() if value is not None
@@ -77,6 +78,7 @@ class HealthWatch:
         state, name = self._states[rule.name, subject], f"{rule.name} of {subject}" if subject else rule.name
         finding = partial(HealthFinding, rule=rule.name, subject=subject)
         limits, warn = self._config.health.get(rule.name), rule.limit(self._config)
+        is_unknown = rule.name != NOT_FINITE and self._history.is_broken  # values are those of earlier steps
         if value is None:
             if _count_good_step(state):
                 yield finding(message=f"{name} no longer applies")
@@ -89,7 +91,7 @@ class HealthWatch:
             if not state.is_tripped:
                 state.is_tripped = True
                 yield finding(message=f"warning ({rule.name}): {rule.describe(value, subject)}")
-        elif _count_good_step(state):
+        elif not is_unknown and _count_good_step(state):
             yield finding(message=f"{name} has recovered: {value:.3g} (warns from {warn:.3g})")
 
 

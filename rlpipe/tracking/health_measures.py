@@ -19,6 +19,17 @@ LEARNED = 0.98
 """Share of a correct answer's reward from which on groups with equal rewards mean that the task is solved."""
 NOISE = 4.0
 """The smallest gain of reward by which a fall is measured, in mean changes from one step to the next."""
+WITHOUT_GROUPS = frozenset({"reinforce", "reinforce_plus_plus", "remax", "gae"})
+"""Advantages whose baseline is not the group, so that groups with equal rewards are trained on, too."""
+FINITE = (
+    "reward",
+    "entropy",
+    "kl",
+    "sampling/logp_difference/mean",
+    "sampling/importance_ratio/mean",
+    "sampling/effective_ratio",
+)
+"""Metrics that always have a finite value; a loss or gradient without one is counted in ``bad_steps``."""
 CHANCE = 3.5
 """Standard deviations of a difference between held-out results up to which it counts as chance."""
 
@@ -32,6 +43,8 @@ class RunHistory:
     latest: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LONG)))
     evaluations: list[tuple[Mapping[str, float], float | None]] = field(default_factory=list)
     """Metrics of each evaluation, with the recent training reward, or the negative recent loss, at its time."""
+    broken: dict[str, deque[bool]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=RECENT)))
+    """Whether each of the ``FINITE`` metrics was infinite or not a number, in the latest steps."""
     num_steps: int = 0
     best_reward: float = -math.inf
     """Highest mean reward of as many steps as are recent."""
@@ -41,7 +54,7 @@ class RunHistory:
     """Highest mean standard deviation, in as many steps, of the rewards of one prompt's answers."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step, or of an evaluation; values that are not finite numbers are left out.
+        """Add the metrics of a step, or of an evaluation; of values that are not finite numbers only that is kept.
 
         An evaluation replaces the last one if both are of the same ``step``.
         """
@@ -52,6 +65,9 @@ class RunHistory:
                 self.evaluations.pop()  # a resumed run evaluates the version that it begins with again
             self.evaluations.append((values, self.progress()))
         self.num_steps += "loss" in values
+        for name in FINITE:
+            if name in metrics:  # in a log, null stands for what is not finite
+                self.broken[name].append(name not in values)
         for name, value in values.items():
             if len(self.first[name]) < LONG:
                 self.first[name].append(value)
@@ -60,6 +76,11 @@ class RunHistory:
         if "reward" in values and (recent := self.last("reward")) is not None:
             self.best_reward = max(self.best_reward, fmean(recent))
             self.reward_spread = max(self.reward_spread, fmean(self.last("reward_std") or [0.0]))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether any of the ``FINITE`` metrics was not finite in the latest step."""
+        return any(steps[-1] for steps in self.broken.values() if steps)
 
     def start(self, name: str) -> list[float]:
         """Return a metric's values of the first steps."""
@@ -105,6 +126,11 @@ class RunHistory:
         return sign * fmean(values) if values else None
 
 
+def not_finite(run: RunHistory) -> dict[str, float]:
+    """Return in how many of the latest steps each metric that should always be finite was not."""
+    return {name: float(sum(run.broken[name])) for name in FINITE}
+
+
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in metrics)
 
@@ -144,9 +170,10 @@ def has_own_devices(config: Config) -> bool:
 
 
 def equal_rewards(run: RunHistory) -> float | None:
-    """Return the share of groups with equal rewards; None for groups of one, and once everything is right."""
-    accuracies = run.latest["eval/accuracy"]
-    if run.config.algorithm.group_size == 1 or (accuracies and accuracies[-1] >= LEARNED):
+    """Return the share of groups with equal rewards; None where they have a signal, too, and once all is right."""
+    accuracies, algorithm = run.latest["eval/accuracy"], run.config.algorithm
+    has_signal = algorithm.group_size == 1 or algorithm.advantage.name in WITHOUT_GROUPS
+    if (has_signal and not algorithm.samples_pairs) or (accuracies and accuracies[-1] >= LEARNED):
         return None
     return run.typical("frac_reward_zero_std")
 
@@ -284,18 +311,21 @@ def unpreferred(run: RunHistory) -> float | None:
     """Return the share of pairs whose chosen completion has the higher reward, over 20 steps after the warm-up.
 
     Pairs that the policy samples itself are ordered by reward, and new to it: about half is what to expect. KTO has no
-    pairs, and begins with all completions on one side of its reference point.
+    pairs, and begins with all completions on one side of its reference point; process rewards judge steps.
     """
     values, algorithm = run.last("rewards/accuracies", 20), run.config.algorithm
     is_kto = algorithm.kind == "preference" and not algorithm.preference.takes_pairs
     is_warm = run.num_steps >= run.config.learner.schedule.warmup_steps + 20
-    return None if values is None or algorithm.kind == "rl" or is_kto or not is_warm else fmean(values)
+    has_pairs = algorithm.kind not in ("rl", "process_reward_model") and not is_kto
+    return fmean(values) if values is not None and has_pairs and is_warm else None
 
 
 def kl_of_tokens(run: RunHistory) -> float | None:
-    """Return the KL per token; None for preferences, whose KL is of whole completions."""
+    """Return the KL per token, of the loss or of the reward; None for preferences, whose KL is of whole completions."""
     algorithm = run.config.algorithm
-    return None if algorithm.kind == "preference" or algorithm.samples_pairs else run.typical("kl", 5)
+    if algorithm.kind == "preference" or algorithm.samples_pairs:
+        return None
+    return run.typical("kl" if run.latest["kl"] else "kl/in_reward", 5)
 
 
 def off_importance(run: RunHistory) -> float | None:

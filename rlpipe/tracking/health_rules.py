@@ -27,12 +27,12 @@ class HealthRule:
     is_above: bool = True
     """Whether values above the limit, not below it, are unhealthy."""
     message: str
-    """A description of the problem, with ``{value}`` for the number, and ``{subject}`` for a reward function."""
+    """A description of the problem, with ``{value}`` for the number, and ``{subject}`` for what has it."""
     causes: str
     fix: str
 
     def values(self, run: RunHistory) -> Mapping[str, float | None]:
-        """Return the rule's values by reward function; a single one by the empty name if it is about the whole run."""
+        """Return the rule's values by what has them; a single one by the empty name if it is about the whole run."""
         measured = self.measure(run)
         return measured if isinstance(measured, Mapping) else {"": measured}
 
@@ -41,13 +41,24 @@ class HealthRule:
         override = config.health.get(self.name)
         if override is not None and override.warn is not None:
             return override.warn
-        return self.warn(config) if callable(self.warn) else self.warn
+        warn = self.warn(config) if callable(self.warn) else self.warn
+        stop = None if override is None else override.stop
+        return stop if stop is not None and self.is_beyond(warn, stop) else warn
 
     def is_beyond(self, value: float, limit: float) -> bool:
         return value >= limit if self.is_above else value <= limit
 
     def describe(self, value: float, subject: str) -> str:
         return f"{self.message.format(value=value, subject=subject)}. Likely: {self.causes}. Try: {self.fix}"
+
+
+def _gradient_limit(config: Config) -> float:
+    """Return the norm from which gradients are large: losses of whole completions have larger ones."""
+    algorithm = config.algorithm
+    if algorithm.kind not in ("rl", "ebft_strided") or algorithm.samples_pairs:
+        return 100.0
+    is_sum = algorithm.loss.aggregate == "sequence_sum"
+    return 10.0 * (config.rollout.sampling.max_tokens if is_sum else 1)
 
 
 RULES = (
@@ -109,7 +120,7 @@ RULES = (
     HealthRule(
         name="gradient_norm",
         measure=typical("grad_norm", 5),
-        warn=lambda config: 10.0 if config.algorithm.kind in ("rl", "ebft_strided") else 100.0,
+        warn=_gradient_limit,
         message="gradients are large (norm {value:.3g} before clipping)",
         causes="a learning rate that is too high, rewards of a large scale, or damaged rows",
         fix="a lower learner.optimizer.lr, a longer learner.schedule.warmup_steps, or a lower learner.max_grad_norm",
@@ -121,6 +132,15 @@ RULES = (
         message="{value:.0f} of the last 10 steps skipped an update, as its loss or gradient was not finite",
         causes="float16, an overflow in the model, or a reward or custom loss that returns huge numbers",
         fix="model.dtype=bfloat16 or float32, and a lower learner.optimizer.lr",
+    ),
+    HealthRule(
+        name="not_finite",
+        measure=measures.not_finite,
+        warn=3,
+        message="{subject} was infinite or not a number in {value:.0f} of the last 10 steps, so no rule can judge it",
+        causes="a policy that has broken down, engine and learner that have nothing in common, or rewards that are "
+        "not numbers",
+        fix="an earlier checkpoint (resume=PATH) with a lower learner.optimizer.lr; model.dtype=float32",
     ),
     HealthRule(
         name="clipping",

@@ -191,14 +191,9 @@ class ViewedRun:
         if outcome.state != RUNNING:
             return outcome.state
         if outcome.host == socket.gethostname():
-            return RUNNING if _is_alive(outcome) or self._is_held() else "killed"
+            # The process of a command that holds the folder may be in a container with this host's name.
+            return RUNNING if _is_alive(outcome) or is_held(self.folder) else "killed"
         return RUNNING if time.time() - self._changed_at < QUIET_S else SILENT
-
-    def _is_held(self) -> bool:
-        """Return whether a command holds the folder; its process may be in a container with this host's name."""
-        with suppress(OSError):
-            return is_held(self.folder)
-        return False
 
     @property
     def _algorithm(self) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ def _config_of(kind: str) -> Config:
 def _metrics_read(rule: HealthRule, config: Config, absent: frozenset[str]) -> set[str]:
     values, evaluation = RecordedValues(absent), RecordedEvaluation()
     evaluation.names = values.names
-    history = RunHistory(config, first=values, latest=values, num_steps=10_000, best_reward=1.0)
+    history = RunHistory(config, first=values, latest=values, broken=values, num_steps=10_000, best_reward=1.0)
     history.evaluations = [(evaluation, 1.0)] * 3
     rule.values(history)
     if rule.of_evaluations:

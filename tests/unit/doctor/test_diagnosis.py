@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,8 +18,11 @@ import pytest
 from ledger_cases import Run
 
 from rlpipe.cli import main
-from rlpipe.common.atomic_io import held
+from rlpipe.common.atomic_io import DIGESTS, held, seal
 from rlpipe.common.run_files import EVENTS, LEDGER, OUTCOME
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.options import to_yaml
+from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import (
     EngineFailed,
     HeadLost,
@@ -30,6 +34,7 @@ from rlpipe.errors import (
     WaitTimeout,
     WeightsMismatch,
 )
+from rlpipe.learner.checkpoint_files import RECORD
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.tracking.jsonl import StepLog
 from rlpipe.tracking.outcome import RUNNING, RunOutcome, read_outcome, record_error, recorded_outcome
@@ -49,7 +54,7 @@ def run(tmp_path: Path) -> Path:
     made.train_all()
     made.ledger.close()
     write_metrics(folder, [row(step) for step in range(1, 7)])
-    (folder / "config.yaml").write_text("name: run\nalgorithm: {kind: rl}\n")
+    (folder / "config.yaml").write_text(to_yaml(load_config(["experiment=quickstart"])))
     return folder
 
 
@@ -119,8 +124,9 @@ def test_an_interrupted_run_is_no_problem(run: Path, capsys: pytest.CaptureFixtu
 def test_a_run_that_was_killed_is_distinguished_from_one_that_is_running(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    running = RunOutcome(state="running", host="elsewhere", pid=4321, began_at=time.time() - 100)
+    running = RunOutcome(state="running", host="elsewhere", pid=4321, began_at=time.time() - 7000)
     (run / OUTCOME).write_text(json.dumps(asdict(running)))
+    write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
     (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     monkeypatch.setattr("rlpipe.doctor.diagnosis.GROUPS", tmp_path)
     said = diagnosis(run, capsys)["ending", "PROBLEM"]
@@ -129,19 +135,69 @@ def test_a_run_that_was_killed_is_distinguished_from_one_that_is_running(
     assert "dmesg on elsewhere" in said
     (run / OUTCOME).write_text(json.dumps(asdict(replace(running, host=socket.gethostname()))))
     said = diagnosis(run, capsys)["ending", "PROBLEM"]
-    assert "the kernel has ended 2 processes of this container for lack of memory" in said
+    assert "the kernel has ended 2 of its processes for lack of memory" in said
     with held(run):
-        assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"]
-        write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
-        (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time() - 7000))))
         assert "6 steps were done" in diagnosis(run, capsys)["ending", "warning"]
         slow = [{**row(step), "time": time.time() - 3600, "time/step": 2000.0 * (step == 4)} for step in range(1, 7)]
         write_metrics(run, slow)
         assert "still running" in diagnosis(run, capsys)["ending", "ok"], "another checkpoint may take as long"
         write_metrics(run, [{**row(step), "time": time.time() - 60} for step in range(1, 7)])
         assert "still running" in diagnosis(run, capsys)["ending", "ok"], "the first evaluation may take a minute"
-        (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time()))))
-        assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"], "it was resumed just now"
+        (run / OUTCOME).write_text(json.dumps(asdict(replace(running, began_at=time.time() - 30))))
+        said = diagnosis(run, capsys)["ending", "ok"]
+        assert "still running, after 6 steps; it began 30" in said, "it was resumed, and has done no step since"
+
+
+def test_a_run_on_another_host_whose_lock_is_not_seen_is_running_while_it_does_steps(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = RunOutcome(state="running", host="elsewhere", pid=4321, began_at=time.time() - 100)
+    (run / OUTCOME).write_text(json.dumps(asdict(running)))
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with held(run):
+        monkeypatch.setattr("fcntl.flock", no_locks)
+        assert "still running, after 6 steps" in diagnosis(run, capsys)["ending", "ok"]
+        write_metrics(run, [{**row(step), "time": time.time() - 3600} for step in range(1, 7)])
+        assert "process 4321 on elsewhere" in diagnosis(run, capsys)["ending", "PROBLEM"]
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """Write a checkpoint of one file that is as long as it should be, but has changed."""
+    path = folder / "checkpoints" / f"step_{step:06}"
+    path.mkdir(parents=True)
+    (path / "weights").write_text("abc")
+    record = {"step": step, "num_bad_steps": 0, "bad_steps_in_row": 0, "extra": {}, "files": {"weights": 3}}
+    (path / RECORD).write_text(seal(record | {DIGESTS: {"weights": "another"}}))
+    return path
+
+
+def test_contents_are_read_of_the_newest_checkpoint_alone_and_not_while_the_run_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end(run, None)
+    for step in (2, 4):
+        write_checkpoint(run, step)
+    assert re.search("step_000004 is damaged: weights has changed", diagnosis(run, capsys)["checkpoints", "PROBLEM"])
+    assert "1 complete, the newest is step_000002" in diagnosis(run, capsys)["checkpoints", "ok"]
+    assert not [line for line in diagnose(run, reads_contents=False) if line.status.value == "PROBLEM"]
+    with held(run):
+        assert "2 complete, the newest is step_000004" in diagnosis(run, capsys)["checkpoints", "ok"]
+
+
+def test_the_health_of_a_run_needs_no_tracker_and_is_not_judged_by_another_config(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(run, None)
+    _collapse(run)
+    config = load_config(["experiment=quickstart", "tracking.wandb=true", "health.entropy_low.warn=1e-9"])
+    (run / "config.yaml").write_text(to_yaml(config))
+    monkeypatch.setattr("rlpipe.configs.constraints.find_spec", lambda name: None)
+    assert "no rule trips" in diagnosis(run, capsys)["health", "ok"]
+    (run / "config.yaml").write_text(to_yaml(config) + "option_of_next_year: 1\n")
+    assert re.search("can't read the run's config.yaml: .*next_year", diagnosis(run, capsys)["health", "skipped"])
 
 
 def test_a_finished_run_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,12 @@ def test_the_lowest_limit_above_the_process_counts(tmp_path: Path) -> None:
     write(tmp_path / "jobs/one/cpu.max", "max 100000\n")
     write(tmp_path / "jobs/cpu.max", "50000 100000\n")
     assert num_cores(tmp_path, own) == 1
+    write(own, "4:cpu,cpuacct:/job\n")
+    write(tmp_path / "cpu/job/cpu.cfs_period_us", "100000\n")
+    write(tmp_path / "cpu/job/cpu.cfs_quota_us", "-1\n")
+    assert num_cores(tmp_path, own) == num_cores(tmp_path, tmp_path / "none")
+    write(tmp_path / "cpu/job/cpu.cfs_quota_us", "100000\n")
+    assert num_cores(tmp_path, own) == 1
 
 
 def test_groups_of_the_first_version_limit_memory_too(tmp_path: Path) -> None:
@@ -50,7 +56,7 @@ def test_what_a_group_has_taken_is_not_free_but_for_files(tmp_path: Path) -> Non
     write(tmp_path / "job/memory.max", "5000000\n")
     write(tmp_path / "job/memory.current", "3000000\n")
     assert free_host_bytes(tmp_path, own) == 2_000_000
-    write(tmp_path / "job/memory.stat", "anon 2000000\ninactive_file 1000000\n")
+    write(tmp_path / "job/memory.stat", "anon 2000000\ninactive_file 600000\nactive_file 400000\n")
     assert free_host_bytes(tmp_path, own) == 3_000_000
     write(own, "4:cpu,memory:/job\n")
     write(tmp_path / "memory/job/memory.limit_in_bytes", "7000000\n")

@@ -91,6 +91,7 @@ ILLNESSES: dict[str, Change] = {
     "entropy_high": lambda step: {"entropy": 0.6 + step * 0.05},
     "gradient_norm": lambda step: {"grad_norm": 25.0},
     "skipped_updates": lambda step: {"bad_steps": step // 3},
+    "not_finite": lambda step: {"entropy": math.nan},
     "clipping": lambda step: {"clip_ratio/region_mean": 0.45},
     "kl": lambda step: {"kl": step * 0.1},
     "logprob_difference": lambda step: {"sampling/logp_difference/mean": 0.8},
@@ -214,9 +215,55 @@ def test_preferences_are_not_judged_during_the_warm_up() -> None:
     assert step == 59
 
 
-def test_metrics_that_are_missing_or_not_finite_trip_nothing() -> None:
-    rows: list[Row] = [dict.fromkeys(well(0), value) for value in (None, float("nan"), float("inf"))] * 30
-    assert found_in(make_config(), [*rows, *({"loss": 0.0} for _ in range(40))]) == []
+def test_metrics_that_are_missing_trip_nothing() -> None:
+    assert found_in(make_config(), [{"loss": 0.0} for _ in range(40)]) == []
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_a_metric_that_stays_not_finite_is_no_healthy_one(value: float | None) -> None:
+    """A log has null for such values; the rules on the metric see the steps before."""
+    name = "sampling/effective_ratio"
+    ill = {step: {name: 0.1 if step < 50 else value} for step in range(40, NUM_STEPS)}
+    rows = [{**well(step), **ill.get(step, {})} for step in range(NUM_STEPS + 20)]
+    found = [(step, finding.rule, finding.message) for step, finding in found_in(make_config(), rows)]
+    (low, *_), (broken, rule, message), *recoveries = found
+    assert (low, broken, rule) == (42, 52, "not_finite"), "the last step of three"
+    assert "sampling/effective_ratio was infinite or not a number in 3 of the last 10 steps" in message
+    assert [name for _, name, _ in recoveries] == ["effective_samples", "not_finite"]
+    assert all(step > NUM_STEPS for step, *_ in recoveries)
+    once = [{**well(step), name: math.nan if step % 5 == 0 else 1.0} for step in range(NUM_STEPS)]
+    assert found_in(make_config(), once) == []
+
+
+def test_groups_with_equal_rewards_are_well_where_the_baseline_is_another() -> None:
+    for name in ("gae", "remax", "reinforce", "reinforce_plus_plus"):
+        config = make_config()
+        config.algorithm.advantage.name = name
+        assert found_in(config, run_with(ILLNESSES["equal_rewards"])) == []
+
+
+def test_a_penalty_in_the_reward_is_a_kl_too() -> None:
+    rows = [{name: value for name, value in row.items() if name != "kl"} for row in run_with(lambda step: {})]
+    ill = [{**row, "kl/in_reward": 0.1 * step} for step, row in enumerate(rows)]
+    assert [finding.rule for _, finding in found_in(make_config(), ill)] == ["kl"]
+
+
+def test_gradients_of_losses_of_whole_completions_are_larger() -> None:
+    config = make_config()
+    config.rollout.sampling.max_tokens = 500
+    config.algorithm.loss.aggregate = "sequence_sum"
+    assert BY_NAME["gradient_norm"].limit(config) == 5000
+    assert BY_NAME["gradient_norm"].limit(load_config(["experiment=quickstart", "algorithm=online_dpo"])) == 100
+
+
+def test_a_run_does_not_stop_before_it_warns() -> None:
+    config = make_config(algorithm=AlgorithmConfig(kind="preference"))
+    config.health = {"gradient_norm": HealthLimits(stop=50)}
+    assert BY_NAME["gradient_norm"].limit(config) == 50
+    config.health = {"gradient_norm": HealthLimits(stop=500)}
+    assert BY_NAME["gradient_norm"].limit(config) == 100
+    config.health = {"entropy_low": HealthLimits(stop=0.005)}
+    assert BY_NAME["entropy_low"].limit(config) == 0.01
 
 
 def test_a_rule_is_over_once_its_values_are_well_for_some_steps() -> None:
