@@ -50,6 +50,8 @@ MAX_REPEATS = 8
 """Longest run of equal special tokens, such as an image's, that is not joined to one piece."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoding of bytes that are not yet a whole character."""
+MAX_PIECE = 16
+"""Tokens of a piece: a character has few bytes, and a text that stays broken would be decoded again and again."""
 CONTROLS = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡"}
 PICTURES = CONTROLS | {ord("\n"): "⏎\n", ord("\t"): "⇥"}
 
@@ -127,7 +129,8 @@ def _split(
     before = start = 0
     for stop in range(1, len(ids) + 1):
         text = decode(ids[before:stop])[len(decode(ids[before:start])) :]
-        if text.endswith(UNFINISHED) and stop < len(ids) and ids[stop] not in special:
+        is_unfinished = text.endswith(UNFINISHED) and stop - start < MAX_PIECE
+        if is_unfinished and stop < len(ids) and ids[stop] not in special:
             continue
         yield start, stop, text
         before, start = start, stop

@@ -12,12 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlpipe import errors
 from rlpipe.common import run_files
 from rlpipe.common.atomic_io import RESERVE, is_held
 from rlpipe.common.formatting import duration, gib
 from rlpipe.configs.compose import load_config
 from rlpipe.doctor.observations import Observation, examine, ok, problem, skipped, warning
-from rlpipe.errors import DataError, InputError
+from rlpipe.errors import DataError, InputError, RlpipeError
 from rlpipe.hardware.cgroup import GROUPS
 from rlpipe.learner.checkpoint_files import damaged, list_checkpoints, read_extra
 from rlpipe.replay.ledger.query import find_ledger, reading
@@ -98,8 +99,12 @@ def _fix(outcome: RunOutcome) -> str:
     message = outcome.message or ""
     if "No space left" in message or "can't be written" in message:
         return f"free space on that disk; then {AGAIN}"
-    fix = FIXES.get(outcome.error or "")
-    return fix or ("the message says what to change" if "Error" in (outcome.error or "") else AGAIN)
+    if (fix := FIXES.get(outcome.error or "")) is not None:
+        return fix
+    kind = getattr(errors, outcome.error or "", None)
+    if isinstance(kind, type) and issubclass(kind, RlpipeError):
+        return "the message says what to change" if issubclass(kind, InputError) else AGAIN
+    return f"where it was raised is in the command's output, with a traceback; {AGAIN}"
 
 
 def _describe_running(steps: list[dict[str, Any]], done: str, *, began_at: float) -> Iterator[Observation]:
@@ -185,7 +190,7 @@ def _fix_of_groups(reason: str) -> str:
 def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observation]:
     """Describe events, each a kind, a subject and a message, in the order in which they happened."""
     recoveries = [message for kind, _, message in events if kind == "recovery"]
-    losses = Counter((kind, subject) for kind, subject, _ in events if kind not in ("health", "recovery"))
+    losses = Counter((kind, subject) for kind, subject, _ in events if kind not in ("health", "recovery", "model"))
     last = {(kind, subject): message for kind, subject, message in events}
     # Deaths come before what the run got over at once, as a failed write of a checkpoint.
     ordered = sorted(losses.most_common(), key=lambda entry: entry[0][0] != "death")
@@ -194,6 +199,9 @@ def _describe_events(events: Sequence[tuple[str, str, str]]) -> Iterator[Observa
         lacked = any(word in message for word in OUT_OF_MEMORY)
         fix = "rlpipe plan shows the memory that the run needs" if lacked else ""
         yield warning("events", f"{subject}, {number} x: {message}", fix)
+    if len(ordered) > MAX_SUBJECTS:
+        text = f"{len(ordered) - MAX_SUBJECTS} more subjects have events"
+        yield warning("events", text, "rlpipe inspect RUN --events shows all of them")
     if recoveries:
         yield ok("events", f"{len(recoveries)} recoveries, the last one: {recoveries[-1]}")
 

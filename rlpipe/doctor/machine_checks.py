@@ -215,7 +215,7 @@ def check_clock(folder: Path) -> Iterator[Observation]:
 def check_limits(config: Config | None) -> Iterator[Observation]:
     """Check how many files may be open; a run's own Ray raises the limit as far as it may, a cluster has done so."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = limits[config is None or config.cluster.address is None]
+    files = limits[cluster_address(config) is None]
     if files != resource.RLIM_INFINITY and files < MIN_FILES:
         yield warning("limits", f"only {files} files may be open, and Ray opens thousands", "ulimit -n 65536")
     else:

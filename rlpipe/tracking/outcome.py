@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rlpipe.common import run_files
 from rlpipe.common.atomic_io import write_whole
@@ -78,6 +80,14 @@ def read_outcome(output: Path) -> RunOutcome | None:
     """Return how the latest command of a run ended; None if nothing, or nothing readable, was recorded."""
     try:
         record = json.loads((output / run_files.OUTCOME).read_bytes())
-        return RunOutcome(**{**record, "earlier": [RunOutcome(**entry) for entry in record.get("earlier", ())]})
+        return _outcome_of({**record, "earlier": [_outcome_of(entry) for entry in record.get("earlier", ())]})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _outcome_of(record: Mapping[str, Any]) -> RunOutcome:
+    """Return an outcome from JSON; raise ``TypeError`` or ``ValueError`` if it is none."""
+    outcome = RunOutcome(**record)
+    if not (0 < int(outcome.pid) < 2**31 and math.isfinite(outcome.began_at) and math.isfinite(outcome.ended_at or 0)):
+        raise ValueError("it has no process or time")
+    return outcome

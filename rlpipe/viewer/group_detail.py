@@ -14,7 +14,15 @@ from rlpipe.types import EpisodeTrace, FloatArray, Rollout, RolloutGroup
 
 MAX_TOKENS = 2000
 """Tokens of a sequence that are sent at first."""
-IMAGE_KINDS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+LEAST_LOGPROB = -1e4
+"""Log-prob that stands for that of an impossible token, since JSON has no infinity."""
+IMAGE_KINDS = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}
 """Types of images by their first bytes; others are sent as bytes without a type."""
 
 
@@ -148,7 +156,7 @@ def _describe_sequence(
     by_token[sampled] = np.nan if differences is None else differences
     return {
         "pieces": [text for _, text in pieces],
-        "logprobs": np.round(rollout.logprobs[indices].astype(float), 4).tolist(),
+        "logprobs": np.round(np.maximum(rollout.logprobs[indices].astype(float), LEAST_LOGPROB), 4).tolist(),
         "versions": rollout.policy_versions[indices].tolist(),
         "mask": rollout.loss_mask[indices].astype(int).tolist(),
         "differences": _rounded(by_token[indices]),

@@ -103,7 +103,9 @@ class GroupIndex:
         self._search: tuple[str, int] | None = None
         """Text and version of the data of which ``found`` holds the prompts."""
         self.num_indexed = self.num_groups = 0
-        """Groups whose records are in the index, and groups in the ledger."""
+        """Groups whose records have been looked for, and groups in the ledger."""
+        self.num_known: int | None = None
+        """Groups whose records were found: tokens are dropped, and with them prompts and rewards by function."""
         self.read = set[int]()
         """Groups that were read with their rewards, but come after one without rewards."""
         self.read_of: tuple[Any, ...] = ()
@@ -149,28 +151,34 @@ class GroupIndex:
         return int(connection.execute("SELECT count(*) FROM found").fetchone()[0])
 
     def means(self, group_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the mean of each reward function, and the outcomes, of those groups whose records are indexed."""
+        """Return the prompt, the outcomes and the mean of each reward function of groups whose records are indexed."""
         with self.reading() as connection:
             names = [name for (name,) in connection.execute("SELECT name FROM functions ORDER BY number")]
             columns = "".join(f", function_{number}" for number in range(len(names)))
-            query = (
-                f"SELECT group_id, statuses, key{columns} FROM entries JOIN prompts USING (prompt) WHERE group_id IN"
-            )
-            rows = connection.execute(f"{query} ({', '.join(map(str, group_ids))})").fetchall()
+            rows = connection.execute(
+                f"SELECT group_id, statuses, key, start{columns} FROM entries JOIN prompts USING (prompt)"
+                f" WHERE group_id IN ({', '.join(map(str, group_ids))})"
+            ).fetchall()
         return {
             number: {
                 "functions": dict(zip(names, values, strict=True)),
+                "prompt": start,
                 "key": str(key),  # JavaScript has no integers of 64 bits
                 "statuses": [status for status, bit in STATUS_BITS.items() if statuses & bit],
             }
-            for number, statuses, key, *values in rows
+            for number, statuses, key, start, *values in rows
         }
 
     def update(self, ledger: Ledger, identity: Sequence[Any], stopped: Callable[[], bool] = lambda: False) -> None:
         """Add what is new in the ledger, whose file has this ``identity``; return early once ``stopped``."""
+        if not self.path.exists():  # the user's cache was emptied
+            with self._turn:
+                self._connection = self._search = None
+                self._make()
         with closing(sqlite3.connect(self.path, isolation_level=None, timeout=60)) as connection:
             connection.execute("PRAGMA synchronous = OFF")
             _IndexUpdate(self, connection, ledger, self._folder, stopped).update(json.dumps([*identity]))
+            self.num_known = connection.execute("SELECT count(prompt) FROM entries").fetchone()[0]
 
 
 class _IndexUpdate:
@@ -236,6 +244,7 @@ class _IndexUpdate:
         if indexed_step is not None:  # groups of the last step change once more, when the run ends
             query = "SELECT min(group_id) FROM groups WHERE step >= ?"
             start = min(start, self._ledger.rows(query, indexed_step)[0][0] or start)
+        first = start if self._get("checkpoint_step") == checkpoint else 0
         while not self._stopped():
             rows = self._ledger.rows(SOURCE, start)
             with self._transaction():
@@ -254,14 +263,16 @@ class _IndexUpdate:
                     first_open=start if first_open is None else min(start, first_open),
                     last_step=last,
                     incarnation=incarnation,
+                    checkpoint_step=-1,
                 )
             return
         with self._transaction():
             self._connection.execute(
-                "UPDATE entries SET state = 'TRAINED' WHERE state = 'ASSIGNED' AND step < ?", (checkpoint,)
+                "UPDATE entries SET state = 'TRAINED' WHERE state = 'ASSIGNED' AND step < ? AND group_id >= ?",
+                (checkpoint, first),
             )
             following = self._index.num_groups if first_open is None else first_open
-            self._set(first_open=following, last_step=last, incarnation=incarnation)
+            self._set(first_open=following, last_step=last, incarnation=incarnation, checkpoint_step=checkpoint)
 
     def _reason(self, text: str | None) -> int | None:
         if text is None:

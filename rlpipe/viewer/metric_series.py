@@ -77,6 +77,8 @@ class MetricSeries:
             self._ends.steps.append(step)
             self._ends.values.append(time)
         for name, value in row.items():
+            if value is None:  # which stands for a value that is not finite
+                value = math.nan
             if name != "step" and isinstance(value, NUMBERS) and not LARGEST < abs(value) < math.inf:
                 series = self._series.get(name)
                 if series is None:
@@ -86,10 +88,10 @@ class MetricSeries:
         self.last_step = max(self.last_step, step)
 
     def latest(self, name: str) -> float | None:
-        """Return the newest value of a metric that is a number."""
+        """Return the newest value of a metric; None if it is not finite."""
         with self._turn:
             series = self._series.get(name)
-            return None if series is None else next((x for x in reversed(series.values) if math.isfinite(x)), None)
+            return None if series is None else _finite(series.values[-1])
 
     def get(self, names: Iterable[str], most_points: int = MAX_POINTS) -> dict[str, dict[str, Any]]:
         """Return ``steps`` and ``values`` of those metrics that the run has, and how many steps each point stands for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sqlite3
 import threading
@@ -19,6 +20,8 @@ import yaml
 
 from rlpipe.common import run_files
 from rlpipe.common.atomic_io import is_held
+from rlpipe.common.imports import describe_error
+from rlpipe.common.temporary_folders import ScratchFolder
 from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import DataError, InputError, LedgerError, ModelError
 from rlpipe.replay.ledger.query import GroupRow, find_ledger, read_groups, stored_model
@@ -70,6 +73,9 @@ class ViewedRun:
         self.index: GroupIndex | None = None
         self.why_no_ledger = ""
         self._ledger_path: Path | None = None
+        self._scratch: ScratchFolder | None = None
+        self._looked_in: Any = None
+        """State of the places where no ledger was found."""
         self._indexed_states: tuple[Any, ...] = ()
         """State of the files whose content is known."""
         self._read_states: tuple[Any, ...] = ()
@@ -85,15 +91,15 @@ class ViewedRun:
         self._tokenizer_run: Any = None
         """Id of the run that the tokenizer is of."""
         self._diagnosing = threading.Lock()
-        self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), 0.0, [])
+        waiting = {"subject": "run", "status": "skipped", "text": "it is being examined", "fix": ""}
+        self._diagnosis: tuple[tuple[int, str], float, list[dict[str, str]]] = ((-1, ""), -math.inf, [waiting])
 
     # Files --------------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
         """Read the metrics alone, which the first view shows."""
         self.series.update()
-        if self._ledger_path is None:
-            self._find_ledger()
+        self._find_ledger()
         self._changed_at = _last_change(map(_state, self._files()))
         self.revision += 1
 
@@ -104,8 +110,7 @@ class ViewedRun:
 
     def read_new(self) -> None:
         """Read what is new in the files other than the ledger, which takes no time."""
-        if self._ledger_path is None:
-            self._find_ledger()
+        self._find_ledger()
         file_states = tuple(map(_state, self._files()))
         if file_states != self._read_states:
             self.series.update()
@@ -131,16 +136,29 @@ class ViewedRun:
         return True
 
     def _find_ledger(self) -> None:
+        """Look for the ledger until it is found, again where it was missing once the config or the folder changes."""
+        place = (_state(self.folder / run_files.CONFIG), _state(self.folder))
+        if self._ledger_path is not None or place == self._looked_in:
+            return
+        self._looked_in = place
         try:
             self._ledger_path = find_ledger(self.path)
-            self.index = GroupIndex(index_path(self._ledger_path), self.folder)
+            self.index = self._open_index(index_path(self._ledger_path))
             with self.ledger() as ledger:
                 self.index.num_groups = ledger.next_group_id()
         except DataError as error:
             self.why_no_ledger = str(error)
         except (OSError, sqlite3.Error) as error:
             self.why_no_ledger = f"the index of its groups can't be written: {error}"
-            self._ledger_path = None  # it is tried again
+            self._ledger_path, self._looked_in = None, None  # it is tried again
+
+    def _open_index(self, path: Path) -> GroupIndex:
+        """Return the index in the user's cache, or in a temporary folder if nothing can be written there."""
+        try:
+            return GroupIndex(path, self.folder)
+        except (OSError, sqlite3.Error):
+            self._scratch = ScratchFolder("rlpipe-view-")
+            return GroupIndex(Path(self._scratch.path) / path.name, self.folder)
 
     def _files(self) -> list[Path]:
         ledger = self._ledger_path
@@ -214,23 +232,27 @@ class ViewedRun:
         return number if isinstance(number, int) else None
 
     def diagnosis(self) -> list[dict[str, str]]:
-        """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew."""
+        """Return what the doctor says about the run, at most every ``DIAGNOSIS_S`` seconds anew.
+
+        While one request examines the run, others get the lines of before.
+        """
         last_key, made_at, _ = self._diagnosis
         key = (self.revision, self._state(read_outcome(self.folder)))
         is_due = key != last_key and (key[1] != RUNNING or time.monotonic() - made_at > DIAGNOSIS_S)
-        if is_due and self._diagnosing.acquire(blocking=not made_at):  # later, a second page gets the known lines
+        if is_due and self._diagnosing.acquire(blocking=False):
             try:
-                if self._diagnosis[0] != key:
-                    self._diagnosis = (key, time.monotonic(), self._diagnose())
+                lines = self._diagnose()
+                self._diagnosis = (key, time.monotonic(), lines)
             finally:
                 self._diagnosing.release()
         return self._diagnosis[2]
 
     def _diagnose(self) -> list[dict[str, str]]:
         try:
-            return [{**asdict(finding), "status": finding.status.value} for finding in diagnose(self.folder)]
-        except InputError as error:
-            return [{"subject": "run", "status": "skipped", "text": str(error), "fix": ""}]
+            findings = diagnose(self.folder, reads_contents=False)  # which takes a live run's disk from it
+            return [{**asdict(finding), "status": finding.status.value} for finding in findings]
+        except Exception as error:  # noqa: BLE001 - files of a run may hold anything
+            return [{"subject": "run", "status": "skipped", "text": describe_error(error), "fix": ""}]
 
     def parts(self) -> dict[str, Any]:
         """Return the parts' states, and when they were seen last, the groups by state, and the work of each engine."""
@@ -294,6 +316,7 @@ class ViewedRun:
             "after": None if page.after is None else f"{page.after[0]!r}|{page.after[1]}",
             "num_groups": index.num_groups,
             "num_indexed": index.num_indexed,
+            "num_known": index.num_known,
         }
 
     def count(self, query: GroupQuery) -> int:
@@ -306,8 +329,8 @@ class ViewedRun:
     def rows_of(self, group_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return what the table shows of groups, in the order of their ids here."""
         with self.ledger() as ledger:
-            groups = LoggedTexts(self.folder).with_prompts(read_groups(ledger, group_ids))
-        rows, means = {row.group_id: row for row in groups}, self.needed_index().means(group_ids)
+            rows = {row.group_id: row for row in read_groups(ledger, group_ids)}
+        means = self.needed_index().means(group_ids)
         return [_short(rows[number], means.get(number, {})) for number in group_ids if number in rows]
 
     def needed_index(self) -> GroupIndex:

@@ -159,11 +159,12 @@ class Pages:
         return self._run(query).series.get(query.getlist("name"))
 
     def _groups(self, query: QueryParams) -> Any:
-        size = min(_integer(query, "size") or PAGE, MAX_PAGE)
+        size = min(max(_integer(query, "size") or PAGE, 1), MAX_PAGE)
         return self._run(query).groups(make_query(query), size)
 
     def _group(self, query: QueryParams) -> Any:
-        return self._run(query).group(_integer(query, "id") or 0, most_tokens=_integer(query, "tokens") or MAX_TOKENS)
+        most_tokens = max(_integer(query, "tokens") or MAX_TOKENS, 1)
+        return self._run(query).group(_integer(query, "id") or 0, most_tokens=most_tokens)
 
     def _events(self, query: QueryParams) -> Any:
         return self._run(query).events(before=_integer(query, "before"), kind=query.get("kind", ""))
@@ -209,6 +210,8 @@ def _guarded(answer: Callable[[], Response]) -> Response:
         return PlainTextResponse(f"{error}\n", 404)
     except InputError as error:
         return PlainTextResponse(f"{error}\n", 400)
+    except Exception as error:  # noqa: BLE001 - files of a run may hold anything
+        return PlainTextResponse(f"a file of the run can't be read: {describe_error(error)}\n", 500)
 
 
 def _integer(query: QueryParams, name: str) -> int | None:
@@ -225,9 +228,12 @@ def _integer(query: QueryParams, name: str) -> int | None:
 def _number(query: QueryParams, name: str) -> float | None:
     text = query.get(name, "")
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
-        raise InputError(f"{name}={text[:40]!r} is not a number") from None
+        value = math.nan
+    if value is not None and math.isnan(value):
+        raise InputError(f"{name}={text[:40]!r} is not a number")
+    return value
 
 
 def make_query(query: QueryParams) -> GroupQuery:
@@ -296,8 +302,6 @@ class Refresher(threading.Thread):
 
     def _refresh(self, run: ViewedRun) -> bool:
         """Read a run's files and index its groups for a moment, so that the other runs' curves go on."""
-        if self._gives_way():
-            return False
         deadline = time.monotonic() + INDEX_S
         return run.refresh(lambda: self._ended.is_set() or time.monotonic() > deadline or self._gives_way())
 

@@ -69,6 +69,8 @@ class ViewerRun:
     num_steps: int = 6
     planted: str = ""
     """Text that every prompt, completion, reward name, event and tool result gets."""
+    ending: str = ""
+    """Text at the end of every completion."""
     system_prompt: str = ""
     """First message of every prompt, if not empty."""
     history: bool = False
@@ -205,7 +207,8 @@ class ViewerRun:
         )
 
     def _rollout(self, group_id: int, index: int, prompt: Prompt) -> Rollout:
-        text = f"It is {2 * prompt.prompt_id if index == 0 else 'unknown'} ☃, says group {group_id}.{self.planted}"
+        said = 2 * prompt.prompt_id if index == 0 else "unknown"
+        text = f"It is {said} ☃, says group {group_id}.{self.planted}{self.ending}"
         answer = np.array(TOKENIZER.encode(text).ids, np.int32)
         ids = np.concatenate([prompt.token_ids, answer])
         mask = np.arange(len(ids)) >= len(prompt.token_ids)

@@ -4,7 +4,7 @@ import { choose, fill, hideTooltip, labelled, make, notice, pill } from "./dom.j
 import { count, STATE_KINDS } from "./format.js";
 import { ask, exported } from "./source.js";
 import { themeButton } from "./theme.js";
-import { overviewView } from "./overview.js";
+import { MAX_OVERLAID, overviewView } from "./overview.js";
 import { groupsView } from "./groups.js";
 import { groupView } from "./group.js";
 import { eventsView } from "./events.js";
@@ -14,20 +14,23 @@ import { compareView } from "./compare.js";
 const POLL_MS = 2000;
 const VIEWS = { overview: overviewView, groups: groupsView, group: groupView, events: eventsView, parts: partsView, compare: compareView };
 const TABS = [["overview", "Overview"], ["groups", "Groups"], ["events", "Events"], ["parts", "Parts"], ["compare", "Compare"]];
-const MAX_OVERLAID = 8;
 
 const context = { runs: [], run: 0, shown: [0], query: {}, view: "overview", go, link, ask: (name, query = {}) => ask(name, { run: context.run, ...query }) };
+const lastQuery = {};  // of each view, with the run that it was of
+const scrolled = new Map();  // how far each address was scrolled
 let current = null;
 let generation = 0;
 let drawing = false;
+let refreshing = false;
 let problem = null;  // why the view could not be drawn
 
 function readAddress() {
   const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const query = Object.fromEntries(new URLSearchParams(search));
-  context.view = path in VIEWS ? path : "overview";
-  context.query = query;
+  context.view = Object.hasOwn(VIEWS, path) ? path : "overview";
   context.run = Math.min(Math.max(Number(query.run) || 0, 0), context.runs.length - 1);
+  context.query = "run" in query ? { ...query, run: String(context.run) } : query;
+  lastQuery[context.view] = { run: context.run, query };
   const shown = (query.shown ?? "").split(",").filter(Boolean).map(Number).filter((place) => place in context.runs);
   const all = context.runs.map((_, place) => place).slice(0, MAX_OVERLAID);
   const overlaid = shown.length ? shown : all;
@@ -39,6 +42,12 @@ function link(view, query = {}) {
   const kept = { run: context.run || "", shown: context.query.shown, ...query };
   const used = Object.entries(kept).filter(([, value]) => value !== "" && value !== undefined && value !== null);
   return `#/${view}${used.length ? `?${new URLSearchParams(used)}` : ""}`;
+}
+
+// The address of a view as it was left: with its filters, if it is of the same run.
+function linkBack(view) {
+  const last = lastQuery[view];
+  return last?.run === context.run ? link(view, { ...last.query, shown: context.query.shown }) : link(view);
 }
 
 function go(view, query = {}, { replace = false } = {}) {
@@ -62,7 +71,7 @@ function header() {
   const run = context.runs[context.run];
   const tabs = TABS.map(([view, title]) => {
     const here = context.view === view || (view === "groups" && context.view === "group");
-    return make("a", { href: link(view), "aria-current": here ? "page" : null }, title);
+    return make("a", { href: context.view === view ? link(view) : linkBack(view), "aria-current": here ? "page" : null }, title);
   });
   const several = context.runs.length > 1;
   const chooser = several && labelled("Run", choose("run", context.runs.map(({ name }, place) => [String(place), name]), String(context.run),
@@ -80,14 +89,20 @@ function progress(run) {
   return run.num_steps ? `step ${count(run.step)} of ${count(run.num_steps)}` : `step ${count(run.step)}`;
 }
 
-async function show() {
+async function show(event) {
   context.cameFrom = context.view;
   readAddress();
   hideTooltip();
   drawHeader();
   current?.close?.();
   current = problem = null;
+  const { hash } = location;
+  const before = scrolled.get(hash) ?? 0;
+  if (event) scrollTo(0, 0);
   await draw();
+  if (!event || hash !== location.hash) return;
+  if (before) scrollTo(0, before);
+  if (document.activeElement === document.body) document.getElementById("main").focus({ preventScroll: true });
 }
 
 async function draw() {
@@ -147,9 +162,20 @@ async function poll() {
   stale ||= changed;
   if (!stale || document.hidden) return;
   if (!document.activeElement?.closest("#top select")) drawHeader();
-  if (drawing) return;
+  if (drawing || refreshing || isReading()) return;
   stale = false;
-  await refresh();
+  refreshing = true;  // a server that is slower than this clock gets one question at a time
+  try {
+    await refresh();
+  } finally {
+    refreshing = false;
+  }
+}
+
+// Whether somebody has selected text, which a new drawing would take away.
+function isReading() {
+  const selection = getSelection();
+  return !selection.isCollapsed && document.getElementById("main").contains(selection.anchorNode);
 }
 
 // Draws what has changed, or the whole view if that could not be drawn before, as that of a run without a ledger yet.
@@ -180,6 +206,7 @@ document.addEventListener("keydown", (event) => {
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.getElementById("main").focus(); });
 
 context.runs = await ask("runs");
+addEventListener("scroll", () => scrolled.set(location.hash, scrollY), { passive: true });
 addEventListener("hashchange", show);  // before, there is no run to show
 await show();
 if (!exported) setInterval(poll, POLL_MS);

@@ -5,6 +5,7 @@ import { number } from "./format.js";
 
 const HEIGHT = 190;
 const MAX_MARKS = 40;
+const SELDOM = 10;
 const COLOURS = ["series-0", "series-1", "series-2", "series-3", "series-4", "series-5", "series-6", "series-7"];
 
 export function seriesColour(place) {
@@ -126,7 +127,7 @@ export class Chart {
 
   // The point of the curves that each mark is at: the one of its step, or else the one before it.
   places() {
-    return this.marks.map(({ step }) => (step === null ? null : nearest(this.plot.data[0], step)));
+    return this.marks.map(({ step }) => (step === null ? null : Math.max(this.plot.data[0].findLastIndex((one) => one <= step), 0)));
   }
 
   marksAt(index) {
@@ -166,13 +167,15 @@ export class Chart {
   overlay(lines, smoothing) {
     const tables = [];
     const series = [];
-    for (const { label, steps, values, place } of lines) {
+    for (const { label, steps, values, place, dash } of lines) {
+      // A gap shows where a metric was not finite, unless it often is, as the reward of a function that seldom applies.
+      const spanGaps = values.filter((value) => value === null).length * SELDOM > values.length;
       const stroke = seriesColour(place);
       const few = steps.length < 40;
       const columns = smoothing ? [values, smooth(values, smoothing)] : [values];
       tables.push([steps, ...columns]);
-      if (smoothing) series.push({ label: "", stroke: withAlpha(stroke, 0.28), width: 1, points: { show: false }, spanGaps: true });
-      series.push({ label, stroke, width: 2, points: { show: few && !smoothing, size: 5, fill: stroke }, spanGaps: true });
+      if (smoothing) series.push({ label: "", stroke: withAlpha(stroke, 0.28), width: 1, points: { show: false }, spanGaps });
+      series.push({ label, stroke, width: 2, dash, points: { show: few && !smoothing, size: 5, fill: stroke }, spanGaps });
     }
     return { data: tables.length ? uPlot.join(tables.map(ordered)) : [[]], series, bands: [] };
   }
@@ -200,8 +203,8 @@ export class Chart {
     const index = this.plot?.cursor.idx;
     const step = this.plot?.data[0][index] ?? null;
     const entries = this.lines.map(({ label, steps, values, place }) => {
-      const at = step === null ? values.length - 1 : nearest(steps, step);
-      return make("span", { class: "key" }, make("i", { style: { backgroundColor: seriesColour(place) } }), `${label} `, make("b", {}, number(values[at])));
+      const at = step === null ? values.length - 1 : lastUpTo(steps, step);
+      return make("span", { class: "key" }, make("i", { style: { backgroundColor: seriesColour(place) } }), `${label} `, make("b", {}, number(values[at] ?? null)));
     });
     const events = step === null ? [] : this.marksAt(index).map(({ kind, message }) => make("span", { class: "event" }, `${kind}: ${message}`));
     this.legend.replaceChildren(...entries, step === null ? "" : make("span", { class: "at" }, `step ${step.toLocaleString("en")}`), ...events);
@@ -268,8 +271,7 @@ function padded(low, high, fromZero) {
   return [fromZero ? 0 : low - room, high + room];
 }
 
-function nearest(steps, step) {
-  let best = 0;
-  steps.forEach((one, index) => { if (one <= step) best = index; });
-  return best;
+// The place of a line's newest value at a step; -1 before its first and after its last step.
+function lastUpTo(steps, step) {
+  return step > steps[steps.length - 1] ? -1 : steps.findLastIndex((one) => one <= step);
 }

@@ -9,7 +9,8 @@ import { keep, recall } from "./storage.js";
 import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
 
 const COLOURING = "rlpipe-colouring";
-const ALL_TOKENS = 1000000;
+const FIRST_TOKENS = 2000;
+const FINAL = ["TRAINED", "DISCARDED", "HELD OUT"];  // states of groups that change no more
 
 export async function groupView(body, context) {
   if (!["groups", "group"].includes(context.cameFrom)) forgetReturn();
@@ -21,12 +22,15 @@ export async function groupView(body, context) {
   const legend = make("div", { class: "legend" });
   const how = () => recall(COLOURING) ?? "logprob";
   const select = choose("colouring", COLOURINGS, how(), (event) => { keep(COLOURING, event.target.value); draw(); });
-  let tokens;
+  let tokens = FIRST_TOKENS;
+  let isFinal = false;
 
   // Without the group, the toolbar still leads to others; the group may be admitted later.
   async function read() {
     try {
+      const before = group?.state;
       group = await context.ask("group", { id, tokens });
+      isFinal = FINAL.includes(group.state) && before === group.state;
     } catch (error) {
       if (group) throw error;
       problem = error.message;
@@ -35,7 +39,7 @@ export async function groupView(body, context) {
 
   function draw() {
     if (!group) return;
-    fill(cards, (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: how(), scales: scalesOf(group), more: readAll })));
+    fill(cards, (group.rollouts ?? []).map((rollout) => rolloutCard(rollout, { how: how(), scales: scalesOf(group), more: readMore })));
     fill(legend, hasTokens() && legendOf(how(), group));
   }
 
@@ -43,14 +47,16 @@ export async function groupView(body, context) {
     return group.rollouts?.some((rollout) => rollout.sequences.length) ?? false;
   }
 
-  async function readAll() {
-    tokens = ALL_TOKENS;
+  // The browser would take minutes for all tokens of a group of long completions at once.
+  async function readMore() {
+    tokens *= 4;
     await read();
     draw();
   }
 
   // A group that is sampled, scored or trained while it is shown.
   async function update() {
+    if (isFinal) { drawToolbar(); return; }
     const before = JSON.stringify([group, problem]);
     await read();
     if (JSON.stringify([group, problem]) === before) drawToolbar();  // the next group may be there now

@@ -62,13 +62,15 @@ export async function groupsView(body, context) {
   let answered = null;  // the answer to the last question that was sent
   let turning = false;
   let refreshes = 0;
+  let drawn = null;  // what the table shows
   const table = make("table", { class: "groups" });
   const status = make("p", { class: "muted", role: "status", "aria-live": "polite" });
   const indexing = make("div", { class: "indexing", hidden: true });
+  const unknown = make("p", { class: "notice", hidden: true });
   const older = make("button", { onclick: () => turn(true) }, "Next page");
   const newer = make("button", { onclick: () => turn(false) }, "Previous page");
   let form = filters();
-  fill(body, form, indexing, make("div", { class: "pager" }, status, newer, older), make("div", { class: "card table" }, table));
+  fill(body, form, indexing, make("div", { class: "pager" }, status, newer, older), unknown, make("div", { class: "card table" }, table));
 
   function filters() {
     let timer = 0;
@@ -132,11 +134,18 @@ export async function groupsView(body, context) {
     } catch (error) {
       if (own !== asked) return;
       turning = false;
+      drawn = null;
       fill(table, make("tbody", {}, make("tr", {}, make("td", {}, notice(error.message, "bad")))));
     }
   }
 
+  // Rows that are drawn anew take away what is under the pointer.
   function draw() {
+    const wanted = JSON.stringify([page, query, places.length, columns.map(([key]) => key)]);
+    table.dataset.asked = String(asked);
+    drawNotes();
+    if (wanted === drawn) return;
+    drawn = wanted;
     const wasInRow = table.contains(document.activeElement) && document.activeElement.matches("tr");
     const head = columns.map(([key, title]) => {
       const order = query.sort === key ? (query.order === "desc" ? "descending" : "ascending") : "none";
@@ -150,9 +159,15 @@ export async function groupsView(body, context) {
     if (wasInRow && !table.contains(document.activeElement)) rows[0]?.focus();  // another page has other rows
     older.disabled = page.after === null;
     newer.disabled = places.length === 0;
+  }
+
+  function drawNotes() {
     indexing.hidden = page.num_indexed >= page.num_groups;
     if (!indexing.hidden) fill(indexing, make("progress", { value: page.num_indexed, max: page.num_groups }), `rewards by function, outcomes and prompts are known of the first ${count(page.num_indexed)} of ${count(page.num_groups)} groups; the rest is being read`);
-    table.dataset.asked = String(asked);
+    const needsRecords = query.text || query.status || query.function || query.sort === "status" || query.sort.startsWith("reward:");
+    const isKnown = page.num_known === null || page.num_known === undefined || page.num_known >= page.num_groups;
+    unknown.hidden = !indexing.hidden || isKnown || !needsRecords;
+    unknown.textContent = unknown.hidden ? "" : `prompts, outcomes and rewards by function are known of ${count(page.num_known)} of ${count(page.num_groups)} groups: those of the others went with their tokens (ledger.keep_steps)`;
   }
 
   function open(id) {

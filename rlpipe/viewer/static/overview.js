@@ -13,6 +13,7 @@ const CHARTS = [
   ["Groups discarded so far", ["groups/discarded", "groups/failed"]], ["Gradient norm", ["grad_norm"]], ["Log-prob difference of engine and learner", ["sampling/logp_difference/mean"]],
 ];
 const OVERLAPPING = "phases of an asynchronous run overlap";
+export const MAX_OVERLAID = 8;
 const SMOOTHING = "rlpipe-smoothing";
 
 function isPhase(name) {
@@ -63,7 +64,7 @@ export async function overviewView(body, context) {
     const marked = context.ask("marks").catch(() => []);  // a run without a ledger has no events
     const listed = await Promise.all(shown.map((run) => ask("names", { run })));
     listed.flat().forEach((name) => names.add(name));
-    fill(datalist, [...names].sort().map((name) => make("option", { value: name })));
+    if (datalist.childElementCount !== names.size) fill(datalist, [...names].sort().map((name) => make("option", { value: name })));
     const wanted = [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), "staleness/max", ...state.more, ...[...names].filter((name) => isPhase(name) || isRewardMean(name))])];
     const found = await Promise.all(shown.map((run) => ask("series", { run, name: wanted.filter((name) => names.has(name)) })));
     const events = await marked;
@@ -87,6 +88,7 @@ export async function overviewView(body, context) {
     return context.shown.flatMap((run, at) => metrics.filter((name) => data[at]?.[name]?.values.some((value) => value !== null)).map((name, place) => ({
       label: [context.runs.length > 1 ? context.runs[run].name : "", metrics.length > 1 || context.runs.length === 1 ? shortName(name) : ""].filter(Boolean).join(" · "),
       ...data[at][name], place: metrics.length > 1 && context.shown.length === 1 ? place : run,
+      dash: context.shown.length > 1 && place > 0 ? [3 * place + 1, 4] : undefined,
     })));
   }
 
@@ -144,6 +146,12 @@ function showBox(context, place, show) {
   return make("input", { type: "checkbox", "aria-label": `Show ${context.runs[place].name}`, checked: isShown, disabled: runs.length === 0, onchange: () => show(runs) });
 }
 
+// As many runs as are shown at first, with one of them.
+function firstRuns(context, place) {
+  const others = context.runs.map((_, other) => other).filter((other) => other !== place).slice(0, MAX_OVERLAID - 1);
+  return [...others, place].sort((one, other) => one - other);
+}
+
 function runCard(context, place, show) {
   const run = context.runs[place];
   const share = run.num_steps ? Math.min(run.step / run.num_steps, 1) : 0;
@@ -151,7 +159,7 @@ function runCard(context, place, show) {
   const facts = [["reward", number(run.reward)], ["held-out", number(run.accuracy)], ["tokens/s", count(run.tokens_per_second)], ["groups", count(run.num_groups)], ["began", moment(run.began_at)], ["lasts", span(lasted)]];
   const isAlone = context.shown.length === 1;
   const choices = context.runs.length > 1 && [
-    make("button", { class: "quiet", "data-key": `only ${place}`, "aria-label": isAlone ? "Show all runs" : `Show only ${run.name}`, onclick: () => show(isAlone ? context.runs.map((_, other) => other) : [place]) }, isAlone ? "all runs" : "only this"),
+    make("button", { class: "quiet", "data-key": `only ${place}`, "aria-label": isAlone ? "Show all runs" : `Show only ${run.name}`, onclick: () => show(isAlone ? firstRuns(context, place) : [place]) }, isAlone ? "all runs" : "only this"),
     showBox(context, place, show)];
   return make("section", { class: "card run", "aria-label": run.name },
     make("div", { class: "line" }, make("i", { class: `dot series-${place % 8}` }), make("b", { title: run.path }, run.name), pill(run.state, STATE_KINDS[run.state] ?? ""), choices),

@@ -15,7 +15,7 @@ function advantageAt(sequence, index) {
 function tint(how, sequence, index, { oldest = 0, largest = 0 }) {
   if (how === "mask") return sequence.mask[index] ? ["trained", 1] : null;
   if (!sequence.mask[index]) return null;
-  if (how === "logprob") return ["unlikely", Math.min(sequence.logprobs[index] / DEEPEST, 1)];
+  if (how === "logprob") return sequence.logprobs[index] === null ? ["unknown", 1] : ["unlikely", Math.min(sequence.logprobs[index] / DEEPEST, 1)];
   if (how === "advantage") {
     const value = advantageAt(sequence, index);
     return value === null ? null : [value >= 0 ? "positive" : "negative", Math.min(Math.abs(value) / 2, 1)];
@@ -79,7 +79,7 @@ export function legendOf(how, group) {
     swatch.style.setProperty("--strength", `${strength}%`);
     return make("span", { class: "key" }, swatch, ` ${text}`);
   };
-  if (how === "logprob") return [key("unlikely", 0, "log-prob 0"), key("unlikely", 19, "-3"), key("unlikely", 38, "-6 and below")];
+  if (how === "logprob") return [key("unlikely", 0, "log-prob 0"), key("unlikely", 19, "-3"), key("unlikely", 38, "-6 and below"), key("unknown", 38, "unknown")];
   if (how === "advantage") return [key("positive", 30, "written again more often"), key("negative", 30, "less often"), "those that a critic or the KL has changed are not kept"];
   if (how === "difference") {
     const { mean, max } = group.differences ?? {};

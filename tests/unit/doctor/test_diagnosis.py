@@ -24,6 +24,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import to_yaml
 from rlpipe.doctor.diagnosis import diagnose
 from rlpipe.errors import (
+    ConfigError,
     EngineFailed,
     HeadLost,
     Interrupted,
@@ -103,7 +104,8 @@ DEATHS: dict[str, tuple[BaseException, str]] = {
         RunError("outputs/run can't be written: [Errno 28] No space left on device; the same command continues"),
         r"RunError: .*No space left on device.*; free space on that disk",
     ),
-    "a fault of the code": (ZeroDivisionError("division by zero"), r"ZeroDivisionError: division by zero; "),
+    "a wrong option": (ConfigError("model.path: no such folder"), r"no such folder; the message says what to change"),
+    "a fault of the code": (ZeroDivisionError("division by zero"), r"division by zero; where it was raised is in"),
 }
 
 
@@ -280,10 +282,11 @@ def test_recoveries_do_not_crowd_out_deaths(run: Path, capsys: pytest.CaptureFix
     made.ledger.close()
     assert main(["doctor", "--json", str(run)]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    first, *others, last = [(line["status"], line["text"]) for line in found if line["subject"] == "events"]
+    first, *others, more, last = [(line["status"], line["text"]) for line in found if line["subject"] == "events"]
     assert first == ("warning", "rollout-0, 1 x: engine rollout-0 died")
     assert last == ("ok", "16 recoveries, the last one: recovery of part-7")
     assert others == [("warning", f"part-{number}, 2 x: checkpoint of part-{number}") for number in range(4)]
+    assert more == ("warning", "4 more subjects have events")
 
 
 @pytest.mark.parametrize("kind", ["sft", "preference", "reward_model"])

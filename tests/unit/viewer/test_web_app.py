@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -175,6 +176,18 @@ def test_the_pages_modules_are_sent_as_one_file(client: TestClient) -> None:
     assert "async function groupsView" in script
     assert not re.search(r"^(import|export) ", script, re.MULTILINE)
     assert client.get(f"/{TOKEN}/").text.count("<script ") == 2
+
+
+def test_what_is_not_known_of_all_groups_is_counted(tmp_path: Path) -> None:
+    """The prompt, outcomes and rewards by function of a group go with its tokens, maybe before the first look."""
+    finished_run(tmp_path / "run")
+    with closing(sqlite3.connect(tmp_path / "run" / LEDGER)) as ledger, ledger:
+        ledger.execute("DELETE FROM payloads WHERE group_id < 5")
+        (num_left,) = ledger.execute("SELECT count(*) FROM payloads").fetchone()
+    (tmp_path / "run" / "completions.jsonl").unlink(missing_ok=True)
+    page = ask(client_of(tmp_path / "run"), "groups")
+    assert page["num_indexed"] == page["num_groups"]
+    assert page["num_known"] == num_left < page["num_groups"]
 
 
 def test_texts_of_models_are_sent_as_data(tmp_path: Path) -> None:
@@ -527,17 +540,56 @@ def test_events_of_a_run_without_a_ledger_come_from_its_log(tmp_path: Path) -> N
     assert [event["message"] for event in run.events(kind="health", before=first["before"])["events"]] == ["event 0"]
 
 
-def test_curves_are_shown_where_no_index_can_be_written(tmp_path: Path, empty_cache: Path) -> None:
+def test_curves_are_shown_where_no_index_can_be_written(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finished_run(tmp_path / "run")
     empty_cache.rmdir()
     empty_cache.write_text("a file in the place of the cache")
+    (tmp_path / "temporary").write_text("a file in the place of the folder")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     run = ViewedRun(tmp_path / "run", "run")
     run.read_metrics()
     assert run.series.last_step == 6
     assert run.summary()["why_no_ledger"].startswith("the index of its groups can't be written: ")
-    empty_cache.unlink()
+    (tmp_path / "temporary").unlink()
+    (tmp_path / "temporary").mkdir()
     run.refresh()
     assert len(run.groups(GroupQuery(), 10)["rows"]) == 10
+    assert empty_cache.is_file(), "the index is in a temporary folder"
+
+
+def test_an_index_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run")
+    run = ViewedRun(tmp_path / "run", "run")
+    run.refresh()
+    assert run.index is not None
+    for file in run.index.path.parent.iterdir():
+        file.unlink()
+    (tmp_path / "run" / "parts.json").write_text("{}")
+    run.refresh()
+    assert len(run.groups(GroupQuery(sort="reward"), 10)["rows"]) == 10
+
+
+def test_damaged_files_of_one_run_leave_the_page_to_the_others(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        finished_run(tmp_path / name)
+    damaged = {"state": "running", "host": socket.gethostname(), "pid": -1, "began_at": 1.0}
+    for change in ({}, {"pid": "x"}, {"pid": 5, "began_at": None}, {"pid": 5, "ended_at": "y"}):
+        (tmp_path / "one" / "outcome.json").write_text(json.dumps(damaged | change))
+        client = client_of(tmp_path / "one", tmp_path / "two")
+        assert [run["name"] for run in ask(client, "runs")] == ["one", "two"]
+
+
+def test_a_metric_that_is_no_number_any_more_is_not_shown_as_its_last_value(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "time": 1.0, "loss": null, "reward": null}\n')
+    run = ViewedRun(tmp_path / "run", "run")
+    run.read_metrics()
+    assert run.summary()["reward"] is None
+    curve = run.series.get(["loss"])["loss"]
+    assert (curve["steps"][-1], curve["values"][-1]) == (7, None)
 
 
 def test_what_is_not_finite_or_not_unicode_is_still_json() -> None:
@@ -658,9 +710,10 @@ def test_one_diagnosis_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     finished_run(tmp_path / "run", num_steps=1)
     run, begun, ends = ViewedRun(tmp_path / "run", "run"), threading.Event(), threading.Event()
     first = run.diagnosis()
-    assert first
+    assert first[0]["text"] != "it is being examined"
 
-    def diagnose(_: Path) -> list[Any]:
+    def diagnose(_: Path, *, reads_contents: bool) -> list[Any]:
+        assert not reads_contents, "hashing checkpoints takes a disk and all cores"
         assert not begun.is_set(), "a second one begins"
         begun.set()
         assert ends.wait(10)
@@ -675,6 +728,25 @@ def test_one_diagnosis_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     ends.set()
     thread.join(10)
     assert run.diagnosis() == []
+
+
+def test_pages_do_not_wait_for_the_first_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run(tmp_path / "run", num_steps=1)
+    run, begun, ends = ViewedRun(tmp_path / "run", "run"), threading.Event(), threading.Event()
+
+    def diagnose(_: Path, *, reads_contents: bool) -> list[Any]:
+        begun.set()
+        assert ends.wait(10)
+        raise ValueError("an odd file")
+
+    monkeypatch.setattr("rlpipe.viewer.viewed_run.diagnose", diagnose)
+    thread = threading.Thread(target=run.diagnosis)
+    thread.start()
+    assert begun.wait(10)
+    assert [line["text"] for line in run.diagnosis()] == ["it is being examined"]
+    ends.set()
+    thread.join(10)
+    assert [line["text"] for line in run.diagnosis()] == ["ValueError: an odd file"]
 
 
 def test_an_index_that_is_stopped_again_and_again_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -700,7 +772,8 @@ def test_long_series_are_means_of_neighbours(tmp_path: Path) -> None:
     assert found["stands_for"] == 3
     assert (len(found["steps"]), found["steps"][-1]) == (3000, 9000)
     assert set(found["values"]) == {1 / 3, 2 / 3}
-    assert series.names == ["reward"]
+    assert series.names == ["loss", "reward"]
+    assert series.get(["loss"])["loss"]["values"] == [None] * 3000, "it was never finite"
     (tmp_path / "metrics.jsonl").write_text(lines[0] + "\n")  # a run that was resumed has cut it
     series.update()
     assert series.get(["reward"])["reward"]["steps"] == [1]
