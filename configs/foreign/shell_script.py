@@ -15,6 +15,9 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 PREFIXES = ("do", "{", "}", "!", "time")
 LOOPS = ("for", "select", "while", "until")
+TESTS = ("[", "[[", "test")
+UNSET = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
+"""A variable that the script does not set, which stays as it is and is empty in conditions."""
 PLACED = re.compile(r"\$\{?(?:\d+|[#?!$])\}?")
 """Arguments of the script, which are empty in conditions."""
 COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
@@ -70,6 +73,10 @@ class Script:
         """Statements that are not followed as a shell does, each with what is done instead."""
         self.variables = Variables()
         self._open: list[Branches] = []
+        self._joined_by = ""
+        """End of the statement before."""
+        self._status: bool | None = None
+        """Whether the statement before succeeded, if that is known."""
         for statement in read_statements(text):
             self._follow(statement)
 
@@ -82,9 +89,19 @@ class Script:
             self.variables.counts_uses = True
             self._read_condition(top, words, statement.end)
         elif words and statement.end != "()":
-            self._run(words, statement.heredoc)
+            self._run_joined(words, statement)
         if top is not None and top.subject is not None and statement.end in (";;", ";&", ";;&"):
             top.is_condition = True
+
+    def _run_joined(self, words: list[str | ArrayWord], statement: Statement) -> None:
+        """Run a statement, unless it follows a condition, or an assignment, that says otherwise by ``&&`` or ``||``."""
+        runs = self._status is None or self._status is {"&&": True, "||": False}.get(self._joined_by, self._status)
+        self._run(words, statement.heredoc, runs=runs)
+        if runs:
+            is_condition = words[0] in TESTS or str(words[0]).startswith("((")
+            assigns = all(isinstance(word, ArrayWord) or ASSIGNMENT.fullmatch(word) for word in words)
+            self._status = self._holds(words) if is_condition else True if assigns else None
+        self._joined_by = statement.end
 
     def _read_condition(self, top: Branches, words: Sequence[str | ArrayWord], end: str) -> None:
         if top.subject is None:
@@ -126,9 +143,9 @@ class Script:
                 return None
         return words[1:]
 
-    def _run(self, words: list[str | ArrayWord], heredoc: str | None) -> None:
+    def _run(self, words: list[str | ArrayWord], heredoc: str | None, *, runs: bool = True) -> None:
         """Assign variables, or list a command."""
-        runs = self.variables.counts_uses = all(branches.runs for branches in self._open)
+        runs = self.variables.counts_uses = runs and all(branches.runs for branches in self._open)
         declares = words[0] in DECLARING
         rest = words[1:] if declares else words
         keeps = declares or all(isinstance(word, ArrayWord) or ASSIGNMENT.fullmatch(word) for word in rest)
@@ -167,7 +184,10 @@ class Script:
         if len(words) == 1 and words[0].startswith("((") and words[0].endswith("))"):
             number = self.variables.compute(words[0][2:-2])
             return number is None or bool(number)
-        return holds([word for word in words if word not in ("[", "[[", "test", "]", "]]")])
+        words = [word for word in words if word not in (*TESTS, "]", "]]")]
+        if words[-2:-1] in (["-z"], ["-n"]):
+            words[-1] = UNSET.sub("", words[-1])
+        return holds(words)
 
 
 def holds(words: Sequence[str]) -> bool:

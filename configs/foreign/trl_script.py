@@ -25,7 +25,7 @@ POSITIONAL = {
 }
 """Names of the arguments that trainers take without one, by method; for others the first is known."""
 PASSED_ON = re.compile(r"\w*(?:args|config)(?:\.\w+)*|None")
-"""Values that come from the command line, whose arguments are read where they are given."""
+"""Values that come from the command line; if that is in the docstring, its arguments are read there."""
 HOLDER = re.compile(r"\w*(?:args|config)")
 DATA, MODEL = "load_dataset", "from_pretrained"
 WIRED = (
@@ -33,6 +33,9 @@ WIRED = (
     *("processing_class", "tokenizer"),
 )
 """Arguments by which a script passes on what it has made elsewhere."""
+OF_DATA = ("revision", "trust_remote_code", "token", "cache_dir")
+"""Arguments of ``load_dataset`` whose names are also those of models' options."""
+DATA_AS_IT_IS = "it is of the data set, of which the newest version is loaded, without code of its own"
 OTHER_DATA = "another data set: the one that the trainer receives, or the first one, is taken"
 OTHER_MODEL = "another model: the one that the trainer receives is taken"
 OTHER_TRAINER = "another run: the script's last trainer is taken"
@@ -50,9 +53,9 @@ def read_python(text: str, path: Path) -> ForeignRun:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: not a Python file: {error}") from None
-    script = PythonScript(module)
     documented = list(_documented_runs(ast.get_docstring(module) or "", path))
     documented.sort(key=lambda run: (run.system != "trl", not run.settings))  # stable: the first command of TRL
+    script = PythonScript(module, has_command=bool(documented))
     methods = script.trainers or [run.method for run in documented[:1]] or script.configs
     if not methods:
         raise ConfigError(f"{path}: no trainer of TRL and no command was found in it; name another file")
@@ -97,9 +100,13 @@ def _documented_runs(docstring: str, path: Path) -> Iterator[ForeignRun]:
 
 
 class PythonScript:
-    """The trainers of a script, and the arguments of its configs, trainers, data sets and models."""
+    """The trainers of a script, and the arguments of its configs, trainers, data sets and models.
 
-    def __init__(self, module: ast.Module) -> None:
+    With ``has_command``, what the script takes from its command line is not computed by it.
+    """
+
+    def __init__(self, module: ast.Module, *, has_command: bool) -> None:
+        self._has_command = has_command
         self.configs: list[str] = []
         """Methods of its configs."""
         self.settings: list[Setting] = []
@@ -112,6 +119,11 @@ class PythonScript:
         for node in ast.walk(module):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 changes += self._read_assignment(node.targets[0], node.value)
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                changes += self._read_assignment(node.target, node.value)
+            elif isinstance(node, ast.AugAssign):  # such as ``training_args.beta *= 2``
+                target = ast.parse(ast.unparse(node.target), mode="eval").body
+                changes += self._read_assignment(node.target, ast.BinOp(target, node.op, node.value))
         trainers = [call for call in calls if _method_of(call, "Trainer") is not None]
         self.trainers = [str(_method_of(call, "Trainer")) for call in trainers]
         """Methods of its trainers."""
@@ -230,18 +242,23 @@ class PythonScript:
         return bool(values)
 
     def _read_data(self, call: ast.Call) -> None:
-        path = self._value(call.args[0]) if call.args else None
+        first = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "path")]
+        path = self._value(first[0]) if first else None
         is_other = self._data and id(call) not in self._data
         if is_other or self._has_data:
             self.notes.append((_text(call), OTHER_DATA))
             return
-        if isinstance(path, Computed) and PASSED_ON.fullmatch(path.text):
+        if isinstance(path, Computed) and self._is_passed_on(path):
             return
         self._has_data = True
         self.settings.append(Setting(name="dataset", value=path))
         self.settings += [setting for node in call.args[1:2] for setting in self._settings("dataset_config", node)]
         self.notes += [(f"{DATA}: {_text(node)}", UNNAMED) for node in call.args[2:]]
-        self._read_keywords(call)
+        for keyword in call.keywords:
+            if keyword.arg in OF_DATA:
+                self.notes.append((f"{DATA}: {keyword.arg}={_text(keyword.value)}", DATA_AS_IT_IS))
+        named = [keyword for keyword in call.keywords if keyword.arg not in (*OF_DATA, "path")]
+        self._read_keywords(ast.Call(func=call.func, args=[], keywords=named))
 
     def _read_model(self, call: ast.Call) -> None:
         if self._models and id(call) not in self._models:
@@ -269,12 +286,16 @@ class PythonScript:
                 yield from self._settings(f"{name}.{keyword.arg or '**'}", keyword.value)
             return
         value = self._value(node)
-        if isinstance(value, Computed) and PASSED_ON.fullmatch(value.text):
+        if isinstance(value, Computed) and self._is_passed_on(value):
             return
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{name}.")
         else:
             yield Setting(name=name, value=value)
+
+    def _is_passed_on(self, value: Computed) -> bool:
+        """Return whether a value is given by the command in the docstring, or is none."""
+        return PASSED_ON.fullmatch(value.text) is not None and (self._has_command or value.text == "None")
 
     def _entries(self, prefix: str, node: ast.Dict) -> Iterator[Setting]:
         for key, value in zip(node.keys, node.values, strict=True):

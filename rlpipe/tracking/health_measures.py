@@ -320,6 +320,12 @@ def unpreferred(run: RunHistory) -> float | None:
     return fmean(values) if values is not None and has_pairs and is_warm else None
 
 
+def truncated(run: RunHistory) -> float | None:
+    """Return the share of truncated completions; None where each row has a limit by its ground truth, as in EBFT."""
+    ebft = run.config.algorithm.ebft
+    return None if ebft.reward and ebft.adaptive_max_tokens else run.typical("completions/clipped_ratio")
+
+
 def kl_of_tokens(run: RunHistory) -> float | None:
     """Return the KL per token, of the loss or of the reward; None for preferences, whose KL is of whole completions."""
     algorithm = run.config.algorithm

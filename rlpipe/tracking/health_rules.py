@@ -205,7 +205,7 @@ RULES = (
     ),
     HealthRule(
         name="truncated",
-        measure=typical("completions/clipped_ratio"),
+        measure=measures.truncated,
         warn=0.8,
         message="{value:.0%} of the completions are cut off at the limit, before their answer",
         causes="rollout.sampling.max_tokens is too low, or the policy no longer ends its answers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -40,7 +41,11 @@ def write_page(runs: Sequence[ViewedRun], target: Path) -> tuple[int, list[str]]
     left_out = ["this is a copy: it does not follow a run that goes on"]
     remaining_bytes = MAX_BYTES
     for run in runs:
-        run.refresh()
+        try:
+            run.refresh()
+        except (InputError, OSError, sqlite3.Error) as error:
+            run.leave_ledger(str(error))
+            left_out.append(f"{run.name}: its groups, as they can't be read: {error}")
     for run in runs:
         tree, used, lines = _describe_run(
             run, remaining_bytes // max(len(runs) - len(trees), 1), _compared(runs, run, held_out=False)

@@ -152,6 +152,10 @@ class ViewedRun:
             self.why_no_ledger = f"the index of its groups can't be written: {error}"
             self._ledger_path, self._looked_in = None, None  # it is tried again
 
+    def leave_ledger(self, reason: str) -> None:
+        """Show the run without its ledger, which can't be read."""
+        self._ledger_path, self.index, self.why_no_ledger = None, None, reason
+
     def _open_index(self, path: Path) -> GroupIndex:
         """Return the index in the user's cache, or in a temporary folder if nothing can be written there."""
         try:

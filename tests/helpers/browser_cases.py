@@ -96,8 +96,11 @@ UNNAMED = f"""() => [...document.querySelectorAll("{CONTROLS}")].filter((element
 """Program that returns the controls of a page without a name for a screen reader."""
 
 
-def click_through_group(page: Page) -> None:
-    """Open group 1 of a run with episodes and images from the table of groups, and use every control that it has."""
+def click_through_group(page: Page, *, following: int = 2) -> None:
+    """Open group 1 of a run with episodes and images from the table of groups, and use every control that it has.
+
+    The group ``following`` it is the one of the next number, or in a table that is filtered its next row.
+    """
     page.locator("tr[data-group='1']").click()
     expect(page.locator("h2")).to_have_text("Group 1")
     expect(page.locator(".rollout")).to_have_count(2)
@@ -137,4 +140,4 @@ def click_through_group(page: Page) -> None:
     page.keyboard.press("Escape")
     expect(tooltip).to_be_hidden()
     page.get_by_role("link", name="Next group").click()
-    expect(page.locator("h2")).to_have_text("Group 2")
+    expect(page.locator("h2")).to_have_text(f"Group {following}")

@@ -62,6 +62,30 @@ def test_a_view_begins_at_its_top_and_is_left_where_it_was(page: Page) -> None:
     page.wait_for_function(f"Math.abs(scrollY - {before}) < 3")
 
 
+def test_the_next_group_is_that_of_the_table_it_was_opened_from(page: Page) -> None:
+    show(page, "groups")
+    page.locator("select[name=state]").select_option("DISCARDED")
+    rows = page.locator("table.groups tbody tr")
+    expect(rows.first).to_have_attribute("data-group", "159")
+    expect(rows.nth(1)).to_have_attribute("data-group", "155")
+    rows.first.click()
+    expect(page.get_by_role("link", name="Previous group")).to_have_attribute("aria-disabled", "true")
+    page.get_by_role("link", name="Next group").click()
+    expect(page.locator("h2")).to_have_text("Group 155")
+    show(page, "groups?run=0")
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator("p[role=status]").first).to_have_text("160 of 160 groups")
+    page.locator("tr[data-group='158']").click()
+    page.get_by_role("link", name="Next group").click()
+    expect(page.locator("h2")).to_have_text("Group 159")
+
+
+def test_a_mark_says_of_which_of_several_runs_it_is(page: Page) -> None:
+    show(page, "overview?shown=0,1")
+    page.locator(".chart[data-title='Reward'] .mark.end").first.dispatch_event("mouseenter")
+    expect(page.locator("#tooltip")).to_contain_text("first · step 40 · end")
+
+
 def test_what_a_filter_can_not_know_is_said(page: Page) -> None:
     show(page, "groups")
     page.wait_for_selector(".indexing", state="hidden")

@@ -220,7 +220,7 @@ export class Chart {
       over.append(make("button", {
         class: `mark ${mark.kind}`, tabindex: "-1", style: { left: `${left}px` }, "aria-label": `step ${mark.step}, ${mark.kind}: ${mark.message}`,
         onmousedown: (event) => event.stopPropagation(), onclick: () => this.onmark(mark),
-        onmouseenter: (event) => showTooltip([`step ${mark.step} · ${mark.kind}`, mark.message], event.clientX, event.clientY), onmouseleave: hideTooltip,
+        onmouseenter: (event) => showTooltip([`${mark.run ? `${mark.run} · ` : ""}step ${mark.step} · ${mark.kind}`, mark.message], event.clientX, event.clientY), onmouseleave: hideTooltip,
       }));
     }
   }

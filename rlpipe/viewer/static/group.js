@@ -3,7 +3,7 @@
 import { choose, fill, labelled, make, notice, pill } from "./dom.js";
 import { episodeTree, messageNodes } from "./episode.js";
 import { count, moment, number, NONE, STATE_KINDS } from "./format.js";
-import { addressOfReturn, forgetReturn } from "./groups.js";
+import { addressOfReturn, forgetReturn, groupsOfReturn } from "./groups.js";
 import { exported, imageAddress } from "./source.js";
 import { keep, recall } from "./storage.js";
 import { COLOURINGS, legendOf, scalesOf, tokenText } from "./tokens.js";
@@ -93,9 +93,12 @@ export async function groupView(body, context) {
   return { redraw: draw, update };
 }
 
-// The id of the nearest group before (-1) or after (1) another one; null if there is none.
+// The id of the group before (-1) or after (1) another one, in the table that it was opened from if that was filtered or
+// sorted, or else by number; null if there is none.
 function nearestGroup(context, id, by) {
   if (id < 0) return null;  // an answer to a held-out prompt
+  const listed = groupsOfReturn();
+  if (listed.includes(id)) return listed[listed.indexOf(id) + by] ?? null;
   if (exported) {
     const others = Object.keys(exported.runs[context.run].groups).map(Number).filter((other) => other >= 0 && (other - id) * by > 0);
     return others.length ? others.reduce((one, other) => (other - one) * by < 0 ? other : one) : null;

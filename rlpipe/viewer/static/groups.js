@@ -35,6 +35,14 @@ export function addressOfReturn(context) {
   return address && Number(run) === context.run ? address : context.link("groups");
 }
 
+// The groups of the page that a group was opened from, in its order, if that was filtered or sorted.
+export function groupsOfReturn() {
+  const { address, ids } = readReturn();
+  const chosen = new URLSearchParams(address?.split("?")[1] ?? "");
+  ["run", "shown"].forEach((name) => chosen.delete(name));
+  return chosen.size && ids ? ids : [];
+}
+
 export function forgetReturn() {
   forget(LEFT);
 }
@@ -171,7 +179,7 @@ export async function groupsView(body, context) {
   }
 
   function open(id) {
-    keep(LEFT, JSON.stringify({ address: location.hash, places }));
+    keep(LEFT, JSON.stringify({ address: location.hash, places, ids: page.rows.map((row) => row.group_id) }));
     context.go("group", { id });
   }
 

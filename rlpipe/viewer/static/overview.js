@@ -100,7 +100,8 @@ export async function overviewView(body, context) {
     specs.push(["Time by phase (s)", phaseLines(), { stacked: true, note: context.shown.length > 1 ? `${context.runs[context.run].name}; ${OVERLAPPING}` : OVERLAPPING }]);
     specs.push(...state.more.map((name) => [name, linesOf([name]), { added: true }]));
     const used = specs.filter(([title, lines, options]) => lines.length || options.added);
-    const options = { smoothing: state.smoothing, marks, onmark: (mark) => context.go("events", { event: mark.id }), onzoom: zoomTo };
+    const owned = context.shown.length > 1 ? marks.map((mark) => ({ ...mark, run: context.runs[context.run].name })) : marks;
+    const options = { smoothing: state.smoothing, marks: owned, onmark: (mark) => context.go("events", { event: mark.id }), onzoom: zoomTo };
     const elements = [];
     for (const [title, lines, how] of used) {
       if (!state.charts.has(title)) state.charts.set(title, new Chart(title, { stacked: how.stacked, note: how.note }));

@@ -242,6 +242,14 @@ def test_groups_with_equal_rewards_are_well_where_the_baseline_is_another() -> N
         assert found_in(config, run_with(ILLNESSES["equal_rewards"])) == []
 
 
+def test_completions_that_are_cut_by_the_length_of_the_ground_truth_are_well() -> None:
+    config = make_config()
+    config.algorithm.ebft.reward = True
+    assert found_in(config, run_with(ILLNESSES["truncated"])) == []
+    config.algorithm.ebft.adaptive_max_tokens = False
+    assert [finding.rule for _, finding in found_in(config, run_with(ILLNESSES["truncated"]))] == ["truncated"]
+
+
 def test_a_penalty_in_the_reward_is_a_kl_too() -> None:
     rows = [{name: value for name, value in row.items() if name != "kl"} for row in run_with(lambda step: {})]
     ill = [{**row, "kl/in_reward": 0.1 * step} for step, row in enumerate(rows)]

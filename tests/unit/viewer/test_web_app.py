@@ -30,6 +30,7 @@ from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.tracking.jsonl import StepLog
 from rlpipe.tracking.outcome import read_outcome
 from rlpipe.viewer import web_app
+from rlpipe.viewer.exported_page import write_page
 from rlpipe.viewer.group_detail import messages_of
 from rlpipe.viewer.group_index import GroupIndex
 from rlpipe.viewer.group_query import GroupQuery
@@ -579,6 +580,16 @@ def test_damaged_files_of_one_run_leave_the_page_to_the_others(tmp_path: Path) -
         (tmp_path / "one" / "outcome.json").write_text(json.dumps(damaged | change))
         client = client_of(tmp_path / "one", tmp_path / "two")
         assert [run["name"] for run in ask(client, "runs")] == ["one", "two"]
+
+
+def test_a_damaged_ledger_leaves_the_rest_to_an_exported_page(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        finished_run(tmp_path / name)
+    runs = ViewedRuns([tmp_path])
+    (tmp_path / "one" / LEDGER).write_bytes(b"no database")
+    _, left_out = write_page(runs, tmp_path / "page.html")
+    assert any(line.startswith("one: its groups, as they can't be read: ") for line in left_out)
+    assert any(line.startswith("two: ") and "groups have their completions" in line for line in left_out)
 
 
 def test_a_metric_that_is_no_number_any_more_is_not_shown_as_its_last_value(tmp_path: Path) -> None:

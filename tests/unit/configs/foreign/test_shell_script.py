@@ -237,3 +237,33 @@ def test_expansions_that_are_not_read_stay_as_they_are() -> None:
 def test_an_unclosed_quote_is_an_error_of_its_line() -> None:
     with pytest.raises(ConfigError, match=r"^line 2: the quote"):
         Script("a=1\nb='2\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('[ "$MODE" = debug ] && X=2', "1"),
+        ('[ "$MODE" = full ] && X=2', "2"),
+        ('[ "$MODE" = debug ] || X=2', "2"),
+        ('[ "$MODE" = debug ] && X=2 || X=3', "3"),
+        ('[ "$MODE" = full ] && X=2 || X=3', "2"),
+        ('[[ $NODES -gt 1 ]] && [ "$MODE" = full ] && X=2', "1"),
+        ("cd /tmp && X=2", "2"),
+        ("mkdir out || X=2", "2"),
+        ('[ "$MODE" = debug ] && echo no; X=2', "2"),
+        ('[ -z "$UNSET" ] && X=2', "2"),
+        ('[ -n "$UNSET" ] && X=2', "1"),
+        ('if [ -z "$UNSET" ]; then X=2; fi', "2"),
+        ('if [ -n "${UNSET}" ]; then X=2; else X=3; fi', "3"),
+        ('[ -n "$MODE" ] && X=2', "2"),
+    ],
+)
+def test_a_condition_before_and_or_or_decides(text: str, value: str) -> None:
+    script = Script(f"MODE=full NODES=1\nX=1\n{text}\nrun --x $X\n")
+    assert script.commands[-1].words == ["run", "--x", value]
+    assert script.commands[-1].runs
+
+
+def test_a_command_after_a_condition_that_does_not_hold_is_not_taken() -> None:
+    script = Script("MODE=full\n[ $MODE = debug ] && run --x 1\nrun --x 2\n")
+    assert [command.runs for command in script.commands if command.words[0] == "run"] == [False, True]

@@ -107,3 +107,35 @@ def test_rows_of_an_evaluation_are_reported(tmp_path: Path) -> None:
 def test_asynchronous_grpo_of_trl_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="async_grpo"):
         translated(f'{ROWS}AsyncGRPOTrainer("tiny", args=AsyncGRPOConfig(), train_dataset=rows)\n', tmp_path)
+
+
+OWN_ARGUMENTS = """
+args = parser.parse_args()
+rows: Dataset = load_dataset(path="me/rows", split="train", revision="refs/convert", trust_remote_code=True)
+epsilon: float = 0.1
+training_args: GRPOConfig = GRPOConfig(learning_rate=args.lr, num_generations=args.n, beta=0.1, epsilon=epsilon)
+training_args.beta *= 2
+GRPOTrainer(model=args.model, reward_funcs=score, args=training_args, train_dataset=rows)
+"""
+
+
+def test_values_of_the_scripts_own_command_line_are_told_and_take_no_default(tmp_path: Path) -> None:
+    translation = translated(OWN_ARGUMENTS, tmp_path)
+    told = dict(translation.notes)
+    for setting, option in (
+        ("learning_rate: args.lr", "learner.optimizer.lr"),
+        ("num_generations: args.n", "algorithm.group_size"),
+        ("model: args.model", "model.path"),
+        ("beta: training_args.beta * 2", "algorithm.loss.beta"),
+    ):
+        assert told[setting] == f"the file computes it: set {option} yourself"
+    assert not {"learner.optimizer.lr", "algorithm.group_size"} & translation.options.keys()
+    assert translation.options["algorithm.loss.clip_low"] == 0.1, "an annotated variable"
+
+
+def test_arguments_of_a_data_set_are_not_those_of_the_model(tmp_path: Path) -> None:
+    translation = translated(OWN_ARGUMENTS, tmp_path)
+    assert translation.options["data.path"] == "me/rows"
+    assert not {"model.revision", "model.trust_remote_code"} & translation.options.keys()
+    told = {setting for setting, reason in translation.notes if reason.startswith("it is of the data set")}
+    assert told == {"load_dataset: revision='refs/convert'", "load_dataset: trust_remote_code=True"}
